@@ -1,0 +1,36 @@
+"""What can go wrong, said to the user in one sentence: what, where, what to do."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """Bad input. The message is shown as it is; on the command line the exit status is 2."""
+
+
+class PatternError(UserError):
+    """A pattern that can't be read. `position` counts characters from 0, where one is to blame."""
+
+    def __init__(self, message: str, position: int | None = None) -> None:
+        super().__init__(message)
+        self.position = position
+
+
+class NoForward(UserError):
+    """There is no forward pass for this model here; the message says why and what would give one."""
+
+
+class KernelError(UserError):
+    """An operation has no kernel for a dtype on this device."""
+
+    def __init__(self, module: str, operation: str, dtype: str, device: str, nearest: str | None, reason: str) -> None:
+        offer = f"{nearest} works there" if nearest else "no other dtype was found to work"
+        super().__init__(f"{module or 'the model'}: {operation} has no {dtype} kernel on {device}; {offer} ({reason})")
+        self.module = module
+        self.operation = operation
+        self.dtype = dtype
+        self.device = device
+        self.nearest = nearest
+
+
+class Cancelled(Exception):
+    """The user, or a newer command, stopped what was under way."""

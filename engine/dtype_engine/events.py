@@ -1,0 +1,117 @@
+"""Everything the worker says, on one page. Never imports torch.
+
+Events come in order, from the worker's threads. Those that speak of a recipe carry it: what a pane shows
+belongs to the recipe in force, or is not shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+from .recipe import Recipe
+from .tree import Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """The model is being opened; `step` says what is done now, in a few words."""
+
+    step: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReady:
+    """The live model is there. `tree` knows classes, ties and buffers; `no_forward` says why it can't be run, if so."""
+
+    tree: Tree
+    class_name: str
+    device: str
+    seconds: float
+    inputs: str
+    notices: tuple[str, ...]
+    no_forward: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OpenFailed:
+    """The model could not be opened. The tree of the headers, if there was one, is all there will be."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Casting:
+    """Tensors are being cast, `done` of `total`."""
+
+    recipe: Recipe
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class CastDone:
+    """Every tensor now has its planned dtype; `notes` has those whose values did not all survive."""
+
+    recipe: Recipe
+    notes: tuple[CastNotes, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measuring:
+    """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all inputs."""
+
+    recipe: Recipe
+    run: str
+    done: int
+    total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class ModulesMeasured:
+    """Drift of modules as the candidate's pass goes by, over the inputs so far; newer readings replace older ones."""
+
+    recipe: Recipe
+    modules: tuple[ModuleDrift, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A measurement is complete."""
+
+    recipe: Recipe
+    report: DriftReport
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
+
+    recipe: Recipe
+    message: str
+    module: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The user stopped what was under way for this recipe (a newer command that supersedes it says nothing)."""
+
+    recipe: Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Memory now; about four times a second while work goes on, and once when it ends."""
+
+    recipe: Recipe
+    reading: MemoryReading
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Nothing is under way."""
+
+
+Event = (
+    Loading | ModelReady | OpenFailed | Casting | CastDone | Measuring | ModulesMeasured | Measured | Failed | Stopped | Memory | Idle
+)

@@ -1,0 +1,133 @@
+"""What the engine measures, as plain data: what panes show and `--json` prints. Never imports torch.
+
+Bytes are bytes, times are seconds, KL is nats per position, SQNR is decibels. A figure that was not or could
+not be measured is None.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDrift:
+    """How far the main output is from the reference, over all its elements, computed in float64.
+
+    For an output over classes or tokens the second block compares distributions, position by position;
+    means carry their standard error (`_se`); percentiles need 100 positions. The third needs next tokens.
+    """
+
+    elements: int
+    mean_abs: float
+    max_abs: float
+    rel_l2: float
+    sqnr_db: float
+    cosine: float
+    nonfinite: int
+
+    positions: int | None = None
+    kl_mean: float | None = None
+    kl_mean_se: float | None = None
+    kl_median: float | None = None
+    kl_p95: float | None = None
+    kl_p99: float | None = None
+    kl_p999: float | None = None
+    kl_max: float | None = None
+    top1_agreement: float | None = None
+    top1_agreement_se: float | None = None
+
+    scored_tokens: int | None = None
+    dp_mean: float | None = None
+    dp_mean_se: float | None = None
+    dp_rms: float | None = None
+    dp_p1: float | None = None
+    dp_p99: float | None = None
+    perplexity_reference: float | None = None
+    perplexity_candidate: float | None = None
+    log_ratio: float | None = None
+    log_ratio_se: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleDrift:
+    """The same for one module's output. `nonfinite` counts elements that are not finite here but were there."""
+
+    name: str
+    sqnr_db: float
+    max_abs: float
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class CastNotes:
+    """What a cast did to the values of one tensor, besides rounding them. Counts of elements."""
+
+    name: str
+    dtype: str
+    overflowed: int = 0
+    saturated: int = 0
+    underflowed: int = 0
+    nonfinite: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """Memory, in bytes, by the definitions of the help.
+
+    stored: tensors in the checkpoint; planned: the same under the recipe; resident: the live module's tensors by
+    device, non-persistent buffers included. rss is the process's resident set: its anonymous part, and the part that is
+    mapped from the checkpoint's files, which the system can take back. peak_rss is since the last operation began.
+    """
+
+    stored_bytes: int | None = None
+    planned_bytes: int | None = None
+    resident_bytes: int | None = None
+    resident_by_device: tuple[tuple[str, int], ...] = ()
+    rss_bytes: int | None = None
+    anonymous_bytes: int | None = None
+    mapped_bytes: int | None = None
+    peak_rss_bytes: int | None = None
+    device_allocated_bytes: int | None = None
+    device_reserved_bytes: int | None = None
+    device_peak_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """Wall time of the forward passes over all inputs."""
+
+    reference: float | None = None
+    candidate: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DriftReport:
+    """One measurement: a recipe against the reference."""
+
+    model: str
+    device: str
+    reference: str
+    rules: tuple[str, ...]
+    inputs: str
+    output_name: str
+    output: OutputDrift
+    modules: tuple[ModuleDrift, ...]
+    memory: MemoryReading
+    seconds: Seconds
+    notices: tuple[str, ...] = ()
+
+
+def as_json(value: Any) -> Any:
+    """Dataclasses as dictionaries and figures that JSON has no word for (infinity, NaN) as null."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: as_json(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {str(key): as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,1 @@
+"""dtype-tui: the terminal explorer over `dtype_engine`."""
