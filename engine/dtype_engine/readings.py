@@ -53,10 +53,14 @@ class OutputDrift:
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
-    """The same for one module's output. `nonfinite` counts elements that are not finite here but were there."""
+    """The same for one module's output. `nonfinite` counts elements that are not finite here but were there.
+
+    `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an expert that
+    was given other tokens).
+    """
 
     name: str
-    sqnr_db: float
+    sqnr_db: float | None
     max_abs: float
     nonfinite: int
 

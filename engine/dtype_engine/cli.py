@@ -1,0 +1,224 @@
+"""`dtype-engine`: every question the app can ask, for scripts and jobs.
+
+Results go to standard output (with `--json`, one object and nothing else), everything else to standard error.
+Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from . import dtypes
+from .errors import UserError
+from .options import Options
+from .readings import as_json
+from .recipe import Recipe, Rule, make_plan, require_matches
+from .tree import Tree
+
+BAD_INPUT, INTERRUPTED = 2, 130
+
+model_argument = click.argument("model", required=False)
+json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
+cast_options = [
+    click.option("--cast", "casts", multiple=True, metavar="PATTERN=DTYPE", help="A rule; the last that matches wins."),
+    click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="A recipe file; --cast rules come after its own."),
+]
+run_options = [
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
+    click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
+    click.option("--text", "texts", multiple=True, type=click.Path(path_type=Path), help="A text file, cut into sequences."),
+    click.option("--compute", default="float32", show_default=True, help="What storage-only weights compute in without an activation."),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
+]
+
+
+def with_options(options: Sequence[Any]) -> Any:
+    """A decorator that adds several click options in the order given."""
+
+    def decorate(command: Any) -> Any:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dtype-tui")
+def cli() -> None:
+    """What happens if these layers are in another dtype?
+
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or nothing
+    for the built-in demo.
+    """
+
+
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@json_option
+def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None, as_object: bool) -> None:
+    """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
+    from .model.source import locate
+
+    source = locate(model)
+    checkpoint = source.open()
+    if checkpoint is not None:
+        tree = checkpoint.tree()
+    else:
+        from .model.load import load
+
+        tree = load(source, Options(device="cpu")).tree
+    recipe = read_rules(casts, recipe_file)
+    _require_header_matches(tree, recipe)
+    plan = make_plan(tree, recipe)
+    totals = tree.totals(plan.dtypes)
+    tensors = [
+        {
+            "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
+            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases),
+        }
+        for tensor in tree.tensors.values()
+    ]  # fmt: skip
+    whole = totals[""]
+    result = {
+        "model": source.title,
+        "parameters": whole.total_elements,
+        "stored_bytes": plan.stored_bytes,
+        "planned_bytes": plan.planned_bytes,
+        "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
+        "rules": [str(rule) for rule in recipe.rules],
+        "modules": [
+            {
+                "name": name, "class": module.class_name, "parameters": totals[name].total_elements,
+                "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
+            }
+            for name, module in tree.modules.items()
+        ],
+        "tensors": tensors,
+    }  # fmt: skip
+    if as_object:
+        print_json(result)
+        return
+    from .report_text import inspect_text
+
+    click.echo(inspect_text(tree, plan, source.title))
+
+
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@with_options(run_options)
+@json_option
+def drift(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    device: str,
+    prompts: tuple[str, ...],
+    texts: tuple[Path, ...],
+    compute: str,
+    trust_remote_code: bool,
+    as_object: bool,
+) -> None:
+    """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
+    from .model.source import locate
+
+    recipe = read_rules(casts, recipe_file)
+    options = Options(
+        device=device, prompts=prompts, texts=texts, compute=_compute(compute), trust_remote_code=trust_remote_code
+    )
+    source = locate(model)
+    checkpoint = source.open()
+    if checkpoint is not None:
+        _require_header_matches(checkpoint.tree(), recipe)
+    from .session import open_session
+
+    session = open_session(source, options, say=_say)
+    require_matches(session.tree, recipe)
+    session.apply(recipe)
+    report = session.drift(on_progress=_say_progress)
+    _say("")
+    if as_object:
+        print_json(as_json(report))
+        return
+    from .report_text import drift_text
+
+    click.echo(drift_text(report))
+    for notice in report.notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
+    """The rules of a recipe file, then those of the command line. Raises UserError."""
+    recipe = Recipe()
+    if recipe_file is not None:
+        from .recipe.file import read_recipe
+
+        recipe = read_recipe(recipe_file)
+    for cast in casts:
+        recipe = recipe.then(Rule.parse(cast))
+    return recipe
+
+
+def _require_header_matches(tree: Tree, recipe: Recipe) -> None:
+    """Refuse rules that take nothing as early as the headers tell: before torch is imported.
+
+    Rules by class wait until classes are known, and so do rules that may mean names which loading changes.
+    """
+    if tree.has_classes:
+        require_matches(tree, recipe)
+
+
+def _compute(name: str) -> str:
+    chosen = dtypes.parse_target(name)
+    if chosen not in dtypes.COMPUTED:
+        raise UserError(f"--compute {name}: choose one of {', '.join(dtypes.COMPUTED)}")
+    return chosen
+
+
+def print_json(value: Any) -> None:
+    """One object on standard output."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def _say(step: str) -> None:
+    """Progress for a person; nothing when standard error is not a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{step}")
+        sys.stderr.flush()
+
+
+def _say_progress(run: str, done: int, total: int | None) -> None:
+    share = f" {100 * done // total} %" if total else ""
+    _say(f"{run}: {done} module calls{share}")
+
+
+def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input."""
+    try:
+        result = command.main(args=arguments, prog_name=program, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (UserError, click.ClickException) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
+        return BAD_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def main() -> None:
+    """The `dtype-engine` program."""
+    sys.exit(run(cli, "dtype-engine"))

@@ -1,0 +1,271 @@
+"""Comparing a candidate with the reference: the main output, and every module's as the pass goes by."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import psutil
+import torch
+
+from .errors import NoForward
+from .forward import RunsOtherwise, main_output, run_candidate, run_reference
+from .inputs import Batch, Inputs
+from .metrics import OutputComparison, sqnr_db
+from .model.live import LiveModel
+from .readings import ModuleDrift, OutputDrift
+
+OnModules = Callable[[tuple[ModuleDrift, ...]], None]
+OnProgress = Callable[[str, int, int | None], None]
+_DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
+_TELL_EVERY_S = 0.1
+
+
+@dataclass(slots=True)
+class _Record:
+    """What the reference gave for one batch. Module outputs by (name, call), each with its energy Σr²."""
+
+    output_name: str
+    output: torch.Tensor
+    modules: dict[tuple[str, int], tuple[torch.Tensor, float]]
+    left_out: set[str]
+    seconds: float
+    calls: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.output.nbytes + sum(tensor.nbytes for tensor, _ in self.modules.values())
+
+
+@dataclass(slots=True)
+class _Sums:
+    """One module over all its calls so far."""
+
+    energy: float = 0.0
+    noise: float = 0.0
+    max_abs: float = 0.0
+    nonfinite: int = 0
+    comparable: bool = True
+
+
+@dataclass(slots=True)
+class Measurement:
+    """The result of `DriftMeter.measure`."""
+
+    output_name: str
+    output: OutputDrift
+    modules: tuple[ModuleDrift, ...]
+    reference_seconds: float
+    candidate_seconds: float
+    notices: tuple[str, ...] = ()
+
+
+@dataclass
+class DriftMeter:
+    """Measures drift of a live model over its inputs.
+
+    The reference's outputs are kept between measurements within `budget` bytes (by default a quarter of the memory
+    that was free when it was made). For the batches that do not fit the reference runs again each time, right before
+    the candidate, so nothing grows with the amount of calibration text.
+    """
+
+    model: LiveModel
+    inputs: Inputs
+    compute: torch.dtype = torch.float32
+    budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
+    _records: dict[int, _Record] = field(default_factory=dict)
+    _seconds: dict[int, float] = field(default_factory=dict)
+    _calls: dict[int, int] = field(default_factory=dict)
+
+    def measure(
+        self,
+        on_progress: OnProgress = lambda run, done, total: None,
+        on_modules: OnModules = lambda modules: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Measurement:
+        """Run what has to be run and compare. `on_progress` hears ("reference" | "candidate", module calls done,
+        of how many, None while unknown); `on_modules` the readings so far, at most ten times a second.
+
+        Raises NoForward, KernelError, Cancelled.
+        """
+        comparison: OutputComparison | None = None
+        sums: dict[str, _Sums] = {}
+        output_name = ""
+        left_out: set[str] = set()
+        candidate_seconds = 0.0
+        done = 0
+        for index, batch in enumerate(self.inputs.batches):
+            record = self._records.get(index) or self._reference(index, batch, on_progress, cancelled)
+            left_out |= record.left_out
+            output_name = record.output_name
+            while True:
+                pass_sums: dict[str, _Sums] = {}
+                watcher = self._compare(record, pass_sums, sums, done, on_progress, on_modules)
+                try:
+                    output, seconds = run_candidate(self.model, batch, self.compute, watcher, cancelled)
+                    break
+                except RunsOtherwise:
+                    continue
+            done += record.calls
+            candidate_seconds += seconds
+            name, candidate = main_output(output)
+            if name != record.output_name or candidate.shape != record.output.shape:
+                raise NoForward(
+                    f"the candidate's output ({name}, {tuple(candidate.shape)}) is not the reference's "
+                    f"({record.output_name}, {tuple(record.output.shape)}), so they can't be compared"
+                )
+            if comparison is None:
+                comparison = OutputComparison(_is_distribution(name, candidate))
+            comparison.add(record.output, candidate, batch.next_tokens)
+            for module, found in pass_sums.items():
+                _merge(sums.setdefault(module, _Sums()), found)
+            on_modules(_readings(sums))
+        if comparison is None:
+            raise NoForward("there are no inputs to run the model on")
+        notices = []
+        if left_out:
+            notices.append(f"{len(left_out)} modules are not compared: the reference's outputs do not fit the memory budget")
+        return Measurement(
+            output_name, comparison.result(), _readings(sums), sum(self._seconds.values()), candidate_seconds, tuple(notices)
+        )
+
+    def _total_calls(self) -> int | None:
+        """Module calls of one pass over all inputs, once every batch was run."""
+        return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
+
+    def _reference(
+        self, index: int, batch: Batch, on_progress: OnProgress, cancelled: Callable[[], bool]
+    ) -> _Record:
+        """Run the reference on one batch and keep what it gave if that fits the budget."""
+        room = self.budget - sum(record.nbytes for record in self._records.values())
+        before = sum(calls for known, calls in self._calls.items() if known < index)
+        while True:
+            watcher = _Recorder(max(room, self.budget // 4), lambda done: on_progress("reference", before + done, self._total_calls()))
+            try:
+                output, seconds = run_reference(self.model, batch, watcher, cancelled)
+                break
+            except RunsOtherwise:
+                continue
+        name, tensor = main_output(output)
+        record = _Record(name, tensor.detach().clone(), watcher.kept, watcher.left_out, seconds, watcher.calls)
+        self._seconds[index], self._calls[index] = seconds, watcher.calls
+        if record.nbytes <= room:
+            self._records[index] = record
+        return record
+
+    def _compare(
+        self,
+        record: _Record,
+        pass_sums: dict[str, _Sums],
+        sums: dict[str, _Sums],
+        done_before: int,
+        on_progress: OnProgress,
+        on_modules: OnModules,
+    ) -> Callable[[str, int, torch.Tensor], None]:
+        """A watcher that compares each module's output with the record as it comes."""
+        told = time.perf_counter()
+        calls = 0
+
+        def watch(module: str, call: int, output: torch.Tensor) -> None:
+            nonlocal told, calls
+            calls += 1
+            kept = record.modules.get((module, call))
+            if kept is not None:
+                _add(pass_sums.setdefault(module, _Sums()), kept[0], kept[1], output)
+            now = time.perf_counter()
+            if now - told >= _TELL_EVERY_S:
+                told = now
+                on_progress("candidate", done_before + calls, self._total_calls())
+                on_modules(_readings(sums | {name: _merged(sums.get(name), new) for name, new in pass_sums.items()}))
+
+        return watch
+
+
+class _Recorder:
+    """Keeps a copy of every module output of a reference pass, up to `room` bytes."""
+
+    def __init__(self, room: int, on_progress: Callable[[int], None]) -> None:
+        self.kept: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
+        self.left_out: set[str] = set()
+        self.calls = 0
+        self._room = room
+        self._on_progress = on_progress
+        self._told = time.perf_counter()
+        self._last: tuple[torch.Tensor, int, tuple[torch.Tensor, float]] | None = None
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        self.calls += 1
+        # A parent often returns its last child's very tensor: one copy serves both, unless it was written to since.
+        if self._last is not None and self._last[0] is output and self._last[1] == output._version:
+            self.kept[module, call] = self._last[2]
+        elif output.nbytes <= self._room:
+            copy = output.detach().clone(memory_format=torch.contiguous_format)
+            entry = (copy, _energy(copy))
+            self.kept[module, call] = entry
+            self._room -= copy.nbytes
+            self._last = (output, output._version, entry)
+        else:
+            self.left_out.add(module)
+        now = time.perf_counter()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            self._on_progress(self.calls)
+
+
+def _energy(tensor: torch.Tensor) -> float:
+    """Σx², in the tensor's own dtype and, where that overflows, in float64."""
+    flat = tensor.reshape(-1)
+    found = float(torch.dot(flat, flat)) if flat.numel() else 0.0
+    return found if math.isfinite(found) else float(flat.double().square().sum())
+
+
+def _add(sums: _Sums, reference: torch.Tensor, energy: float, candidate: torch.Tensor) -> None:
+    if candidate.shape != reference.shape:
+        # Experts see other tokens when the routing changes: there is nothing to compare element by element.
+        sums.comparable = False
+        return
+    delta = candidate.detach().to(reference.dtype, copy=False) - reference
+    noise = _energy(delta)
+    if not math.isfinite(noise):
+        sums.nonfinite += int((torch.isfinite(reference) & ~torch.isfinite(candidate)).sum())
+        both = torch.isfinite(delta)
+        noise = math.inf if sums.nonfinite else _energy(delta[both])
+        delta = delta[both]
+        energy = _energy(reference[torch.isfinite(reference)])
+    sums.energy += energy
+    sums.noise += noise
+    if delta.numel():
+        low, high = torch.aminmax(delta)
+        sums.max_abs = max(sums.max_abs, -float(low), float(high))
+    if sums.nonfinite:
+        sums.max_abs = math.inf
+
+
+def _merge(into: _Sums, other: _Sums) -> None:
+    into.energy += other.energy
+    into.noise += other.noise
+    into.max_abs = max(into.max_abs, other.max_abs)
+    into.nonfinite += other.nonfinite
+    into.comparable = into.comparable and other.comparable
+
+
+def _merged(first: _Sums | None, second: _Sums) -> _Sums:
+    both = _Sums()
+    for part in (first, second):
+        if part is not None:
+            _merge(both, part)
+    return both
+
+
+def _readings(sums: dict[str, _Sums]) -> tuple[ModuleDrift, ...]:
+    return tuple(
+        ModuleDrift(name, sqnr_db(found.energy, found.noise) if found.comparable else None, found.max_abs, found.nonfinite)
+        for name, found in sums.items()
+    )
+
+
+def _is_distribution(name: str, output: torch.Tensor) -> bool:
+    """Whether the output holds logits over classes or tokens in its last dimension."""
+    return name in _DISTRIBUTIONS and output.ndim >= 2 and output.shape[-1] >= 2

@@ -1,0 +1,67 @@
+"""Bytes of the process, as the system counts them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+_KIB = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's files, which
+    the system can take back; peak_rss: the largest resident set since `forget_peak`. None where the system does not tell."""
+
+    rss: int
+    anonymous: int | None
+    mapped: int | None
+    peak_rss: int | None
+
+
+def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
+    """What this process holds now. `files`: those of the checkpoint."""
+    if not sys.platform.startswith("linux"):
+        found = psutil.Process().memory_info()
+        return ProcessMemory(found.rss, None, None, None)
+    status = _status()
+    return ProcessMemory(status["VmRSS"], status.get("RssAnon"), _mapped(files), status.get("VmHWM"))
+
+
+def forget_peak() -> None:
+    """Start the peak resident set anew from what is resident now (Linux: writes 5 to /proc/self/clear_refs)."""
+    if sys.platform.startswith("linux"):
+        try:
+            Path("/proc/self/clear_refs").write_text("5")
+        except OSError:
+            return
+
+
+def _status() -> dict[str, int]:
+    found = {}
+    for line in Path("/proc/self/status").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if value.endswith(" kB"):
+            found[name] = int(value.split()[0]) * _KIB
+    return found
+
+
+def _mapped(files: Iterable[Path]) -> int:
+    """Resident pages mapped from these files (proc(5), smaps: a line with the path heads each mapping)."""
+    wanted = {str(path.resolve()) for path in files}
+    if not wanted:
+        return 0
+    total = 0
+    ours = False
+    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as smaps:
+        for line in smaps:
+            head = line.split(maxsplit=5)
+            if not head[0].endswith(":"):
+                ours = len(head) == 6 and head[5].rstrip("\n") in wanted
+            elif ours and head[0] == "Rss:":
+                total += int(head[1]) * _KIB
+    return total

@@ -1,0 +1,217 @@
+"""A live `nn.Module` whose tensors are cast in place and put back.
+
+Every tensor keeps its identity (the `Parameter` object stays where the module has it); only the data behind
+it changes. The data as stored, usually mapped from the checkpoint's file, is kept as long as the model lives, so a cast
+always starts from the stored values and undoing one is putting them back.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from .. import dtypes
+from ..errors import Cancelled, UserError
+from ..readings import CastNotes
+from ..storage import convert, lost_values, dtype_name, torch_dtype
+from ..tree import Kind, TensorInfo, Tree
+
+
+@dataclass(slots=True)
+class Weight:
+    """One distinct tensor of the module.
+
+    `tensor` is the object in the module; `original` the data as stored (never written to); `dtype` the name of the dtype it is in
+    now, and `scale` what a storage-only one carries.
+    """
+
+    info: TensorInfo
+    tensor: torch.Tensor
+    original: torch.Tensor
+    dtype: str
+    scale: torch.Tensor | None = None
+    lost: CastNotes | Literal["unknown"] | None = None
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is in another dtype than stored."""
+        return self.dtype != self.info.dtype
+
+    def put(self, dtype: str) -> None:
+        """Bring it into `dtype`, from the stored values."""
+        if dtype == self.info.dtype:
+            self.tensor.data = self.original.to(self.tensor.device)
+            self.scale, self.lost = None, None
+        else:
+            data, scale = convert(self.original.to(self.tensor.device), dtype)
+            self.tensor.data, self.scale = data, scale
+            self.lost = "unknown"
+        self.dtype = dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes it takes now, the scales included."""
+        return self.tensor.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+
+@dataclass
+class LiveModel:
+    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer."""
+
+    module: nn.Module
+    title: str
+    device: torch.device
+    tree: Tree
+    weights: dict[str, Weight]
+    files: tuple[Path, ...] = ()
+    folder: Path | None = None
+    example_inputs: Callable[[], Any] | None = None
+    notices: tuple[str, ...] = ()
+    by_id: dict[int, Weight] = field(default_factory=dict)
+    needs_rules: set[object] = field(default_factory=set)
+
+    @classmethod
+    def wrap(cls, module: nn.Module, title: str, device: torch.device, **rest: Any) -> LiveModel:
+        """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals."""
+        if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
+            raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
+        module.eval().requires_grad_(False)
+        originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
+        if device.type != "cpu":
+            _move(module, device)
+        infos, found = _inventory(module)
+        weights = {
+            info.name: Weight(info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype)
+            for info in infos
+        }
+        tree = Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
+        _mark_islands(module, tree)
+        return cls(
+            module, title, device, tree, weights, by_id={id(weight.tensor): weight for weight in weights.values()}, **rest
+        )
+
+    def apply(
+        self,
+        planned: Mapping[str, str],
+        on_progress: Callable[[int, int], None] | None = None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Bring every tensor into its planned dtype; those that already are stay untouched.
+
+        Needs memory for the new tensors only: each replaces the one before it at once. Raises Cancelled between
+        two tensors; calling again with any plan goes on from there.
+        """
+        waiting = [weight for name, weight in self.weights.items() if weight.dtype != planned[name]]
+        # Those that go back to the mapped data come first: that frees memory before any is needed.
+        waiting.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
+        try:
+            for done, weight in enumerate(waiting):
+                if cancelled():
+                    raise Cancelled
+                weight.put(planned[weight.info.name])
+                if on_progress is not None:
+                    on_progress(done + 1, len(waiting))
+        finally:
+            if waiting:
+                give_memory_back()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of all the module's tensors now, tied ones once, non-persistent buffers included."""
+        return sum(weight.nbytes for weight in self.weights.values())
+
+    def resident_by_device(self) -> dict[str, int]:
+        """The same by device."""
+        sums: dict[str, int] = {}
+        for weight in self.weights.values():
+            device = str(weight.tensor.device)
+            sums[device] = sums.get(device, 0) + weight.nbytes
+        return sums
+
+    def lost_values(self, cancelled: Callable[[], bool] = lambda: False) -> tuple[CastNotes, ...]:
+        """The casts in force that lose values, besides rounding them. Looks at each changed tensor once. Raises Cancelled."""
+        for weight in self.weights.values():
+            if weight.lost == "unknown":
+                if cancelled():
+                    raise Cancelled
+                data = weight.tensor.data.to(weight.original.device)
+                weight.lost = lost_values(weight.info.name, weight.original, data, weight.dtype)
+        return tuple(weight.lost for weight in self.weights.values() if isinstance(weight.lost, CastNotes))
+
+    def uniform_dtype(self) -> torch.dtype | None:
+        """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""
+        found = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
+        scratch = any(weight.changed for weight in self.weights.values() if not weight.info.persistent)
+        if len(found) != 1 or scratch or (only := found.pop()) not in dtypes.COMPUTED:
+            return None
+        return torch_dtype(only)
+
+
+def _inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
+    """Every distinct tensor of a module in its own order, with every name it goes by."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    kinds: dict[int, Kind] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for local, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is None:
+                continue
+            name = f"{prefix}.{local}" if prefix else local
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+            if local in child._parameters:
+                kinds[id(tensor)] = "parameter"
+            elif local not in child._non_persistent_buffers_set:
+                kinds.setdefault(id(tensor), "buffer")
+            else:
+                kinds.setdefault(id(tensor), "non-persistent buffer")
+    infos = [
+        TensorInfo(known[0], tuple(tensors[key].shape), dtype_name(tensors[key].dtype), kinds[key], tuple(dict.fromkeys(known[1:])))
+        for key, known in names.items()
+    ]
+    return infos, {known[0]: tensors[key] for key, known in names.items()}
+
+
+def _move(module: nn.Module, device: torch.device) -> None:
+    """Put the module's tensors on another device, one by one; where a tensor object can't follow, a new one takes its place."""
+    try:
+        module.to(device)
+    except torch.OutOfMemoryError as error:
+        raise UserError(f"the model does not fit on {device}: {str(error).split('. ')[0]}; try --device cpu") from None
+
+
+def _mark_islands(module: nn.Module, tree: Tree) -> None:
+    """Mark the modules that their model's own code wants kept in float32.
+
+    transformers: a name listed in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` means every
+    module with that word in its dotted name; diffusers: `_skip_layerwise_casting_patterns` are searched for.
+    """
+    declared: list[tuple[str, str, str]] = []
+    for prefix, child in module.named_modules():
+        for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
+            for word in getattr(child, attribute, None) or ():
+                declared.append((prefix, rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute))
+        for pattern in getattr(child, "_skip_layerwise_casting_patterns", None) or ():
+            declared.append((prefix, str(pattern), "_skip_layerwise_casting_patterns"))
+    for prefix, pattern, attribute in declared:
+        for name, node in tree.modules.items():
+            inside = name.startswith(f"{prefix}.") if prefix else bool(name)
+            if inside and node.island is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
+                node.island = f"declared by the model ({attribute})"
+
+
+def give_memory_back() -> None:
+    """Return freed tensors to the system: glibc keeps them otherwise, and the process would look as large as before."""
+    if sys.platform.startswith("linux"):
+        try:
+            ctypes.CDLL(None).malloc_trim(0)
+        except (OSError, AttributeError):
+            return

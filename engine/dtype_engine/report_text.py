@@ -1,0 +1,129 @@
+"""Reports for a terminal, in plain columns."""
+
+from __future__ import annotations
+
+import math
+
+from . import dtypes
+from .readings import DriftReport
+from .recipe import Plan
+from .tree import Totals, Tree
+
+
+def human_bytes(size: float) -> str:
+    """`1.42 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def human_count(count: float) -> str:
+    """`707.8 k`, `6.74 B`."""
+    for unit in ("", " k", " M", " B"):
+        if abs(count) < 1000 or unit == " B":
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def mix_text(totals: Totals) -> str:
+    """`bf16 83 % · f32 17 %`, or the one dtype."""
+    shares = totals.mix()
+    if len(shares) == 1:
+        return dtypes.badge(shares[0][0])
+    return " · ".join(f"{dtypes.badge(name)} {100 * share:.0f} %" for name, share in shares)
+
+
+def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
+    """Every module with its dtypes, parameters and bytes, and every tensor under it."""
+    totals = tree.totals(plan.dtypes)
+    rows: list[tuple[str, str, str, str]] = []
+    for name, module in tree.modules.items():
+        depth = name.count(".") + 1 if name else 0
+        label = ("  " * depth + (module.label or title)) + (f"  {module.class_name}" if module.class_name else "")
+        rows.append((label, mix_text(totals[name]), human_count(totals[name].total_elements), human_bytes(totals[name].total_bytes)))
+        for local, tensor in module.tensors.items():
+            own = f"{name}.{local}" if name else local
+            if own != tensor.name:
+                rows.append(("  " * (depth + 1) + f"{local} = {tensor.name}", "", "", ""))
+                continue
+            planned = plan.dtypes[tensor.name]
+            shape = " x ".join(map(str, tensor.shape)) or "scalar"
+            dtype = dtypes.badge(planned) if planned == tensor.dtype else f"{dtypes.badge(tensor.dtype)}→{dtypes.badge(planned)}"
+            size = tensor.nbytes if planned == tensor.dtype else dtypes.stored_bytes(tensor.shape, planned)
+            rows.append(("  " * (depth + 1) + f"{local}  [{shape}]", dtype, human_count(tensor.numel), human_bytes(size)))
+    return _columns([("module", "dtype", "parameters", "bytes"), *rows])
+
+
+def _columns(rows: list[tuple[str, str, str, str]]) -> str:
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return "\n".join(
+        f"{_printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
+    )
+
+
+def _printable(text: str) -> str:
+    """Names come from files: control characters must not reach the terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def drift_text(report: DriftReport) -> str:
+    """The figures of one measurement, the worst modules last."""
+    output, memory = report.output, report.memory
+    lines = [
+        f"model      {report.model} on {report.device}; reference {report.reference}",
+        f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        f"inputs     {report.inputs}",
+        f"output     {report.output_name}, {output.elements:,} elements",
+        f"mean |Δ|   {output.mean_abs:.4e}",
+        f"max |Δ|    {output.max_abs:.4e}",
+        f"rel. L2    {output.rel_l2:.4e}",
+        f"SQNR       {decibels(output.sqnr_db)}",
+        f"cosine     {output.cosine:.8f}",
+        f"non-finite {output.nonfinite}",
+    ]
+    if output.kl_mean is not None:
+        lines.append(f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions")
+        tail = [(name, value) for name, value in (("median", output.kl_median), ("p95", output.kl_p95), ("p99", output.kl_p99), ("p99.9", output.kl_p999), ("max", output.kl_max)) if value is not None]  # fmt: skip
+        lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in tail))
+    if output.top1_agreement is not None:
+        error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
+        lines.append(f"same top   {100 * output.top1_agreement:.2f}{error} %")
+    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
+        lines.append(
+            f"perplexity {output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}, ln ratio "
+            f"{with_error(output.log_ratio or 0.0, output.log_ratio_se)}"
+        )
+        if output.dp_mean is not None and output.dp_rms is not None:
+            lines.append(f"Δp         mean {100 * output.dp_mean:.4f} %, RMS {100 * output.dp_rms:.4f} %")
+    lines.append(
+        f"memory     stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}; "
+        f"resident {human_bytes(memory.resident_bytes or 0)}; process peak {human_bytes(memory.peak_rss_bytes or 0)}"
+    )
+    if report.seconds.reference is not None and report.seconds.candidate is not None:
+        lines.append(f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}")
+    worst = sorted(
+        (module for module in report.modules if module.sqnr_db is not None and not math.isinf(module.sqnr_db) or module.nonfinite),
+        key=lambda module: -math.inf if module.sqnr_db is None else module.sqnr_db,
+    )[:8]
+    if worst:
+        lines.append("worst modules by SQNR")
+        width = max(len(module.name) for module in worst)
+        lines += [f"  {_printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}" for module in worst]
+    return "\n".join(lines)
+
+
+def decibels(value: float | None) -> str:
+    """`46.50 dB`; in words where it is not finite."""
+    if value is None:
+        return "not comparable"
+    if math.isinf(value):
+        return "identical" if value > 0 else "not finite"
+    return f"{value:.2f} dB"
+
+
+def with_error(value: float, error: float | None) -> str:
+    """`1.69e-07 ± 2.1e-08`."""
+    return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")

@@ -1,0 +1,189 @@
+"""One open model and what may be done with it, synchronously: the public API, and the only thing the worker calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from . import memory
+from .drift import DriftMeter, OnModules, OnProgress
+from .errors import NoForward, UserError
+from .forward import reference_name
+from .inputs import Inputs, from_values, make_inputs
+from .model.live import LiveModel
+from .model.load import Say, load, pick_device
+from .model.source import Source, locate
+from .options import Options
+from .readings import CastNotes, DriftReport, MemoryReading, Seconds
+from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
+from .storage import torch_dtype
+from .tree import Tree
+
+Cancelled = Callable[[], bool]
+
+
+def _never() -> bool:
+    return False
+
+
+class Session:
+    """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`."""
+
+    def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
+        started = time.perf_counter()
+        self.model = model
+        self.options = options
+        self.no_forward: str | None = None
+        self.inputs = inputs
+        self._history = History()
+        self._plan = make_plan(model.tree, self.recipe)
+        self._meter: DriftMeter | None = None
+        if inputs is None:
+            try:
+                self.inputs = make_inputs(model, options)
+            except NoForward as error:
+                self.no_forward = str(error)
+        self.opening_seconds = time.perf_counter() - started
+
+    @property
+    def tree(self) -> Tree:
+        """Modules and tensors, with classes, ties and buffers."""
+        return self.model.tree
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force."""
+        return self._history.recipe
+
+    @property
+    def plan(self) -> Plan:
+        """The dtype of every tensor under the recipe in force."""
+        return self._plan
+
+    def cast(self, pattern: str, dtype: str) -> Plan:
+        """Add a rule and cast what it takes, in place. Raises UserError for a bad pattern or dtype, or one that takes nothing."""
+        rule = Rule.make(pattern, dtype)
+        recipe = self.recipe.then(rule)
+        plan = make_plan(self.tree, recipe)
+        if not plan.selections[-1]:
+            raise UserError(no_match(self.tree, rule.pattern, plan.selections[-1]))
+        self.apply(recipe)
+        return self._plan
+
+    def apply(
+        self,
+        recipe: Recipe,
+        on_progress: Callable[[int, int], None] | None = None,
+        cancelled: Cancelled = _never,
+    ) -> None:
+        """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see `plan.unmatched`)."""
+        self._history.push(recipe)
+        self._cast(on_progress, cancelled)
+
+    def undo(self) -> bool:
+        """Go back to the recipe before. False when there is nothing left to undo."""
+        moved = self._history.undo()
+        self._cast()
+        return moved
+
+    def redo(self) -> bool:
+        """Go forward again. False when nothing was undone."""
+        moved = self._history.redo()
+        self._cast()
+        return moved
+
+    def _cast(self, on_progress: Callable[[int, int], None] | None = None, cancelled: Cancelled = _never) -> None:
+        if self._plan.recipe != self.recipe:
+            self._plan = make_plan(self.tree, self.recipe)
+        self.model.apply(self._plan.dtypes, on_progress, cancelled)
+
+    def lost_values(self, cancelled: Cancelled = _never) -> tuple[CastNotes, ...]:
+        """The casts in force that lose values: overflow, underflow, saturation."""
+        return self.model.lost_values(cancelled)
+
+    def drift(
+        self,
+        on_progress: OnProgress = lambda run, done, total: None,
+        on_modules: OnModules = lambda modules: None,
+        cancelled: Cancelled = _never,
+    ) -> DriftReport:
+        """Run reference and candidate over the inputs and compare.
+
+        Raises NoForward when the model can't be run, KernelError when an operation has no kernel for a dtype, and Cancelled.
+        """
+        if self.inputs is None:
+            raise NoForward(self.no_forward or "the model can't be run")
+        if self._meter is None:
+            compute = torch_dtype(self.options.compute)
+            self._meter = DriftMeter(self.model, self.inputs, compute)
+            if self.options.reference_bytes is not None:
+                self._meter.budget = self.options.reference_bytes
+        memory.forget_peak()
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.model.device)
+        found = self._meter.measure(on_progress, on_modules, cancelled)
+        return DriftReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            rules=tuple(map(str, self.recipe.rules)),
+            inputs=self.inputs.description,
+            output_name=found.output_name,
+            output=found.output,
+            modules=found.modules,
+            memory=self.memory(),
+            seconds=Seconds(found.reference_seconds, found.candidate_seconds),
+            notices=(*self.model.notices, *found.notices),
+        )
+
+    def memory(self) -> MemoryReading:
+        """Memory now; `peak_rss_bytes` since the last measurement began."""
+        process = memory.process_memory(self.model.files)
+        reading = MemoryReading(
+            stored_bytes=self._plan.stored_bytes,
+            planned_bytes=self._plan.planned_bytes,
+            resident_bytes=self.model.resident_bytes,
+            resident_by_device=tuple(self.model.resident_by_device().items()),
+            rss_bytes=process.rss,
+            anonymous_bytes=process.anonymous,
+            mapped_bytes=process.mapped,
+            peak_rss_bytes=process.peak_rss,
+        )
+        if self.model.device.type != "cuda":
+            return reading
+        device = self.model.device
+        return dataclasses.replace(
+            reading,
+            device_allocated_bytes=torch.cuda.memory_allocated(device),
+            device_reserved_bytes=torch.cuda.memory_reserved(device),
+            device_peak_bytes=torch.cuda.max_memory_allocated(device),
+        )
+
+
+def open_session(
+    model: str | Source | nn.Module | None = None,
+    options: Options | None = None,
+    inputs: Any = None,
+    say: Say = lambda step: None,
+) -> Session:
+    """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module.
+
+    A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it on: a
+    dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+    Raises UserError, among them NoForward when there is no architecture to load the weights into.
+    """
+    options = options or Options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    given = from_values(inputs, "inputs") if inputs is not None else None
+    if isinstance(model, nn.Module):
+        device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))
+        live = LiveModel.wrap(model, type(model).__name__, device)
+        return Session(live, options, given)
+    source = model if isinstance(model, Source) else locate(model)
+    return Session(load(source, options, say), options, given)

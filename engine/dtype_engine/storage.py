@@ -1,0 +1,91 @@
+"""How a storage-only weight is kept and brought back: the one place that knows.
+
+A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is kept as q = round(w / s) with a float32 scale
+s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a vector or
+scalar. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from . import dtypes
+from .readings import CastNotes
+
+_CHUNK = 1 << 22
+_IN_CACHE = 1 << 18
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's dtype of a name of `dtypes`."""
+    found = getattr(torch, name)
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`tensor` in `dtype`, and its scale where that is a storage-only one.
+
+    The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise. A channel of
+    zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has them.
+    """
+    target = torch_dtype(dtype)
+    if dtype not in dtypes.STORAGE_ONLY:
+        return tensor.to(target), None
+    rows = _as_rows(tensor)
+    top = dtypes.BY_NAME[dtype].max
+    kept = torch.empty(rows.shape, dtype=target, device=tensor.device)
+    scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
+    step = max(1, _CHUNK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], step):
+        chunk = rows[start : start + step].to(torch.float32)
+        amax = torch.nan_to_num(chunk, 0.0, 0.0, 0.0).abs().amax(dim=1) if chunk.shape[1] else chunk.new_zeros(len(chunk))
+        scale = torch.where(amax > 0, amax / top, torch.ones_like(amax))
+        scaled = (chunk / scale[:, None]).clamp_(-top, top)
+        if dtype == "int8":
+            scaled = torch.nan_to_num(scaled, 0.0).round_()
+        kept[start : start + step] = scaled.to(target)
+        scales[start : start + step] = scale
+    return kept.view(tensor.shape), scales
+
+
+def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A storage-only tensor as values again, in `dtype`. Same shape as `kept`."""
+    values = kept.to(torch.float32)
+    shape = (-1,) + (1,) * (values.ndim - 1) if values.ndim >= 2 else (1,) * values.ndim
+    return values.mul_(scale.view(shape)).to(dtype)
+
+
+def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
+    if tensor.ndim >= 2:
+        return tensor.reshape(tensor.shape[0], -1)
+    return tensor.reshape(1, -1)
+
+
+def lost_values(name: str, original: torch.Tensor, kept: torch.Tensor, dtype: str) -> CastNotes | None:
+    """What did not survive a cast to `dtype`, besides rounding. None when every value did.
+
+    overflowed: finite values that became infinite; saturated: infinities clamped to the largest value of a storage-only dtype;
+    underflowed: values that became zero; nonfinite: those not finite in the original. Read in chunks that stay in cache.
+    """
+    overflowed = saturated = underflowed = nonfinite = 0
+    flat, cast = original.reshape(-1), kept.reshape(-1)
+    for start in range(0, flat.numel(), _IN_CACHE):
+        before = flat[start : start + _IN_CACHE]
+        after = cast[start : start + _IN_CACHE].to(torch.float64 if dtype == "float64" else torch.float32)
+        underflowed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
+        finite_before, finite_after = torch.isfinite(before), torch.isfinite(after)
+        strange = before.numel() - int(finite_before.sum())
+        if strange:
+            nonfinite += strange
+            saturated += int((~finite_before & finite_after).sum())
+        overflowed += int((finite_before & ~finite_after).sum())
+    if not (overflowed or saturated or underflowed or nonfinite):
+        return None
+    return CastNotes(name, dtype, overflowed, saturated, underflowed, nonfinite)

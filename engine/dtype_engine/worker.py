@@ -1,0 +1,180 @@
+"""One thread that owns the session: commands in, events out. The caller never waits.
+
+Only the newest recipe counts: `set_recipe` supersedes what is under way, within one module call. A second, small
+thread looks at memory four times a second while the first one works.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from . import events
+from .errors import Cancelled, KernelError, UserError
+from .options import Options
+from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .model.source import Source
+    from .session import Session
+
+Emit = Callable[[events.Event], None]
+_MEMORY_EVERY_S = 0.25
+_CLOSE_WAIT_S = 2.0
+
+
+class Worker:
+    """Opens `source` in the background, then casts and measures as it is told. `emit` is called from its threads.
+
+    After opening it applies and measures the recipe it was given last (at first the empty one).
+    """
+
+    def __init__(self, source: Source, options: Options, emit: Emit) -> None:
+        self._source = source
+        self._options = options
+        self._emit = emit
+        self._session: Session | None = None
+        self._changed = threading.Condition()
+        self._recipe = Recipe()
+        self._waiting = True
+        self._closed = False
+        self._stop_now = threading.Event()
+        self._stopped_by_user = False
+        self._busy = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
+        self._sampler = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
+
+    def start(self) -> None:
+        """Begin to open the model."""
+        self._thread.start()
+        self._sampler.start()
+
+    def set_recipe(self, recipe: Recipe) -> None:
+        """Cast to `recipe` and measure; whatever is under way for another recipe stops."""
+        with self._changed:
+            self._recipe, self._waiting = recipe, True
+            self._stop_now.set()
+            self._changed.notify_all()
+
+    def measure(self) -> None:
+        """Measure the recipe in force once more."""
+        self.set_recipe(self._recipe)
+
+    def cancel(self) -> None:
+        """Stop what is under way; the recipe stays, with the casts made so far completed at the next command."""
+        with self._changed:
+            self._waiting = False
+            self._stopped_by_user = True
+            self._stop_now.set()
+
+    def close(self) -> None:
+        """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the exit."""
+        with self._changed:
+            self._closed = True
+            self._stop_now.set()
+            self._changed.notify_all()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(_CLOSE_WAIT_S)
+
+    def _work(self) -> None:
+        self._busy.set()
+        try:
+            self._session = self._open()
+        except UserError as error:
+            self._emit(events.OpenFailed(str(error)))
+        except Exception as error:
+            self._emit(events.OpenFailed(f"{self._source.title}: opening it failed: {type(error).__name__}: {error}"))
+        while self._session is not None:
+            recipe = self._next()
+            if recipe is None:
+                break
+            self._busy.set()
+            self._apply_and_measure(self._session, recipe)
+        self._busy.clear()
+        self._emit(events.Idle())
+
+    def _open(self) -> Session:
+        started = time.perf_counter()
+        self._emit(events.Loading("importing torch"))
+        from .session import open_session
+
+        session = open_session(self._source, self._options, say=lambda step: self._emit(events.Loading(step)))
+        self._emit(
+            events.ModelReady(
+                tree=session.tree,
+                class_name=type(session.model.module).__name__,
+                device=str(session.model.device),
+                seconds=time.perf_counter() - started,
+                inputs=session.inputs.description if session.inputs is not None else "none",
+                notices=session.model.notices,
+                no_forward=session.no_forward,
+            )
+        )
+        return session
+
+    def _next(self) -> Recipe | None:
+        """Wait for a command; the recipe to go for, or None to end."""
+        with self._changed:
+            if not self._waiting and not self._closed:
+                self._busy.clear()
+                self._emit(events.Idle())
+            while not self._waiting and not self._closed:
+                self._changed.wait()
+            self._waiting = False
+            self._stopped_by_user = False
+            self._stop_now.clear()
+            return None if self._closed else self._recipe
+
+    def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
+        cancelled = self._stop_now.is_set
+        try:
+            told = _Throttle()
+            session.apply(
+                recipe,
+                on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
+                cancelled=cancelled,
+            )
+            self._emit(events.Memory(recipe, session.memory()))
+            self._emit(events.CastDone(recipe, session.lost_values(cancelled)))
+            if session.no_forward is None:
+                report = session.drift(
+                    on_progress=lambda run, done, total: self._emit(events.Measuring(recipe, run, done, total)),
+                    on_modules=lambda modules: self._emit(events.ModulesMeasured(recipe, modules)),
+                    cancelled=cancelled,
+                )
+                self._emit(events.Measured(recipe, report))
+            self._emit(events.Memory(recipe, session.memory()))
+        except Cancelled:
+            if self._stopped_by_user:
+                self._emit(events.Stopped(recipe))
+        except KernelError as error:
+            self._emit(events.Failed(recipe, str(error), error.module))
+        except UserError as error:
+            self._emit(events.Failed(recipe, str(error)))
+        except MemoryError:
+            self._emit(events.Failed(recipe, "not enough memory; cast to a smaller dtype or use shorter inputs"))
+        except Exception as error:
+            self._emit(events.Failed(recipe, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+
+    def _sample(self) -> None:
+        while not self._closed:
+            self._busy.wait(1.0)
+            session = self._session
+            if session is not None and self._busy.is_set() and not self._closed:
+                self._emit(events.Memory(session.recipe, session.memory()))
+            time.sleep(_MEMORY_EVERY_S)
+
+
+class _Throttle:
+    """Lets a call through at most ten times a second."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self, say: Callable[[], None]) -> None:
+        now = time.perf_counter()
+        if now - self._last >= 0.1:
+            self._last = now
+            say()
