@@ -1,0 +1,43 @@
+# Two commands do all their own set-up: `make demo` opens the app on the built-in model, `make test` checks everything.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test lint unit benchmarks screenshots clean
+
+demo: $(VENV)/.runs
+	$(BIN)/dtype-tui
+
+test: lint unit
+
+lint: $(VENV)/.tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+unit: $(VENV)/.tests
+	$(BIN)/pytest
+
+benchmarks: $(VENV)/.tests
+	$(BIN)/python -m tests.benchmarks
+
+screenshots: $(VENV)/.tests
+	$(BIN)/python screenshots/draw.py
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
+		{ echo "dtype-tui needs Python 3.10 or newer; name one with make PYTHON=python3.12"; exit 2; }
+	$(PYTHON) -m venv $(VENV)
+
+# The constraints hold the exact versions that the tests ran with, torch's among them.
+$(VENV)/.runs: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@ $(VENV)/.runs
