@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import KernelError
@@ -113,7 +114,7 @@ class MixedDtypes(TorchFunctionMode):
             return func(*args, **kwargs)
         target = self._target(name, tensors, stored, kwargs)
         if target is None and not stored:
-            return self._call(func, name, args, kwargs)
+            return _call(func, name, args, kwargs, self)
         casts: dict[int, torch.Tensor] = {}
         for tensor in tensors:
             if self._kept(tensor) is not None:
@@ -124,7 +125,7 @@ class MixedDtypes(TorchFunctionMode):
                 casts[id(tensor)] = tensor.to(target)
                 if self.record is not None:
                     self._note(name, tensor, target)
-        return self._call(func, name, *_replaced(args, kwargs, casts))
+        return _call(func, name, *_replaced(args, kwargs, casts), self)
 
     def _kept(self, tensor: object) -> Weight | None:
         """The weight behind a tensor that is kept in a storage-only dtype, else None."""
@@ -180,33 +181,6 @@ class MixedDtypes(TorchFunctionMode):
             )
         )
 
-    def _call(self, func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
-        try:
-            return func(*args, **kwargs)
-        except (RuntimeError, NotImplementedError) as error:
-            missing = _MISSING_KERNEL.search(str(error))
-            if missing is None:
-                raise
-            raise self._kernel_error(func, name, args, kwargs, error) from error
-
-    def _kernel_error(
-        self, func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], error: Exception
-    ) -> KernelError:
-        """Name what is missing, and try which dtype would have worked."""
-        floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
-        asked = floats[0].dtype if floats else torch.float32
-        nearest = None
-        for candidate in (torch.bfloat16, torch.float32, torch.float16, torch.float64):
-            if candidate == asked:
-                continue
-            try:
-                func(*_replaced(args, kwargs, {id(tensor): tensor.to(candidate) for tensor in floats})[0], **kwargs)
-            except (RuntimeError, NotImplementedError, TypeError):
-                continue
-            nearest = dtype_name(candidate)
-            break
-        return KernelError(self.module, name, dtype_name(asked), str(self.device), nearest, str(error).split("\n")[0])
-
 
 class Widened(TorchFunctionMode):
     """The reference: every weight as stored, widened as it is used; without a second copy of the model.
@@ -252,7 +226,7 @@ class Widened(TorchFunctionMode):
             floats = [tensor for tensor in tensors if tensor.is_floating_point()]
             if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
                 args, kwargs = _promoted(name, floats, args, kwargs)
-        return func(*args, **kwargs)
+        return _call(func, name, args, kwargs, self)
 
     def _weight(self, tensor: object) -> Weight | None:
         weight = self.weights.get(id(tensor))
@@ -260,6 +234,74 @@ class Widened(TorchFunctionMode):
 
     def _values(self, weight: Weight) -> torch.Tensor:
         return weight.original.to(self.device, _reference_dtype(weight))
+
+
+def _call(
+    func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], mode: MixedDtypes | Widened
+) -> Any:
+    """Call torch. A missing kernel becomes a KernelError that names what is missing."""
+    try:
+        return func(*args, **kwargs)
+    except (RuntimeError, NotImplementedError) as error:
+        if name in ("_grouped_mm", "grouped_mm"):
+            return _grouped_mm(*args, **kwargs)
+        if _MISSING_KERNEL.search(str(error)) is None:
+            raise
+        raise _kernel_error(func, name, args, kwargs, mode, error) from error
+
+
+def _kernel_error(
+    func: Callable[..., Any],
+    name: str,
+    args: Arguments,
+    kwargs: dict[str, Any],
+    mode: MixedDtypes | Widened,
+    error: Exception,
+) -> KernelError:
+    """Name what is missing, and try which dtype would have worked."""
+    floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
+    asked = floats[0].dtype if floats else torch.float32
+    nearest = None
+    for candidate in (torch.bfloat16, torch.float32, torch.float16, torch.float64):
+        if candidate == asked:
+            continue
+        cast_args, cast_kwargs = _replaced(args, kwargs, {id(tensor): tensor.to(candidate) for tensor in floats})
+        try:
+            func(*cast_args, **cast_kwargs)
+        except (RuntimeError, NotImplementedError, TypeError):
+            continue
+        nearest = dtype_name(candidate)
+        break
+    reason = str(error).split("\n")[0]
+    return KernelError(mode.module, name, dtype_name(asked), str(mode.device), nearest, reason)
+
+
+def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The product of each group of rows with its own matrix, where torch's kernel has no such dtype.
+
+    rows [tokens, k], weights [groups, k, n], offs [groups]: the end of each group's rows. Returns [tokens, n].
+    """
+    result = rows.new_zeros(rows.shape[0], weights.shape[-1])
+    start = 0
+    for group, end in enumerate(offs.tolist()):
+        result[start:end] = rows[start:end] @ weights[group]
+        start = end
+    return result
+
+
+def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype) -> Arguments:
+    """The arguments of an `nn.RNN`, `nn.LSTM` or `nn.GRU` in the dtype of its first weight.
+
+    These modules compare dtypes in Python and raise before any torch call that the rules could mend. The
+    computation itself then follows rule 1: of all the module's weights, the largest dtype decides.
+    """
+    if not isinstance(module, nn.RNNBase):
+        return args
+    first = module._flat_weights[0]
+    assert isinstance(first, torch.Tensor)
+    target = first.dtype if first.dtype.is_floating_point and first.dtype.itemsize > 1 else compute
+    floats = [tensor for tensor in _tensors(args, {}) if tensor.is_floating_point() and tensor.dtype != target]
+    return _replaced(args, {}, {id(tensor): tensor.to(target) for tensor in floats})[0]
 
 
 def _reference_dtype(weight: Weight) -> torch.dtype:

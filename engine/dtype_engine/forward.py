@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .errors import Cancelled, NoForward, UserError
-from .execution import MixedDtypes, Widened
+from .execution import MixedDtypes, Widened, recurrent_arguments
 from .inputs import Batch
 from .model.live import LiveModel
 from .storage import dtype_name
@@ -98,13 +98,17 @@ def _run(
     inside: list[str] = []
     aside = 0.0
 
-    def before(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any) -> None:
+    def before(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any) -> Any:
             if cancelled():
                 raise Cancelled
             inside.append(name)
-            if mode is not None:
-                mode.module = name
+            if mode is None:
+                return None
+            mode.module = name
+            if isinstance(mode, MixedDtypes) and isinstance(module, nn.RNNBase):
+                return recurrent_arguments(module, args, mode.compute)
+            return None
 
         return hook
 

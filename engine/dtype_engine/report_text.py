@@ -7,6 +7,7 @@ import math
 from . import dtypes
 from .readings import DriftReport
 from .recipe import Plan
+from .text import printable
 from .tree import Totals, Tree
 
 
@@ -40,7 +41,8 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
     """Every module with its dtypes, parameters and bytes, and every tensor under it."""
     totals = tree.totals(plan.dtypes)
     rows: list[tuple[str, str, str, str]] = []
-    for name, module in tree.modules.items():
+    for module in tree.walk():
+        name = module.name
         depth = name.count(".") + 1 if name else 0
         label = ("  " * depth + (module.label or title)) + (f"  {module.class_name}" if module.class_name else "")
         rows.append((label, mix_text(totals[name]), human_count(totals[name].total_elements), human_bytes(totals[name].total_bytes)))
@@ -60,13 +62,8 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
 def _columns(rows: list[tuple[str, str, str, str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
-        f"{_printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
+        f"{printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
     )
-
-
-def _printable(text: str) -> str:
-    """Names come from files: control characters must not reach the terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text)
 
 
 def drift_text(report: DriftReport) -> str:
@@ -111,7 +108,7 @@ def drift_text(report: DriftReport) -> str:
     if worst:
         lines.append("worst modules by SQNR")
         width = max(len(module.name) for module in worst)
-        lines += [f"  {_printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}" for module in worst]
+        lines += [f"  {printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}" for module in worst]
     return "\n".join(lines)
 
 

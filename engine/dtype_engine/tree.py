@@ -143,13 +143,18 @@ class Tree:
     def below(self, module: str) -> Iterator[TensorInfo]:
         """Every distinct tensor in the subtree of a module, in order."""
         seen: set[str] = set()
-        stack = [self.modules[module]]
-        while stack:
-            node = stack.pop()
+        for node in self.walk(module):
             for tensor in node.tensors.values():
                 if tensor.name not in seen:
                     seen.add(tensor.name)
                     yield tensor
+
+    def walk(self, module: str = "") -> Iterator[Module]:
+        """A module and all below it, depth first, as they are shown."""
+        stack = [self.modules[module]]
+        while stack:
+            node = stack.pop()
+            yield node
             stack.extend(reversed(node.children.values()))
 
     @property
@@ -195,5 +200,12 @@ def ancestors(name: str) -> Iterator[str]:
 
 
 def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
-    """A tree from tensor names alone: module classes and ties are not known yet."""
-    return Tree(tensors)
+    """A tree from tensor names alone: module classes and ties are not known yet.
+
+    Files often list tensors by the alphabet; numbered modules are put in the order of their numbers.
+    """
+    tree = Tree(tensors)
+    for module in tree.modules.values():
+        if len(module.children) > 1 and all(label.isdigit() for label in module.children):
+            module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
+    return tree

@@ -1,0 +1,118 @@
+"""The header of a safetensors file: 8 bytes little-endian length, that much JSON, then the tensors' bytes.
+
+Everything in it is checked before it is believed, against the rules of the format: entries do not overlap and leave no holes,
+each has just the bytes that its shape and dtype need, and all of them lie in the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import dtypes
+from ..errors import UserError
+from ..text import printable
+
+LONGEST_HEADER = 100_000_000
+"""Bytes; the limit of the safetensors library itself."""
+_MOST_DIMENSIONS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTensor:
+    """One tensor of a file: torch's name of its dtype, and where its bytes are (`start` counts from the file's first byte)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path
+    start: int
+    nbytes: int
+
+
+def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
+    """The tensors of a safetensors file by name, and its metadata. Raises UserError with the file and the reason."""
+    raw, body_start, size = _header_bytes(path)
+    try:
+        header = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
+    except (ValueError, RecursionError):
+        raise UserError(f"{path}: the header is not valid JSON, so this is no safetensors file or it is damaged") from None
+    if not isinstance(header, dict):
+        raise UserError(f"{path}: the header is not a JSON object, so this is no safetensors file")
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{path}: the header's __metadata__ is not a map of strings")
+    tensors = {name: _entry(path, name, entry, body_start, size) for name, entry in header.items()}
+    _check_layout(path, tensors, body_start, size)
+    return tensors, metadata
+
+
+def _header_bytes(path: Path) -> tuple[bytes, int, int]:
+    """The JSON part, where the tensors' bytes begin, and the file's size."""
+    try:
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} is not a regular file")
+        with open(path, "rb") as file:
+            prefix = file.read(8)
+            if len(prefix) < 8:
+                raise UserError(f"{path}: {status.st_size} bytes are too few for a safetensors file")
+            length = int.from_bytes(prefix, "little")
+            if length > LONGEST_HEADER:
+                raise UserError(f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; this is no safetensors file")
+            if 8 + length > status.st_size:
+                raise UserError(
+                    f"{path}: the header claims {length} bytes and the file has {status.st_size}: it is truncated or no safetensors file"
+                )
+            return file.read(length), 8 + length, status.st_size
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+
+
+def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise UserError(f"{path}: the header names {printable(twice)!r} twice")
+    return made
+
+
+def _entry(path: Path, name: str, entry: Any, body_start: int, size: int) -> CheckpointTensor:
+    if not name:
+        raise UserError(f"{path}: the header has a tensor without a name")
+    try:
+        code, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise UserError(f"{path}: tensor {printable(name)} needs dtype, shape and data_offsets") from None
+    dtype = dtypes.BY_SAFETENSORS.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise UserError(f"{path}: tensor {printable(name)} has the unknown dtype {printable(str(code))!r}")
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(_whole(extent) for extent in shape):
+        raise UserError(f"{path}: tensor {printable(name)} has no valid shape")
+    if not (_whole(start) and _whole(end)) or start > end or body_start + end > size:
+        raise UserError(f"{path}: the bytes of tensor {printable(name)} lie outside the file: it is truncated or damaged")
+    needed = (math.prod(shape) * dtype.bits + 7) // 8
+    if needed != end - start:
+        raise UserError(f"{path}: tensor {printable(name)} needs {needed} bytes for its shape and has {end - start}")
+    return CheckpointTensor(name, tuple(shape), dtype.name, path, body_start + start, end - start)
+
+
+def _whole(value: object) -> bool:
+    return type(value) is int and 0 <= value < 1 << 63
+
+
+def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], body_start: int, size: int) -> None:
+    at = body_start
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+        if tensor.start != at:
+            what = "overlaps another" if tensor.start < at else "leaves a hole before it"
+            raise UserError(f"{path}: tensor {printable(tensor.name)} {what}: the file is damaged")
+        at += tensor.nbytes
+    if at != size:
+        raise UserError(f"{path}: {size - at} bytes after the last tensor belong to nothing: the file is damaged")

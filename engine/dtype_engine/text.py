@@ -1,0 +1,19 @@
+"""Text that comes from files, made safe to show: names are text, never commands to the terminal."""
+
+from __future__ import annotations
+
+_BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
+
+
+def printable(text: str, limit: int = 80) -> str:
+    """`text` with everything that could move the cursor or turn the writing around escaped, at most `limit` characters."""
+    clipped = text if len(text) <= limit else text[: limit - 1] + "…"
+    return "".join(
+        character if character.isprintable() and character not in _BIDIRECTIONAL else _escaped(character)
+        for character in clipped
+    )
+
+
+def _escaped(character: str) -> str:
+    code = ord(character)
+    return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
