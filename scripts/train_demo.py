@@ -102,7 +102,9 @@ def main() -> None:
     training_texts, held_out_texts = read_library(options.source)
     tokenizer = train_tokenizer(training_texts)
     training, held_out = as_tokens(tokenizer, training_texts), as_tokens(tokenizer, held_out_texts)
-    print(f"{len(training_texts)} files, {len(training):,} tokens; held out {len(held_out_texts)} files, {len(held_out):,} tokens")
+    print(
+        f"{len(training_texts)} files, {len(training):,} tokens; held out {len(held_out_texts)} files, {len(held_out):,} tokens"
+    )
 
     end = tokenizer.token_to_id(END_OF_TEXT)
     config = LlamaConfig(
@@ -148,7 +150,11 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     model.cpu().save_pretrained(options.out)
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token=END_OF_TEXT, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT, model_max_length=1024
+        tokenizer_object=tokenizer,
+        bos_token=END_OF_TEXT,
+        eos_token=END_OF_TEXT,
+        pad_token=END_OF_TEXT,
+        model_max_length=1024,
     ).save_pretrained(options.out)
     (options.out / "training.json").write_text(
         json.dumps(

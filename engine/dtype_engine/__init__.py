@@ -28,7 +28,9 @@ __version__ = "0.1.0"
 __all__ = ["Cancelled", "KernelError", "NoForward", "Options", "PatternError", "Recipe", "Rule", "UserError", "open"]
 
 
-def open(model: str | Source | nn.Module | None = None, *, options: Options | None = None, inputs: Any = None) -> Session:
+def open(
+    model: str | Source | nn.Module | None = None, *, options: Options | None = None, inputs: Any = None
+) -> Session:
     """Open a model for casting and measuring; see `dtype_engine.session.open_session`."""
     from .session import open_session
 

@@ -28,13 +28,25 @@ model_argument = click.argument("model", required=False)
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 cast_options = [
     click.option("--cast", "casts", multiple=True, metavar="PATTERN=DTYPE", help="A rule; the last that matches wins."),
-    click.option("--recipe", "recipe_file", type=click.Path(path_type=Path), help="A recipe file; --cast rules come after its own."),
+    click.option(
+        "--recipe",
+        "recipe_file",
+        type=click.Path(path_type=Path),
+        help="A recipe file; --cast rules come after its own.",
+    ),
 ]
 run_options = [
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
     click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
-    click.option("--text", "texts", multiple=True, type=click.Path(path_type=Path), help="A text file, cut into sequences."),
-    click.option("--compute", default="float32", show_default=True, help="What storage-only weights compute in without an activation."),
+    click.option(
+        "--text", "texts", multiple=True, type=click.Path(path_type=Path), help="A text file, cut into sequences."
+    ),
+    click.option(
+        "--compute",
+        default="float32",
+        show_default=True,
+        help="What storage-only weights compute in without an activation.",
+    ),
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
 ]
 
@@ -133,7 +145,7 @@ def drift(
 
     recipe = read_rules(casts, recipe_file)
     options = Options(
-        device=device, prompts=prompts, texts=texts, compute=_compute(compute), trust_remote_code=trust_remote_code
+        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
     )
     source = locate(model)
     checkpoint = source.open()
@@ -177,7 +189,8 @@ def _require_header_matches(tree: Tree, recipe: Recipe) -> None:
         require_matches(tree, recipe)
 
 
-def _compute(name: str) -> str:
+def compute_dtype(name: str) -> str:
+    """The dtype named by --compute. Raises UserError."""
     chosen = dtypes.parse_target(name)
     if chosen not in dtypes.COMPUTED:
         raise UserError(f"--compute {name}: choose one of {', '.join(dtypes.COMPUTED)}")

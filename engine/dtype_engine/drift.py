@@ -126,23 +126,30 @@ class DriftMeter:
             raise NoForward("there are no inputs to run the model on")
         notices = []
         if left_out:
-            notices.append(f"{len(left_out)} modules are not compared: the reference's outputs do not fit the memory budget")
+            notices.append(
+                f"{len(left_out)} modules are not compared: the reference's outputs do not fit the memory budget"
+            )
         return Measurement(
-            output_name, comparison.result(), _readings(sums), sum(self._seconds.values()), candidate_seconds, tuple(notices)
+            output_name,
+            comparison.result(),
+            _readings(sums),
+            sum(self._seconds.values()),
+            candidate_seconds,
+            tuple(notices),
         )
 
     def _total_calls(self) -> int | None:
         """Module calls of one pass over all inputs, once every batch was run."""
         return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
 
-    def _reference(
-        self, index: int, batch: Batch, on_progress: OnProgress, cancelled: Callable[[], bool]
-    ) -> _Record:
+    def _reference(self, index: int, batch: Batch, on_progress: OnProgress, cancelled: Callable[[], bool]) -> _Record:
         """Run the reference on one batch and keep what it gave if that fits the budget."""
         room = self.budget - sum(record.nbytes for record in self._records.values())
         before = sum(calls for known, calls in self._calls.items() if known < index)
         while True:
-            watcher = _Recorder(max(room, self.budget // 4), lambda done: on_progress("reference", before + done, self._total_calls()))
+            watcher = _Recorder(
+                max(room, self.budget // 4), lambda done: on_progress("reference", before + done, self._total_calls())
+            )
             try:
                 output, seconds = run_reference(self.model, batch, watcher, cancelled)
                 break
@@ -261,7 +268,9 @@ def _merged(first: _Sums | None, second: _Sums) -> _Sums:
 
 def _readings(sums: dict[str, _Sums]) -> tuple[ModuleDrift, ...]:
     return tuple(
-        ModuleDrift(name, sqnr_db(found.energy, found.noise) if found.comparable else None, found.max_abs, found.nonfinite)
+        ModuleDrift(
+            name, sqnr_db(found.energy, found.noise) if found.comparable else None, found.max_abs, found.nonfinite
+        )
         for name, found in sums.items()
     )
 

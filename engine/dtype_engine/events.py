@@ -113,5 +113,16 @@ class Idle:
 
 
 Event = (
-    Loading | ModelReady | OpenFailed | Casting | CastDone | Measuring | ModulesMeasured | Measured | Failed | Stopped | Memory | Idle
+    Loading
+    | ModelReady
+    | OpenFailed
+    | Casting
+    | CastDone
+    | Measuring
+    | ModulesMeasured
+    | Measured
+    | Failed
+    | Stopped
+    | Memory
+    | Idle
 )

@@ -49,9 +49,7 @@ class RunsOtherwise(Exception):
     """A plain run failed half-way: forget what the watcher heard and run once more, now under the rules."""
 
 
-def run_reference(
-    model: LiveModel, batch: Batch, watcher: Watcher, cancelled: Callable[[], bool]
-) -> tuple[Any, float]:
+def run_reference(model: LiveModel, batch: Batch, watcher: Watcher, cancelled: Callable[[], bool]) -> tuple[Any, float]:
     """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
 
     A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second set of
@@ -140,7 +138,9 @@ def _run(
     except (Cancelled, UserError):
         raise
     except torch.OutOfMemoryError as error:
-        raise NoForward(f"{_where(inside)}: not enough memory on {model.device} ({str(error).split('. ')[0]})") from error
+        raise NoForward(
+            f"{_where(inside)}: not enough memory on {model.device} ({str(error).split('. ')[0]})"
+        ) from error
     except Exception as error:
         if mode is None:
             raise
@@ -191,7 +191,9 @@ def main_output(output: Any) -> tuple[str, torch.Tensor]:
                 return str(name), found
     found = first_tensor(output)
     if found is None:
-        raise NoForward(f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare")
+        raise NoForward(
+            f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
+        )
     return "output", found
 
 

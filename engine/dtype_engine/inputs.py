@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from .errors import NoForward, UserError
 from .model.live import LiveModel
 from .options import Options
 from .prompts import DEFAULT_PROMPTS
+from .text import read_text
 
 TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
@@ -96,20 +96,9 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
         return _text_inputs(model, config, options)
     if main == "pixel_values":
         return _picture_inputs(model, config)
-    raise NoForward(f"{model.title}: no inputs can be made for {main!r} yet; open it as file.py:Name with an example_inputs()")
-
-
-def read_text(path: Path) -> str:
-    """A text file. Raises UserError that says what is wrong with it."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path} is not text (UTF-8)") from None
-    if not text.strip():
-        raise UserError(f"{path} is empty")
-    return text
+    raise NoForward(
+        f"{model.title}: no inputs can be made for {main!r} yet; open it as file.py:Name with an example_inputs()"
+    )
 
 
 def _text_inputs(model: LiveModel, config: Any, options: Options) -> Inputs:
@@ -118,11 +107,14 @@ def _text_inputs(model: LiveModel, config: Any, options: Options) -> Inputs:
     tokenizer = _tokenizer(model)
     if tokenizer is None:
         if options.prompts or options.texts:
-            raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out for random token ids")
+            raise UserError(
+                f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out for random token ids"
+            )
         vocabulary = int(text_config.vocab_size)
         generator = torch.Generator().manual_seed(0)
         rows = [
-            torch.randint(0, vocabulary, (min(_RANDOM_TOKENS, longest),), generator=generator) for _ in range(_RANDOM_SEQUENCES)
+            torch.randint(0, vocabulary, (min(_RANDOM_TOKENS, longest),), generator=generator)
+            for _ in range(_RANDOM_SEQUENCES)
         ]
         described = f"random token ids ({len(rows)} x {len(rows[0])}): there is no tokenizer"
         return Inputs(tuple(_token_batch(model, row, None) for row in rows), described)
@@ -138,7 +130,9 @@ def _text_inputs(model: LiveModel, config: Any, options: Options) -> Inputs:
             if start == 0 or len(part) > 1:
                 sequences.append((part, text))
     positions = sum(len(ids) for ids, _ in sequences)
-    described = f"{len(sequences)} {'default prompts' if not texts else f'sequences of your {given}'}, {positions} tokens"
+    described = (
+        f"{len(sequences)} {'default prompts' if not texts else f'sequences of your {given}'}, {positions} tokens"
+    )
     batches = tuple(_token_batch(model, ids, text) for ids, text in sequences)
     return Inputs(batches, described, tokenizer)
 

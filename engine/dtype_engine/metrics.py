@@ -47,7 +47,9 @@ class OutputComparison:
     def add(self, reference: torch.Tensor, candidate: torch.Tensor, next_tokens: torch.Tensor | None = None) -> None:
         """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100: none)."""
         if reference.shape != candidate.shape:
-            raise ValueError(f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape")
+            raise ValueError(
+                f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"
+            )
         width = reference.shape[-1] if reference.ndim else 1
         rows_r, rows_c = reference.reshape(-1, width), candidate.reshape(-1, width)
         labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
@@ -120,7 +122,9 @@ class OutputComparison:
                 "kl_p999": _quantile(kl, 0.999),
                 "kl_max": float(kl.max()),
                 "top1_agreement": agreement,
-                "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1)) if len(same) > 1 else None,
+                "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1))
+                if len(same) > 1
+                else None,
             }
         if self._log_p and sum(map(len, self._log_p)):
             log_p, log_q = torch.cat(self._log_p), torch.cat(self._log_q)

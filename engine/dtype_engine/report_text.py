@@ -45,7 +45,14 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
         name = module.name
         depth = name.count(".") + 1 if name else 0
         label = ("  " * depth + (module.label or title)) + (f"  {module.class_name}" if module.class_name else "")
-        rows.append((label, mix_text(totals[name]), human_count(totals[name].total_elements), human_bytes(totals[name].total_bytes)))
+        rows.append(
+            (
+                label,
+                mix_text(totals[name]),
+                human_count(totals[name].total_elements),
+                human_bytes(totals[name].total_bytes),
+            )
+        )
         for local, tensor in module.tensors.items():
             own = f"{name}.{local}" if name else local
             if own != tensor.name:
@@ -53,16 +60,23 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
                 continue
             planned = plan.dtypes[tensor.name]
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
-            dtype = dtypes.badge(planned) if planned == tensor.dtype else f"{dtypes.badge(tensor.dtype)}→{dtypes.badge(planned)}"
+            dtype = (
+                dtypes.badge(planned)
+                if planned == tensor.dtype
+                else f"{dtypes.badge(tensor.dtype)}→{dtypes.badge(planned)}"
+            )
             size = tensor.nbytes if planned == tensor.dtype else dtypes.stored_bytes(tensor.shape, planned)
-            rows.append(("  " * (depth + 1) + f"{local}  [{shape}]", dtype, human_count(tensor.numel), human_bytes(size)))
+            rows.append(
+                ("  " * (depth + 1) + f"{local}  [{shape}]", dtype, human_count(tensor.numel), human_bytes(size))
+            )
     return _columns([("module", "dtype", "parameters", "bytes"), *rows])
 
 
 def _columns(rows: list[tuple[str, str, str, str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
-        f"{printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip() for a, b, c, d in rows
+        f"{printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip()
+        for a, b, c, d in rows
     )
 
 
@@ -82,7 +96,9 @@ def drift_text(report: DriftReport) -> str:
         f"non-finite {output.nonfinite}",
     ]
     if output.kl_mean is not None:
-        lines.append(f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions")
+        lines.append(
+            f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions"
+        )
         tail = [(name, value) for name, value in (("median", output.kl_median), ("p95", output.kl_p95), ("p99", output.kl_p99), ("p99.9", output.kl_p999), ("max", output.kl_max)) if value is not None]  # fmt: skip
         lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in tail))
     if output.top1_agreement is not None:
@@ -102,13 +118,20 @@ def drift_text(report: DriftReport) -> str:
     if report.seconds.reference is not None and report.seconds.candidate is not None:
         lines.append(f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}")
     worst = sorted(
-        (module for module in report.modules if module.sqnr_db is not None and not math.isinf(module.sqnr_db) or module.nonfinite),
+        (
+            module
+            for module in report.modules
+            if (module.sqnr_db is not None and not math.isinf(module.sqnr_db)) or module.nonfinite
+        ),
         key=lambda module: -math.inf if module.sqnr_db is None else module.sqnr_db,
     )[:8]
     if worst:
         lines.append("worst modules by SQNR")
         width = max(len(module.name) for module in worst)
-        lines += [f"  {printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}" for module in worst]
+        lines += [
+            f"  {printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}"
+            for module in worst
+        ]
     return "\n".join(lines)
 
 

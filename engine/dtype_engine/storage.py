@@ -44,7 +44,9 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     step = max(1, _CHUNK // max(1, rows.shape[1]))
     for start in range(0, rows.shape[0], step):
         chunk = rows[start : start + step].to(torch.float32)
-        amax = torch.nan_to_num(chunk, 0.0, 0.0, 0.0).abs().amax(dim=1) if chunk.shape[1] else chunk.new_zeros(len(chunk))
+        amax = (
+            torch.nan_to_num(chunk, 0.0, 0.0, 0.0).abs().amax(dim=1) if chunk.shape[1] else chunk.new_zeros(len(chunk))
+        )
         scale = torch.where(amax > 0, amax / top, torch.ones_like(amax))
         scaled = (chunk / scale[:, None]).clamp_(-top, top)
         if dtype == "int8":

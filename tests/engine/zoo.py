@@ -69,7 +69,10 @@ def _whisper() -> tuple[nn.Module, Any]:
         suppress_tokens=None, begin_suppress_tokens=None,
     )  # fmt: skip
     sound = torch.randn(1, 16, 40, generator=torch.Generator().manual_seed(0))
-    return transformers.WhisperForConditionalGeneration(config), {"input_features": sound, "decoder_input_ids": tokens(6)}
+    return transformers.WhisperForConditionalGeneration(config), {
+        "input_features": sound,
+        "decoder_input_ids": tokens(6),
+    }
 
 
 def _blip() -> tuple[nn.Module, Any]:
@@ -100,7 +103,13 @@ def _clip() -> tuple[nn.Module, Any]:
 def _llava() -> tuple[nn.Module, Any]:
     config = transformers.LlavaConfig(
         text_config={**_GROUPED, "model_type": "llama", "vocab_size": VOCABULARY},
-        vision_config={**_SMALL, "model_type": "clip_vision_model", "image_size": 32, "patch_size": 16, "projection_dim": 16},
+        vision_config={
+            **_SMALL,
+            "model_type": "clip_vision_model",
+            "image_size": 32,
+            "patch_size": 16,
+            "projection_dim": 16,
+        },
         image_token_index=VOCABULARY - 1,
         vision_feature_select_strategy="default",
         vision_feature_layer=-1,

@@ -60,7 +60,9 @@ def _open_folder(folder: Path) -> Checkpoint:
     for file in files:
         found, said = read_header(file)
         for name in found.keys() & tensors.keys():
-            raise UserError(f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}")
+            raise UserError(
+                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}"
+            )
         tensors |= found
         metadata |= said
     config_file = folder / "config.json"
@@ -84,13 +86,19 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         raise UserError(f"{folder} has {len(loose)} safetensors files and no {INDEX}; name one of them")
     pickles = [name for name in present if name.endswith((".bin", ".pth", ".pt", ".ckpt"))]
     if pickles:
-        raise UserError(f"{folder} holds its weights as {printable(pickles[0])}, a PyTorch pickle; convert it to safetensors first")
+        raise UserError(
+            f"{folder} holds its weights as {printable(pickles[0])}, a PyTorch pickle; convert it to safetensors first"
+        )
     raise UserError(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}")
 
 
 def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(name, str) for name in weight_map.values()):
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
     names = list(dict.fromkeys(weight_map.values()))
     return tuple(_inside(folder, name) for name in names)
@@ -107,7 +115,9 @@ def _inside(folder: Path, name: str) -> Path:
     try:
         real = path.resolve(strict=True)
     except FileNotFoundError:
-        raise UserError(f"shard {printable(name)} is missing in {folder}; fetch it again or name a complete folder") from None
+        raise UserError(
+            f"shard {printable(name)} is missing in {folder}; fetch it again or name a complete folder"
+        ) from None
     except (OSError, RuntimeError):
         raise UserError(f"can't follow {path}: it is a link that leads nowhere") from None
     allowed = [folder.resolve()]

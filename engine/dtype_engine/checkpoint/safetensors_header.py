@@ -41,7 +41,9 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
     try:
         header = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
     except (ValueError, RecursionError):
-        raise UserError(f"{path}: the header is not valid JSON, so this is no safetensors file or it is damaged") from None
+        raise UserError(
+            f"{path}: the header is not valid JSON, so this is no safetensors file or it is damaged"
+        ) from None
     if not isinstance(header, dict):
         raise UserError(f"{path}: the header is not a JSON object, so this is no safetensors file")
     metadata = header.pop("__metadata__", None) or {}
@@ -64,7 +66,9 @@ def _header_bytes(path: Path) -> tuple[bytes, int, int]:
                 raise UserError(f"{path}: {status.st_size} bytes are too few for a safetensors file")
             length = int.from_bytes(prefix, "little")
             if length > LONGEST_HEADER:
-                raise UserError(f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; this is no safetensors file")
+                raise UserError(
+                    f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; this is no safetensors file"
+                )
             if 8 + length > status.st_size:
                 raise UserError(
                     f"{path}: the header claims {length} bytes and the file has {status.st_size}: it is truncated or no safetensors file"
@@ -96,7 +100,9 @@ def _entry(path: Path, name: str, entry: Any, body_start: int, size: int) -> Che
     if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(_whole(extent) for extent in shape):
         raise UserError(f"{path}: tensor {printable(name)} has no valid shape")
     if not (_whole(start) and _whole(end)) or start > end or body_start + end > size:
-        raise UserError(f"{path}: the bytes of tensor {printable(name)} lie outside the file: it is truncated or damaged")
+        raise UserError(
+            f"{path}: the bytes of tensor {printable(name)} lie outside the file: it is truncated or damaged"
+        )
     needed = (math.prod(shape) * dtype.bits + 7) // 8
     if needed != end - start:
         raise UserError(f"{path}: tensor {printable(name)} needs {needed} bytes for its shape and has {end - start}")

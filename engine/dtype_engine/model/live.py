@@ -21,7 +21,7 @@ from torch import nn
 from .. import dtypes
 from ..errors import Cancelled, UserError
 from ..readings import CastNotes
-from ..storage import convert, lost_values, dtype_name, torch_dtype
+from ..storage import convert, dtype_name, lost_values, torch_dtype
 from ..tree import Kind, TensorInfo, Tree
 
 
@@ -89,13 +89,21 @@ class LiveModel:
             _move(module, device)
         infos, found = _inventory(module)
         weights = {
-            info.name: Weight(info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype)
+            info.name: Weight(
+                info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype
+            )
             for info in infos
         }
         tree = Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
         _mark_islands(module, tree)
         return cls(
-            module, title, device, tree, weights, by_id={id(weight.tensor): weight for weight in weights.values()}, **rest
+            module,
+            title,
+            device,
+            tree,
+            weights,
+            by_id={id(weight.tensor): weight for weight in weights.values()},
+            **rest,
         )
 
     def apply(
@@ -174,7 +182,13 @@ def _inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Ten
             else:
                 kinds.setdefault(id(tensor), "non-persistent buffer")
     infos = [
-        TensorInfo(known[0], tuple(tensors[key].shape), dtype_name(tensors[key].dtype), kinds[key], tuple(dict.fromkeys(known[1:])))
+        TensorInfo(
+            known[0],
+            tuple(tensors[key].shape),
+            dtype_name(tensors[key].dtype),
+            kinds[key],
+            tuple(dict.fromkeys(known[1:])),
+        )
         for key, known in names.items()
     ]
     return infos, {known[0]: tensors[key] for key, known in names.items()}

@@ -88,13 +88,17 @@ def _from_checkpoint(
                 trust_remote_code=options.trust_remote_code,
             )
         except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
-            raise NoForward(f"{source.title}: transformers can't load {model_class.__name__}: {_first_line(error)}") from error
+            raise NoForward(
+                f"{source.title}: transformers can't load {model_class.__name__}: {_first_line(error)}"
+            ) from error
     _restore_stored(module, checkpoint)
     notices = []
     if missing := sorted(found.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     if unused := sorted(found.get("unexpected_keys") or ()):
-        notices.append(f"{len(unused)} tensors of the checkpoint are not used by {model_class.__name__}, first {unused[0]}")
+        notices.append(
+            f"{len(unused)} tensors of the checkpoint are not used by {model_class.__name__}, first {unused[0]}"
+        )
     say("taking stock of the weights")
     return LiveModel.wrap(module, source.title, device, files=checkpoint.files, folder=folder, notices=tuple(notices))
 
@@ -103,7 +107,7 @@ def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path
     """The class that the configuration names, or an auto class where it needs the checkpoint's own code."""
     config = checkpoint.config or {}
     if config.get("auto_map") and not options.trust_remote_code:
-        if not str(config.get("model_type", "")) in transformers.CONFIG_MAPPING:
+        if str(config.get("model_type", "")) not in transformers.CONFIG_MAPPING:
             raise NoForward(
                 f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
             )

@@ -53,7 +53,9 @@ def locate(model: str | None) -> Source:
         raise UserError(f"there is no file {model}")
     if _HUB_ID.fullmatch(model) and (snapshot := _cached(model)) is not None:
         return Source("checkpoint", model, snapshot)
-    raise UserError(f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache ({_cache()})")
+    raise UserError(
+        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache ({_cache()})"
+    )
 
 
 def _file(path: Path) -> Source:
@@ -75,7 +77,9 @@ def _python(place: str, attribute: str) -> Source:
             raise UserError(f"there is no file {place}")
         return Source("python", f"{path.name}:{attribute}", path=path, attribute=attribute)
     if not _DOTTED.fullmatch(place):
-        raise UserError(f"{printable(place)!r} is neither a Python file nor a module: write file.py:Name or package.module:Name")
+        raise UserError(
+            f"{printable(place)!r} is neither a Python file nor a module: write file.py:Name or package.module:Name"
+        )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

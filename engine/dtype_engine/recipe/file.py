@@ -29,7 +29,9 @@ def read_recipe(path: Path) -> Recipe:
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
     if data.get("version") != VERSION:
-        raise UserError(f"{path}: recipe version {data.get('version')!r} is unknown; this program reads version {VERSION}")
+        raise UserError(
+            f"{path}: recipe version {data.get('version')!r} is unknown; this program reads version {VERSION}"
+        )
     if unknown := set(map(str, data)) - _KEYS:
         raise UserError(f"{path}: unknown entry {sorted(unknown)[0]!r}; a recipe has {', '.join(sorted(_KEYS))}")
     return Recipe(tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1)))

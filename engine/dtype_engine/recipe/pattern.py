@@ -184,5 +184,3 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
 def _literal(name: str) -> str:
     """A name with the characters that mean something in a pattern put in brackets."""
     return re.sub(r"[*?\[{},]", lambda found: f"[{found[0]}]", name) if re.search(r"[*?\[{}]", name) else name
-
-

@@ -63,7 +63,7 @@ class Recipe:
 class History:
     """The recipes of a session, to go back and forth in without limit."""
 
-    def __init__(self, recipe: Recipe = Recipe()) -> None:  # noqa: B008 - immutable
+    def __init__(self, recipe: Recipe = Recipe()) -> None:
         self._recipes = [recipe]
         self._at = 0
 

@@ -1,0 +1,5 @@
+"""`python -m dtype_tui`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,87 @@
+"""Pieces of text for the screen: badges, bars, units. Colour never says anything that the text does not."""
+
+from __future__ import annotations
+
+import math
+
+from dtype_engine import dtypes
+from dtype_engine.readings import ModuleDrift
+from dtype_engine.text import printable
+from dtype_engine.tree import Totals
+
+COLOURS = {
+    "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",
+    "float8_e5m2": "yellow", "int8": "red",
+}  # fmt: skip
+_EIGHTHS = " ▏▎▍▌▋▊▉█"
+BEST_DB = 100.0
+
+
+def colour(dtype: str) -> str:
+    """A colour of the terminal's own palette for a dtype."""
+    return COLOURS.get(dtype, "default")
+
+
+def name_cell(text: str, width: int) -> str:
+    """A name from a file, made safe and cut to `width` cells."""
+    return fit(printable(text, max(width, 1)), width)
+
+
+def fit(text: str, width: int) -> str:
+    """Cut to `width` cells, with an ellipsis where something was cut. For text whose characters are one cell each."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
+
+
+def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
+    """(text, dtype) pieces of a node's dtypes: `bf16 83 % · f32 17 %`, as many as fit, `+1` for the rest."""
+    shares = totals.mix()
+    if not shares:
+        return []
+    if len(shares) == 1:
+        return [(dtypes.badge(shares[0][0]), shares[0][0])]
+    pieces: list[tuple[str, str]] = []
+    used = 0
+    for index, (dtype, share) in enumerate(shares):
+        text = f"{dtypes.badge(dtype)} {percent(share)} %"
+        rest = f" +{len(shares) - index}"
+        separator = " · " if pieces else ""
+        needed = (
+            used + len(separator) + len(text) + (len(f" +{len(shares) - index - 1}") if index + 1 < len(shares) else 0)
+        )
+        if pieces and needed > width:
+            pieces.append((rest, ""))
+            break
+        if separator:
+            pieces.append((separator, ""))
+        pieces.append((text, dtype))
+        used += len(separator) + len(text)
+    return pieces
+
+
+def percent(share: float) -> str:
+    """Whole percents; a share that is there is never shown as 0, nor one that is not whole as 100."""
+    if 0 < share < 0.01:
+        return "<1"
+    if 0.99 < share < 1:
+        return ">99"
+    return f"{100 * share:.0f}"
+
+
+def drift_cell(reading: ModuleDrift | None) -> tuple[str, str]:
+    """(SQNR in dB or a word, bar) of a module's drift; a longer bar is more drift."""
+    if reading is None:
+        return "", ""
+    if reading.nonfinite:
+        return "not finite", "!!!"
+    if reading.sqnr_db is None:
+        return "other tokens", ""
+    if math.isinf(reading.sqnr_db):
+        return ("identical", "") if reading.sqnr_db > 0 else ("only noise", bar(1.0, 3))
+    return f"{reading.sqnr_db:.1f}", bar((BEST_DB - reading.sqnr_db) / BEST_DB, 3)
+
+
+def bar(share: float, width: int) -> str:
+    """A bar of `width` cells, `share` of it filled, to an eighth of a cell."""
+    eighths = round(max(0.0, min(1.0, share)) * width * 8)
+    full, part = divmod(eighths, 8)
+    return ("█" * full + (_EIGHTHS[part] if part else "")).ljust(width)

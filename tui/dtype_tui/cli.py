@@ -1,0 +1,65 @@
+"""`dtype-tui`: read the command line, read the headers, open the screen. torch is imported later, by the engine's thread."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from dtype_engine.cli import cast_options, compute_dtype, model_argument, read_rules, run, run_options, with_options
+from dtype_engine.errors import UserError
+from dtype_engine.options import Options
+from dtype_engine.recipe import require_matches
+from dtype_engine.text import read_text
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="dtype-tui")
+@model_argument
+@with_options(cast_options)
+@with_options(run_options)
+def command(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    device: str,
+    prompts: tuple[str, ...],
+    texts: tuple[Path, ...],
+    compute: str,
+    trust_remote_code: bool,
+) -> None:
+    """What happens if these layers are in another dtype?
+
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or nothing
+    for the built-in demo.
+    """
+    from dtype_engine.model.source import locate
+
+    recipe = read_rules(casts, recipe_file)
+    source = locate(model)
+    checkpoint = source.open()
+    tree = checkpoint.tree() if checkpoint is not None else None
+    if tree is not None:
+        require_matches(tree, recipe)
+    for text in texts:
+        read_text(text)
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
+        raise UserError(
+            "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
+        )
+    options = Options(
+        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
+    )
+    from dtype_engine.worker import Worker
+
+    from .app import DtypeApp
+
+    app = DtypeApp(source.title, tree, lambda emit: Worker(source, options, emit))
+    app.start_with(recipe)
+    app.run()
+
+
+def main() -> None:
+    """The `dtype-tui` program."""
+    sys.exit(run(command, "dtype-tui"))

@@ -1,0 +1,156 @@
+"""What the app knows: the tree, the recipes gone through, and the readings that belong to the one in force.
+
+No widgets here and no torch: everything is looked up in, or asked of, the engine's torch-free rooms.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from dtype_engine import dtypes
+from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
+from dtype_engine.tree import TensorInfo, Totals, Tree
+
+
+@dataclass
+class Experiment:
+    """One model and one line of recipes. Readings of another recipe than the one in force are never kept."""
+
+    title: str
+    tree: Tree
+    history: History = field(default_factory=History)
+    plan: Plan = field(init=False)
+    totals: dict[str, Totals] = field(init=False)
+    report: DriftReport | None = None
+    modules: dict[str, ModuleDrift] = field(default_factory=dict)
+    notes: tuple[CastNotes, ...] = ()
+    failed_module: str | None = None
+    failure: str | None = None
+    memory: MemoryReading | None = None
+    class_name: str = ""
+    device: str = ""
+    inputs: str = ""
+    no_forward: str | None = None
+    live: bool = False
+
+    def __post_init__(self) -> None:
+        self._replan()
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force."""
+        return self.history.recipe
+
+    def _replan(self) -> None:
+        self.plan = make_plan(self.tree, self.recipe)
+        self.totals = self.tree.totals(self.plan.dtypes)
+        self.report, self.modules, self.notes = None, {}, ()
+        self.failed_module = self.failure = None
+
+    def replace_tree(self, tree: Tree) -> None:
+        """The live model's tree takes the place of the headers' one."""
+        self.tree = tree
+        self._replan()
+
+    def push(self, recipe: Recipe) -> bool:
+        """Put a recipe in force; False when it already was."""
+        if not self.history.push(recipe):
+            return False
+        self._replan()
+        return True
+
+    def undo(self) -> bool:
+        if not self.history.undo():
+            return False
+        self._replan()
+        return True
+
+    def redo(self) -> bool:
+        if not self.history.redo():
+            return False
+        self._replan()
+        return True
+
+    def tensor(self, name: str) -> TensorInfo | None:
+        """The tensor of this name, or the one that a tied name stands for."""
+        return self.tree.canonical(name)
+
+    def tensor_names(self, node: str) -> list[str]:
+        """Canonical names of the tensors at or below a node."""
+        if node in self.tree.modules:
+            return [tensor.name for tensor in self.tree.below(node)]
+        found = self.tensor(node)
+        return [found.name] if found else []
+
+    def planned_bytes(self, tensor: TensorInfo) -> int:
+        """Bytes of one tensor under the recipe in force."""
+        return tensor_bytes(tensor, self.plan.dtypes[tensor.name])
+
+    def rules_within(self, node: str) -> tuple[list[int], list[int]]:
+        """Places of the rules that take something of a node: those that take nothing else, and those that reach beyond."""
+        here = set(self.tensor_names(node))
+        inside: list[int] = []
+        beyond: list[int] = []
+        for place, taken in enumerate(self.plan.selections):
+            touched = set(taken.tensors)
+            if touched & here:
+                (inside if touched <= here else beyond).append(place)
+        return inside, beyond
+
+    def explain(self, node: str) -> list[tuple[int, Rule, int, int]]:
+        """The rules that take something of a node, last first: place, rule, tensors it decides here, tensors it takes here."""
+        here = set(self.tensor_names(node))
+        rows = []
+        for place in reversed(range(len(self.recipe))):
+            taken = [name for name in self.plan.selections[place].tensors if name in here]
+            if taken:
+                won = sum(self.plan.decided_by.get(name) == place for name in taken)
+                rows.append((place, self.recipe.rules[place], won, len(taken)))
+        return rows
+
+    def preview(self, rule: Rule) -> Preview:
+        """What a rule would take, and the bytes of that before and after."""
+        taken = select(self.tree, rule.pattern)
+        tensors = [self.tree.tensors[name] for name in taken.tensors]
+        before = sum(self.planned_bytes(tensor) for tensor in tensors)
+        after = sum(
+            tensor.nbytes if rule.dtype == dtypes.STORED else tensor_bytes(tensor, rule.dtype) for tensor in tensors
+        )
+        return Preview(
+            rule,
+            taken.modules,
+            frozenset(taken.tensors),
+            sum(tensor.numel for tensor in tensors),
+            before,
+            after,
+            taken.fixed,
+        )
+
+    def broken_islands(self, place: int) -> list[str]:
+        """Modules that the model wants kept in float32 and that the rule at `place` now holds in less."""
+        names = set(self.plan.selections[place].tensors)
+        return [
+            module.name
+            for module in self.tree.modules.values()
+            if module.island
+            and any(
+                tensor.name in names
+                and self.plan.decided_by.get(tensor.name) == place
+                and self.plan.dtypes[tensor.name] not in ("float32", "float64", tensor.dtype)
+                for tensor in module.tensors.values()
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What a rule that is being typed would do."""
+
+    rule: Rule
+    modules: frozenset[str]
+    tensors: frozenset[str]
+    elements: int
+    bytes_before: int
+    bytes_after: int
+    fixed: int

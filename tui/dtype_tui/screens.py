@@ -1,0 +1,126 @@
+"""Screens over the main one: a node's details, and the help."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from dtype_engine import dtypes
+from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text
+from dtype_engine.text import printable
+
+from .experiment import Experiment
+
+
+class Overlay(ModalScreen[None]):
+    """A box of text over the main screen, scrolled by the usual keys."""
+
+    DEFAULT_CSS = """
+    Overlay { align: center middle; }
+    Overlay > VerticalScroll { width: 90%; max-width: 100; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
+        background: $surface; scrollbar-size-vertical: 1; }
+    Overlay Static { height: auto; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,enter,question_mark", "dismiss", "Close"),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("k", "scroll(-1)", "Up", show=False),
+    ]
+
+    def __init__(self, title: str, body: Text | Table) -> None:
+        super().__init__()
+        self._title = title
+        self._body = body
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll() as box:
+            box.border_title = Text(self._title)
+            box.border_subtitle = "Esc closes"
+            yield Static(self._body, markup=False)
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+
+def details(experiment: Experiment, node: str) -> Overlay:
+    """All that is known of one module or tensor."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("name", printable(node, 2000) or "the whole model")
+    module = experiment.tree.modules.get(node)
+    if module is not None:
+        stored = experiment.tree.totals()[node]
+        planned = experiment.totals[node]
+        grid.add_row("class", module.class_name or "known when the model is loaded")
+        grid.add_row("parameters", f"{planned.total_elements:,} ({human_count(planned.total_elements)})")
+        grid.add_row("stored", f"{human_bytes(stored.total_bytes)}  {mix_text(stored)}")
+        grid.add_row("planned", f"{human_bytes(planned.total_bytes)}  {mix_text(planned)}")
+        if module.island:
+            grid.add_row("keep float32", module.island)
+        reading = experiment.modules.get(node)
+        if reading is not None:
+            grid.add_row(
+                "drift",
+                f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}",
+            )
+    tensor = experiment.tensor(node) if module is None else None
+    if tensor is not None:
+        planned_dtype = experiment.plan.dtypes[tensor.name]
+        if tensor.aliases:
+            grid.add_row("tied", ", ".join(printable(name, 500) for name in tensor.names) + ": one tensor, one dtype")
+        grid.add_row("kind", tensor.kind)
+        grid.add_row("shape", " × ".join(map(str, tensor.shape)) or "scalar")
+        grid.add_row("elements", f"{tensor.numel:,}")
+        grid.add_row("stored", f"{tensor.dtype}, {human_bytes(tensor.nbytes)}")
+        grid.add_row("planned", f"{planned_dtype}, {human_bytes(experiment.planned_bytes(tensor))}")
+        row = dtypes.BY_NAME.get(planned_dtype)
+        if row is not None and row.kind == "float":
+            grid.add_row(
+                "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
+            )
+        if not tensor.castable:
+            grid.add_row("", "never cast: not in a dtype that one computes in")
+        for note in experiment.notes:
+            if note.name == tensor.name:
+                lost = [
+                    f"{count:,} {what}"
+                    for what, count in (
+                        ("overflow to infinity", note.overflowed), ("saturate", note.saturated),
+                        ("vanish to zero", note.underflowed), ("were not finite before", note.nonfinite),
+                    )
+                    if count
+                ]  # fmt: skip
+                grid.add_row("values lost", ", ".join(lost))
+    for place, rule, won, taken in experiment.explain(node):
+        verdict = (
+            "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
+        )
+        grid.add_row(f"rule {place + 1}", f"{printable(str(rule), 500)}  {verdict}")
+    if not experiment.explain(node):
+        grid.add_row("rules", "none: as stored")
+    return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
+
+
+def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words: Iterable[tuple[str, str]]) -> Overlay:
+    """Every key, from the bindings themselves, and what the panes' words mean."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for title, rows in sections:
+        grid.add_row(Text(title, style="bold"), "")
+        for keys, what in rows:
+            grid.add_row(f"  {keys}", what)
+        grid.add_row("", "")
+    for title, text in words:
+        grid.add_row(Text(title, style="bold"), text)
+    return Overlay("Help", grid)

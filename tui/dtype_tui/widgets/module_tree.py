@@ -1,0 +1,425 @@
+"""The module tree: dtype, parameters, bytes and drift of every node, one line each.
+
+A list of visible rows on Textual's line API rather than its `Tree`: only the rows in sight are ever drawn, a cursor move
+repaints two lines, and children are made when a node opens, so 90 000 tensors are no different from 90.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fnmatch import translate
+from typing import ClassVar
+
+from rich.segment import Segment
+from rich.style import Style
+from textual import events
+from textual.binding import Binding, BindingType
+from textual.geometry import Region, Size
+from textual.message import Message
+from textual.scroll_view import ScrollView
+from textual.strip import Strip
+
+from dtype_engine import dtypes
+from dtype_engine.readings import ModuleDrift
+from dtype_engine.report_text import human_bytes, human_count
+from dtype_engine.tree import Module, TensorInfo
+
+from ..cells import colour, drift_cell, mix_cell, name_cell
+from ..experiment import Experiment, Preview
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A visible line: a module, or one tensor of it (`tensor` set; `alias` when it is tied to a tensor elsewhere)."""
+
+    name: str
+    depth: int
+    module: Module
+    tensor: TensorInfo | None = None
+
+    @property
+    def label(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def alias(self) -> bool:
+        return self.tensor is not None and self.tensor.name != self.name
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Widths in cells; 0 leaves a column out."""
+
+    name: int
+    dtype: int
+    parameters: int
+    size: int
+    drift: int
+
+
+def columns_for(width: int) -> Columns:
+    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go."""
+    dtype = 22 if width >= 76 else 14
+    parameters = 8 if width >= 60 else 0
+    size = 11
+    drift = 14 if width >= 50 else 0
+    return Columns(max(10, width - dtype - parameters - size - drift - 1), dtype, parameters, size, drift)
+
+
+class ModuleTree(ScrollView, can_focus=True):
+    """The tree. Its keys move the cursor and open and close nodes; all else is the app's."""
+
+    HELP = "Every module and tensor: dtype (or the mix by bytes), parameters, bytes under the recipe, drift as SQNR."
+
+    DEFAULT_CSS = """
+    ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "Up", show=False),
+        Binding("down,j", "move(1)", "Down", show=False),
+        Binding("right,l", "open", "Open, or go to the first child", show=False),
+        Binding("left,h", "close", "Close, or go to the parent", show=False),
+        Binding("space", "toggle", "Open or close", show=False),
+        Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
+        Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
+        Binding("home,g", "end(-1)", "First line", show=False),
+        Binding("end,G", "end(1)", "Last line", show=False),
+        Binding("right_square_bracket", "sibling(1)", "Next sibling", show=False),
+        Binding("left_square_bracket", "sibling(-1)", "Previous sibling", show=False),
+    ]
+
+    @dataclass
+    class Moved(Message):
+        """The cursor is on another node."""
+
+        name: str
+
+    def __init__(self, experiment: Experiment, id: str | None = None) -> None:
+        super().__init__(id=id)
+        self.experiment = experiment
+        self.rows: list[Row] = []
+        self.cursor = 0
+        self.preview: Preview | None = None
+        self.filter_text = ""
+        self.matches: list[str] = []
+        self._match_set: frozenset[str] = frozenset()
+        self._opened: set[str] = {""}
+        self._open_first_levels()
+        self.rebuild()
+
+    # -- what is visible -----------------------------------------------------------------------------------------
+
+    def _open_first_levels(self) -> None:
+        """Open from the root down while there is only one way to go, and one level more."""
+        node = self.experiment.tree.root
+        while len(node.children) == 1 and not node.tensors:
+            node = next(iter(node.children.values()))
+            self._opened.add(node.name)
+        for child in node.children.values():
+            if 0 < len(child.children) <= 64:
+                self._opened.add(child.name)
+
+    def rebuild(self) -> None:
+        """Make the rows anew, the cursor staying on its node, or on the nearest one above that is still there."""
+        name = self.rows[self.cursor].name if self.rows else ""
+        self.rows = self._filtered_rows() if self.filter_text else self._open_rows()
+        places = {row.name: place for place, row in enumerate(self.rows)}
+        while name not in places and name:
+            name = name.rpartition(".")[0]
+        self.cursor = places.get(name, 0)
+        self.virtual_size = Size(0, len(self.rows) + 1)
+        self.refresh()
+        self._show_cursor()
+
+    def _open_rows(self) -> list[Row]:
+        rows: list[Row] = []
+        stack: list[tuple[Module, int]] = [(self.experiment.tree.root, 0)]
+        while stack:
+            node, depth = stack.pop()
+            rows.append(Row(node.name, depth, node))
+            if node.name in self._opened:
+                rows.extend(_tensor_rows(node, depth + 1))
+                stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+        return rows
+
+    def _filtered_rows(self) -> list[Row]:
+        """The nodes that match, and those above them."""
+        shown: set[str] = {""}
+        for name in self.matches:
+            while name not in shown:
+                shown.add(name)
+                name = name.rpartition(".")[0]
+        rows: list[Row] = []
+        stack: list[tuple[Module, int]] = [(self.experiment.tree.root, 0)]
+        while stack:
+            node, depth = stack.pop()
+            rows.append(Row(node.name, depth, node))
+            rows.extend(row for row in _tensor_rows(node, depth + 1) if row.name in shown)
+            stack.extend((child, depth + 1) for child in reversed(node.children.values()) if child.name in shown)
+        return rows
+
+    def set_filter(self, text: str) -> None:
+        """Show only nodes whose name has `text` in it, or matches it as a glob; empty shows all."""
+        self.filter_text = text.strip()
+        if not self.filter_text:
+            self.matches = []
+        else:
+            wanted = self.filter_text.lower()
+            names = [name for name in (*self.experiment.tree.modules, *self.experiment.tree.tensors) if name]
+            if any(character in wanted for character in "*?["):
+                glob = re.compile(translate(wanted))
+                self.matches = [name for name in names if glob.match(name.lower())]
+            else:
+                self.matches = [name for name in names if wanted in name.lower()]
+        self._match_set = frozenset(self.matches)
+        self.rebuild()
+
+    def next_match(self, step: int) -> bool:
+        """Go to the next or previous match; False when there is none."""
+        places = [place for place, row in enumerate(self.rows) if row.name in self._match_set]
+        if not places:
+            return False
+        after = [place for place in places if (place > self.cursor if step > 0 else place < self.cursor)]
+        self.move_to((after[0] if step > 0 else after[-1]) if after else (places[0] if step > 0 else places[-1]))
+        return True
+
+    def show_preview(self, preview: Preview | None) -> None:
+        """Light up what a rule would take."""
+        self.preview = preview
+        self.refresh()
+
+    def new_tree(self) -> None:
+        """The experiment has another tree: of the same model, so what was open stays open."""
+        opened = self._opened
+        self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
+        if len(self._opened) < 2:
+            self._open_first_levels()
+        self.set_filter(self.filter_text)
+
+    # -- the cursor ----------------------------------------------------------------------------------------------
+
+    @property
+    def current(self) -> Row:
+        """The row under the cursor."""
+        return self.rows[self.cursor]
+
+    def move_to(self, place: int) -> None:
+        """Put the cursor on a row; only the two lines that change are painted again."""
+        place = max(0, min(place, len(self.rows) - 1))
+        if place == self.cursor:
+            return
+        before, self.cursor = self.cursor, place
+        self._paint(before)
+        self._paint(place)
+        self._show_cursor()
+        self.post_message(self.Moved(self.current.name))
+
+    def go_to(self, name: str) -> bool:
+        """Put the cursor on a node by name, opening what is above it. False when there is no such node."""
+        if name not in self.experiment.tree.modules and self.experiment.tree.canonical(name) is None:
+            return False
+        above = name.rpartition(".")[0]
+        while above:
+            self._opened.add(above)
+            above = above.rpartition(".")[0]
+        self.filter_text, self.matches, self._match_set = "", [], frozenset()
+        self.rebuild()
+        self.move_to(next((place for place, row in enumerate(self.rows) if row.name == name), self.cursor))
+        return True
+
+    def _paint(self, place: int) -> None:
+        line = place - self.scroll_offset.y + 1
+        if 0 < line < self.size.height:
+            self.refresh(Region(0, line, self.size.width, 1))
+
+    def _show_cursor(self) -> None:
+        lines = max(1, self.size.height - 1)
+        top = self.scroll_offset.y
+        if self.cursor < top:
+            self.scroll_to(y=self.cursor, animate=False, immediate=True)
+        elif self.cursor >= top + lines:
+            self.scroll_to(y=self.cursor - lines + 1, animate=False, immediate=True)
+
+    def action_move(self, step: int) -> None:
+        self.move_to(self.cursor + step)
+
+    def action_page(self, direction: int) -> None:
+        lines = max(1, self.size.height - 2)
+        top = max(0, min(self.scroll_offset.y + direction * lines, len(self.rows) - lines - 1))
+        self.scroll_to(y=top, animate=False, immediate=True)
+        self.move_to(self.cursor + direction * lines)
+
+    def action_end(self, direction: int) -> None:
+        self.move_to(0 if direction < 0 else len(self.rows) - 1)
+
+    def action_open(self) -> None:
+        row = self.current
+        if row.tensor is not None or not (row.module.children or row.module.tensors):
+            return
+        if row.name in self._opened or self.filter_text:
+            self.move_to(self.cursor + 1)
+        else:
+            self._opened.add(row.name)
+            self.rebuild()
+
+    def action_close(self) -> None:
+        row = self.current
+        if row.tensor is None and row.name in self._opened and row.name and not self.filter_text:
+            self._opened.discard(row.name)
+            self.rebuild()
+        else:
+            self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < row.depth), 0))
+
+    def action_toggle(self) -> None:
+        row = self.current
+        if row.tensor is None and row.name in self._opened:
+            self._opened.discard(row.name)
+            self.rebuild()
+        else:
+            self.action_open()
+
+    def action_sibling(self, step: int) -> None:
+        depth = self.current.depth
+        place = self.cursor + step
+        while 0 <= place < len(self.rows) and self.rows[place].depth > depth:
+            place += step
+        if 0 <= place < len(self.rows) and self.rows[place].depth == depth:
+            self.move_to(place)
+
+    def on_click(self, event: events.Click) -> None:
+        place = event.y - 1 + self.scroll_offset.y
+        if event.y > 0 and place < len(self.rows):
+            if place == self.cursor:
+                self.action_toggle()
+            self.move_to(place)
+
+    def on_resize(self) -> None:
+        self._show_cursor()
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def render_line(self, y: int) -> Strip:
+        width = self.size.width
+        columns = columns_for(width)
+        if y == 0:
+            return _heading(columns).adjust_cell_length(width, _DIM)
+        place = y - 1 + self.scroll_offset.y
+        if place >= len(self.rows):
+            return Strip.blank(width)
+        row = self.rows[place]
+        segments = self._row_segments(row, columns)
+        strip = Strip(segments).adjust_cell_length(width)
+        if place == self.cursor:
+            return strip.apply_style(_CURSOR if self.has_focus else _CURSOR_AWAY)
+        return strip
+
+    def _row_segments(self, row: Row, columns: Columns) -> list[Segment]:
+        experiment = self.experiment
+        lit = self._lit(row)
+        marker = "•" if lit else "❯" if self.rows[self.cursor] is row else " "
+        indent = "  " * row.depth
+        room = columns.name - len(indent) - 5
+        if row.tensor is None:
+            expandable = bool(row.module.children or row.module.tensors)
+            opened = row.name in self._opened or bool(self.filter_text)
+            twist = ("▾ " if opened else "▸ ") if expandable else "  "
+            label = name_cell(row.label or experiment.title, room)
+            beside = row.module.class_name or ""
+            if row.module.island:
+                beside += "  keep f32"
+            if row.name == experiment.failed_module and row.name:
+                beside = f"failed here  {beside}"
+        else:
+            twist = "  "
+            label = name_cell(row.label, room)
+            shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
+            beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
+        room_beside = room - len(label) - 2
+        beside = name_cell(beside, room_beside) if room_beside >= min(len(beside), 8) else ""
+        style = _LIT if lit else _MATCH if row.name in self._match_set else _BOLD if row.depth == 0 else _PLAIN
+        segments = [Segment(f"{marker} {indent}{twist}", _DIM if not lit else _LIT), Segment(label, style)]
+        used = 2 + len(indent) + 2 + len(label)
+        if beside:
+            segments.append(Segment(f"  {beside}", _DIM))
+            used += 2 + len(beside)
+        segments.append(Segment(" " * max(0, columns.name - used)))
+        segments += _dtype_segments(experiment, row, columns.dtype)
+        if row.tensor is None:
+            totals = experiment.totals[row.name]
+            elements, size = totals.total_elements, totals.total_bytes
+        else:
+            elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
+        counted = elements > 0 and not row.alias
+        if columns.parameters:
+            segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}"))
+        segments.append(Segment(f"{human_bytes(size) if counted else '':>{columns.size}}"))
+        if columns.drift:
+            segments.append(_drift_segment(experiment, row, columns.drift))
+        return segments
+
+    def _lit(self, row: Row) -> bool:
+        if self.preview is None:
+            return False
+        if row.tensor is not None:
+            return row.tensor.name in self.preview.tensors
+        return row.name in self.preview.modules
+
+
+_PLAIN = Style()
+_DIM = Style(dim=True)
+_BOLD = Style(bold=True)
+_LIT = Style(bold=True, color="yellow")
+_MATCH = Style(underline=True)
+_CURSOR = Style(reverse=True)
+_CURSOR_AWAY = Style(underline=True)
+
+
+def _heading(columns: Columns) -> Strip:
+    text = f"{'  module':<{columns.name}}{'dtype':<{columns.dtype}}"
+    if columns.parameters:
+        text += f"{'params':>{columns.parameters}}"
+    text += f"{'bytes':>{columns.size}}"
+    if columns.drift:
+        text += f"{'SQNR dB':>{columns.drift - 4}}"
+    return Strip([Segment(text, _DIM)])
+
+
+def _tensor_rows(node: Module, depth: int) -> list[Row]:
+    prefix = f"{node.name}." if node.name else ""
+    return [Row(prefix + local, depth, node, tensor) for local, tensor in node.tensors.items()]
+
+
+def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
+    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed."""
+    pieces: list[tuple[str, str]]
+    if row.tensor is None:
+        pieces = mix_cell(experiment.totals[row.name], width - 1)
+    else:
+        planned = experiment.plan.dtypes[row.tensor.name]
+        if planned == row.tensor.dtype:
+            pieces = [(dtypes.badge(planned), planned)]
+        else:
+            pieces = [(f"{dtypes.badge(row.tensor.dtype)}→", ""), (dtypes.badge(planned), planned)]
+        if not row.tensor.persistent:
+            pieces.append((" not saved", ""))
+    segments: list[Segment] = []
+    used = 0
+    for text, dtype in pieces:
+        text = text[: max(0, width - 1 - used)]
+        used += len(text)
+        segments.append(Segment(text, Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else _DIM))
+    segments.append(Segment(" " * max(0, width - used)))
+    return segments
+
+
+def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    reading = experiment.modules.get(row.name) if row.tensor is None else None
+    if not row.name and experiment.report is not None:
+        output = experiment.report.output
+        reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
+    number, drawn = drift_cell(reading)
+    text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
+    bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))
+    return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else _PLAIN)
