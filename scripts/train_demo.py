@@ -140,7 +140,7 @@ def main() -> None:
         optimizer.step()
         steps_done += 1
         if steps_done % 200 == 0:
-            tail = (tail + [loss.item()])[-5:]
+            tail = [*tail, loss.item()][-5:]
             print(f"step {steps_done}  loss {loss.item():.4f}  {time.monotonic() - started:.0f} s", flush=True)
 
     model.eval()

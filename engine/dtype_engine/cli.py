@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
@@ -51,10 +51,13 @@ run_options = [
 ]
 
 
-def with_options(options: Sequence[Any]) -> Any:
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
     """A decorator that adds several click options in the order given."""
 
-    def decorate(command: Any) -> Any:
+    def decorate(command: Command) -> Command:
         for option in reversed(options):
             command = option(command)
         return command
@@ -67,8 +70,8 @@ def with_options(options: Sequence[Any]) -> Any:
 def cli() -> None:
     """What happens if these layers are in another dtype?
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or nothing
-    for the built-in demo.
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
+    nothing for the built-in demo.
     """
 
 

@@ -11,7 +11,7 @@ import psutil
 import torch
 
 from .errors import NoForward
-from .forward import RunsOtherwise, main_output, run_candidate, run_reference
+from .forward import RunsOtherwise, Watcher, main_output, run_candidate, run_reference
 from .inputs import Batch, Inputs
 from .metrics import OutputComparison, sqnr_db
 from .model.live import LiveModel
@@ -170,7 +170,7 @@ class DriftMeter:
         done_before: int,
         on_progress: OnProgress,
         on_modules: OnModules,
-    ) -> Callable[[str, int, torch.Tensor], None]:
+    ) -> Watcher:
         """A watcher that compares each module's output with the record as it comes."""
         told = time.perf_counter()
         calls = 0

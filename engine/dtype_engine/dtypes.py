@@ -97,8 +97,9 @@ def parse_target(text: str) -> str:
     Returns a name of `TARGETS`, or `STORED`. Raises UserError with the nearest name otherwise.
     """
     word = text.strip().lower().removeprefix("torch.")
-    names = {alias: name for alias, name in _ALIASES.items()}
-    names |= {BY_NAME[name].badge: name for name in TARGETS} | {name: name for name in TARGETS} | {STORED: STORED}
+    names = (
+        _ALIASES | {BY_NAME[name].badge: name for name in TARGETS} | {name: name for name in TARGETS} | {STORED: STORED}
+    )
     if word in names:
         return names[word]
     if word in BY_NAME:

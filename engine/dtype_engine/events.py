@@ -59,7 +59,9 @@ class CastDone:
 
 @dataclass(frozen=True, slots=True)
 class Measuring:
-    """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all inputs."""
+    """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all
+    inputs.
+    """
 
     recipe: Recipe
     run: str

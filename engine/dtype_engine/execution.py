@@ -46,21 +46,45 @@ class ImplicitCast:
 
 # Questions about a tensor that no value has part in: answered by the tensor as it is.
 _METADATA = frozenset(
-    ["size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous", "element_size", "data_ptr", "get_device", "is_set_to", "is_complex", "is_inference", "is_pinned", "is_shared", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__", "__repr__", "__format__", "is_same_size", "has_names", "refine_names", "is_conj", "is_neg", "is_nonzero", "is_tensor", "result_type", "can_cast"]
-)
+    {
+        "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "is_contiguous",
+        "element_size", "data_ptr", "get_device", "is_set_to", "is_complex", "is_inference", "is_pinned",
+        "is_shared", "untyped_storage", "requires_grad_", "register_hook", "__len__", "__hash__", "__repr__",
+        "__format__", "is_same_size", "has_names", "refine_names", "is_conj", "is_neg", "is_nonzero",
+        "is_tensor", "result_type", "can_cast",
+    }
+)  # fmt: skip
 # The model's own, explicit casts and constructors: what they give is what the model asked for.
 _EXPLICIT = frozenset(
-    ["to", "type", "type_as", "float", "half", "double", "bfloat16", "int", "long", "bool", "byte", "char", "short", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "expand_as", "view_as", "reshape_as", "isnan", "isinf", "isfinite", "detach", "clone", "contiguous"]
-)
+    {
+        "to", "type", "type_as", "float", "half", "double", "bfloat16", "int", "long", "bool", "byte", "char",
+        "short", "cpu", "cuda", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like",
+        "randint_like", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "expand_as", "view_as",
+        "reshape_as", "isnan", "isinf", "isfinite", "detach", "clone", "contiguous",
+    }
+)  # fmt: skip
 # In-place operations that refuse a source of another dtype. All others convert by themselves.
 _STRICT_IN_PLACE = frozenset(
-    ["__setitem__", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_", "scatter_add_", "scatter_reduce_", "masked_scatter_", "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_", "put_"]
-)
+    {
+        "__setitem__", "index_put_", "index_add_", "index_copy_", "index_reduce_", "scatter_", "scatter_add_",
+        "scatter_reduce_", "masked_scatter_", "addmm_", "addbmm_", "baddbmm_", "addmv_", "addr_", "put_",
+    }
+)  # fmt: skip
 _TENSOR_VALUED_PROPERTIES = (torch.Tensor.T, torch.Tensor.mT, torch.Tensor.H, torch.Tensor.mH, torch.Tensor.data)
-# Operations that promote by themselves: casting them is torch's own behaviour, not a repair.
+# Operations that raise when float arguments differ; all others promote by themselves.
 _REFUSES_MIXED = frozenset(
-    ["linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner", "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul", "einsum", "tensordot", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc", "scaled_dot_product_attention", "multi_head_attention_forward", "layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "prelu", "grid_sample", "index_add", "index_copy", "scatter", "scatter_add", "masked_scatter", "lerp", "bucketize", "searchsorted", "_grouped_mm", "grouped_mm", "native_layer_norm", "native_batch_norm", "_transformer_encoder_layer_fwd", "_native_multi_head_attention", "cdist"]
-)
+    {
+        "linear", "bilinear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "dot", "vdot", "inner",
+        "addmm", "addmv", "addbmm", "baddbmm", "addr", "chain_matmul", "einsum", "tensordot", "conv1d",
+        "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+        "scaled_dot_product_attention", "multi_head_attention_forward", "layer_norm", "group_norm",
+        "batch_norm", "instance_norm", "rms_norm", "embedding_bag", "lstm", "gru", "rnn_tanh", "rnn_relu",
+        "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "prelu", "grid_sample", "index_add",
+        "index_copy", "scatter", "scatter_add", "masked_scatter", "lerp", "bucketize", "searchsorted",
+        "_grouped_mm", "grouped_mm", "native_layer_norm", "native_batch_norm", "_transformer_encoder_layer_fwd",
+        "_native_multi_head_attention", "cdist",
+    }
+)  # fmt: skip
 _MISSING_KERNEL = re.compile(
     r"not implemented for '([A-Za-z0-9_]+)'|not supported (?:for|on) .*?(Half|BFloat16|Float8\w*)"
 )
@@ -70,7 +94,8 @@ class MixedDtypes(TorchFunctionMode):
     """The four rules, for the weights as they are now.
 
     weights: by `id` of the tensor in the module. compute: where a storage-only weight meets no activation.
-    device: named in errors. record: hears every implicit cast, where given. `module` is kept current by the caller's hooks.
+    device: named in errors. record: hears every implicit cast, where given. `module` is kept current by the caller's
+    hooks.
     """
 
     def __init__(
@@ -89,7 +114,7 @@ class MixedDtypes(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: Arguments = (),
         kwargs: dict[str, Any] | None = None,
@@ -192,7 +217,7 @@ class Widened(TorchFunctionMode):
 
     def __torch_function__(
         self,
-        func: Callable[..., Any],
+        func: Any,
         types: Iterable[type],
         args: Arguments = (),
         kwargs: dict[str, Any] | None = None,

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,11 +17,8 @@ from .inputs import Batch
 from .model.live import LiveModel
 from .storage import dtype_name
 
-
-class Watcher(Protocol):
-    """Hears every module's output as the pass goes by; `call` counts that module's calls from 0."""
-
-    def __call__(self, module: str, call: int, output: torch.Tensor) -> None: ...
+Watcher = Callable[[str, int, torch.Tensor], None]
+"""Hears every module's output as the pass goes by: its name, the number of the call from 0, its first float tensor."""
 
 
 def run_candidate(
@@ -52,8 +49,8 @@ class RunsOtherwise(Exception):
 def run_reference(model: LiveModel, batch: Batch, watcher: Watcher, cancelled: Callable[[], bool]) -> tuple[Any, float]:
     """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
 
-    A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second set of
-    weights. Raises as `run_candidate` does.
+    A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second
+    set of weights. Raises as `run_candidate` does.
     """
     stored = {weight.info.dtype for weight in model.weights.values() if weight.info.castable}
     floats = torch.float64 if stored == {"float64"} else torch.float32

@@ -22,8 +22,8 @@ _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One call of the module. `next_tokens` ([batch, positions], int64, -100 where there is none) is what a language model
-    should have predicted at each position."""
+    """One call of the module. `next_tokens` ([batch, positions], int64, -100 where there is none) is what a language
+    model should have predicted at each position."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +60,9 @@ def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
 
 
 def from_values(values: Any, description: str) -> Inputs:
-    """Inputs from what a user gave: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these."""
+    """Inputs from what a user gave: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of
+    these.
+    """
     several = values if isinstance(values, list) else [values]
     batches = []
     for value in several:

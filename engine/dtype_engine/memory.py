@@ -14,8 +14,9 @@ _KIB = 1024
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's files, which
-    the system can take back; peak_rss: the largest resident set since `forget_peak`. None where the system does not tell."""
+    """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's
+    files, which the system can take back; peak_rss: the largest resident set since `forget_peak`. None where the
+    system does not tell."""
 
     rss: int
     anonymous: int | None

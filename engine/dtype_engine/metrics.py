@@ -45,7 +45,9 @@ class OutputComparison:
         self._log_q: list[torch.Tensor] = []
 
     def add(self, reference: torch.Tensor, candidate: torch.Tensor, next_tokens: torch.Tensor | None = None) -> None:
-        """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100: none)."""
+        """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
+        none).
+        """
         if reference.shape != candidate.shape:
             raise ValueError(
                 f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"

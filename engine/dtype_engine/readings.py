@@ -55,8 +55,8 @@ class OutputDrift:
 class ModuleDrift:
     """The same for one module's output. `nonfinite` counts elements that are not finite here but were there.
 
-    `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an expert that
-    was given other tokens).
+    `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an
+    expert that was given other tokens).
     """
 
     name: str

@@ -99,8 +99,16 @@ def drift_text(report: DriftReport) -> str:
         lines.append(
             f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions"
         )
-        tail = [(name, value) for name, value in (("median", output.kl_median), ("p95", output.kl_p95), ("p99", output.kl_p99), ("p99.9", output.kl_p999), ("max", output.kl_max)) if value is not None]  # fmt: skip
-        lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in tail))
+        percentiles = {
+            "median": output.kl_median,
+            "p95": output.kl_p95,
+            "p99": output.kl_p99,
+            "p99.9": output.kl_p999,
+            "max": output.kl_max,
+        }
+        lines.append(
+            "           " + ", ".join(f"{name} {value:.3e}" for name, value in percentiles.items() if value is not None)
+        )
     if output.top1_agreement is not None:
         error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
         lines.append(f"same top   {100 * output.top1_agreement:.2f}{error} %")

@@ -66,7 +66,9 @@ class Session:
         return self._plan
 
     def cast(self, pattern: str, dtype: str) -> Plan:
-        """Add a rule and cast what it takes, in place. Raises UserError for a bad pattern or dtype, or one that takes nothing."""
+        """Add a rule and cast what it takes, in place. Raises UserError for a bad pattern or dtype, or one that takes
+        nothing.
+        """
         rule = Rule.make(pattern, dtype)
         recipe = self.recipe.then(rule)
         plan = make_plan(self.tree, recipe)
@@ -81,7 +83,9 @@ class Session:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: Cancelled = _never,
     ) -> None:
-        """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see `plan.unmatched`)."""
+        """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see
+        `plan.unmatched`).
+        """
         self._history.push(recipe)
         self._cast(on_progress, cancelled)
 
@@ -114,7 +118,8 @@ class Session:
     ) -> DriftReport:
         """Run reference and candidate over the inputs and compare.
 
-        Raises NoForward when the model can't be run, KernelError when an operation has no kernel for a dtype, and Cancelled.
+        Raises NoForward when the model can't be run, KernelError when an operation has no kernel for a dtype, and
+        Cancelled.
         """
         if self.inputs is None:
             raise NoForward(self.no_forward or "the model can't be run")
@@ -171,10 +176,11 @@ def open_session(
     inputs: Any = None,
     say: Say = lambda step: None,
 ) -> Session:
-    """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module.
+    """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live
+    module.
 
-    A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it on: a
-    dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+    A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it
+    on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
     Raises UserError, among them NoForward when there is no architecture to load the weights into.
     """
     options = options or Options()

@@ -1,8 +1,8 @@
 """How a storage-only weight is kept and brought back: the one place that knows.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is kept as q = round(w / s) with a float32 scale
-s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a vector or
-scalar. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
+s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
+vector or scalar. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     """`tensor` in `dtype`, and its scale where that is a storage-only one.
 
     The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise. A channel of
-    zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has them.
+    zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
+    them.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_ONLY:
@@ -73,8 +74,10 @@ def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
 def lost_values(name: str, original: torch.Tensor, kept: torch.Tensor, dtype: str) -> CastNotes | None:
     """What did not survive a cast to `dtype`, besides rounding. None when every value did.
 
-    overflowed: finite values that became infinite; saturated: infinities clamped to the largest value of a storage-only dtype;
-    underflowed: values that became zero; nonfinite: those not finite in the original. Read in chunks that stay in cache.
+    overflowed: finite values that became infinite; saturated: infinities clamped to the largest value of a
+    storage-only dtype;
+    underflowed: values that became zero; nonfinite: those not finite in the original. Read in chunks that stay in
+    cache.
     """
     overflowed = saturated = underflowed = nonfinite = 0
     flat, cast = original.reshape(-1), kept.reshape(-1)

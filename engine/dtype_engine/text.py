@@ -1,4 +1,6 @@
-"""Text that comes from files: read with clear errors, and made safe to show. Names are text, never commands to the terminal."""
+"""Text that comes from files: read with clear errors, and made safe to show. Names are text, never commands to the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ _BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x20
 
 
 def printable(text: str, limit: int = 80) -> str:
-    """`text` with everything that could move the cursor or turn the writing around escaped, at most `limit` characters."""
+    """`text` with everything that could move the cursor or turn the writing around escaped, at most `limit`
+    characters.
+    """
     clipped = text if len(text) <= limit else text[: limit - 1] + "…"
     return "".join(
         character if character.isprintable() and character not in _BIDIRECTIONAL else _escaped(character)

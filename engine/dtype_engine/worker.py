@@ -70,7 +70,9 @@ class Worker:
             self._stop_now.set()
 
     def close(self) -> None:
-        """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the exit."""
+        """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the
+        exit.
+        """
         with self._changed:
             self._closed = True
             self._stop_now.set()

@@ -64,7 +64,6 @@ class DtypeApp(App[None]):
         Binding("n", "match(1)", "Next match", show=False),
         Binding("N", "match(-1)", "Previous match", show=False),
         Binding("enter", "details", "Details of the node"),
-        Binding("tab", "next_pane", "Next pane (small screens)", show=False),
         Binding("escape", "stop", "Stop what the engine does"),
         Binding("question_mark", "help", "Help"),
         Binding("q", "quit", "Quit"),
@@ -348,11 +347,7 @@ class DtypeApp(App[None]):
         self._show_panes()
 
     def action_help(self) -> None:
-        words = [
-            ("Drift", self.side.panes[0].HELP),
-            ("Memory", self.side.panes[1].HELP),
-            ("Recipe", self.side.panes[2].HELP),
-        ]  # type: ignore[attr-defined]
+        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
         sections = [
             ("Casting and measuring", _described(self.BINDINGS)),
             ("In the tree", _described(ModuleTree.BINDINGS)),

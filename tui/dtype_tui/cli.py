@@ -1,4 +1,6 @@
-"""`dtype-tui`: read the command line, read the headers, open the screen. torch is imported later, by the engine's thread."""
+"""`dtype-tui`: read the command line, read the headers, open the screen. torch is imported later, by the engine's
+thread.
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,8 @@ def command(
 ) -> None:
     """What happens if these layers are in another dtype?
 
-    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or nothing
-    for the built-in demo.
+    MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
+    nothing for the built-in demo.
     """
     from dtype_engine.model.source import locate
 

@@ -88,7 +88,9 @@ class Experiment:
         return tensor_bytes(tensor, self.plan.dtypes[tensor.name])
 
     def rules_within(self, node: str) -> tuple[list[int], list[int]]:
-        """Places of the rules that take something of a node: those that take nothing else, and those that reach beyond."""
+        """Places of the rules that take something of a node: those that take nothing else, and those that reach
+        beyond.
+        """
         here = set(self.tensor_names(node))
         inside: list[int] = []
         beyond: list[int] = []
@@ -99,7 +101,9 @@ class Experiment:
         return inside, beyond
 
     def explain(self, node: str) -> list[tuple[int, Rule, int, int]]:
-        """The rules that take something of a node, last first: place, rule, tensors it decides here, tensors it takes here."""
+        """The rules that take something of a node, last first: place, rule, tensors it decides here, tensors it takes
+        here.
+        """
         here = set(self.tensor_names(node))
         rows = []
         for place in reversed(range(len(self.recipe))):

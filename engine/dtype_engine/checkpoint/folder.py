@@ -21,7 +21,9 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint's headers say: every tensor by name, in the files' order, and `config.json` where there is one."""
+    """What a checkpoint's headers say: every tensor by name, in the files' order, and `config.json` where there is
+    one.
+    """
 
     path: Path
     files: tuple[Path, ...]

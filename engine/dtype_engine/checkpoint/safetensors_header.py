@@ -1,7 +1,7 @@
 """The header of a safetensors file: 8 bytes little-endian length, that much JSON, then the tensors' bytes.
 
-Everything in it is checked before it is believed, against the rules of the format: entries do not overlap and leave no holes,
-each has just the bytes that its shape and dtype need, and all of them lie in the file.
+Everything in it is checked before it is believed, against the rules of the format: entries do not overlap and leave
+no holes, each has just the bytes that its shape and dtype need, and all of them lie in the file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ _MOST_DIMENSIONS = 64
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a file: torch's name of its dtype, and where its bytes are (`start` counts from the file's first byte)."""
+    """One tensor of a file: torch's name of its dtype, and where its bytes are (`start` counts from the file's first
+    byte).
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -67,11 +69,13 @@ def _header_bytes(path: Path) -> tuple[bytes, int, int]:
             length = int.from_bytes(prefix, "little")
             if length > LONGEST_HEADER:
                 raise UserError(
-                    f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; this is no safetensors file"
+                    f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; "
+                    "this is no safetensors file"
                 )
             if 8 + length > status.st_size:
                 raise UserError(
-                    f"{path}: the header claims {length} bytes and the file has {status.st_size}: it is truncated or no safetensors file"
+                    f"{path}: the header claims {length} bytes and the file has {status.st_size}: "
+                    "it is truncated or no safetensors file"
                 )
             return file.read(length), 8 + length, status.st_size
     except OSError as error:

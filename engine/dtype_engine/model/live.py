@@ -29,8 +29,8 @@ from ..tree import Kind, TensorInfo, Tree
 class Weight:
     """One distinct tensor of the module.
 
-    `tensor` is the object in the module; `original` the data as stored (never written to); `dtype` the name of the dtype it is in
-    now, and `scale` what a storage-only one carries.
+    `tensor` is the object in the module; `original` the data as stored (never written to); `dtype` the name of the
+    dtype it is in now, and `scale` what a storage-only one carries.
     """
 
     info: TensorInfo
@@ -145,7 +145,9 @@ class LiveModel:
         return sums
 
     def lost_values(self, cancelled: Callable[[], bool] = lambda: False) -> tuple[CastNotes, ...]:
-        """The casts in force that lose values, besides rounding them. Looks at each changed tensor once. Raises Cancelled."""
+        """The casts in force that lose values, besides rounding them. Looks at each changed tensor once. Raises
+        Cancelled.
+        """
         for weight in self.weights.values():
             if weight.lost == "unknown":
                 if cancelled():
@@ -195,7 +197,9 @@ def _inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Ten
 
 
 def _move(module: nn.Module, device: torch.device) -> None:
-    """Put the module's tensors on another device, one by one; where a tensor object can't follow, a new one takes its place."""
+    """Put the module's tensors on another device, one by one; where a tensor object can't follow, a new one takes its
+    place.
+    """
     try:
         module.to(device)
     except torch.OutOfMemoryError as error:
@@ -211,10 +215,10 @@ def _mark_islands(module: nn.Module, tree: Tree) -> None:
     declared: list[tuple[str, str, str]] = []
     for prefix, child in module.named_modules():
         for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
-            for word in getattr(child, attribute, None) or ():
-                declared.append((prefix, rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute))
-        for pattern in getattr(child, "_skip_layerwise_casting_patterns", None) or ():
-            declared.append((prefix, str(pattern), "_skip_layerwise_casting_patterns"))
+            words = getattr(child, attribute, None) or ()
+            declared += [(prefix, rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute) for word in words]
+        patterns = getattr(child, "_skip_layerwise_casting_patterns", None) or ()
+        declared += [(prefix, str(pattern), "_skip_layerwise_casting_patterns") for pattern in patterns]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():
             inside = name.startswith(f"{prefix}.") if prefix else bool(name)

@@ -1,8 +1,8 @@
 """From what a user pointed at to a live model, by the loading code that everybody uses.
 
 Hugging Face folders go through `from_pretrained`, which leaves the weights mapped from the file. Where that
-changes what is stored (a mixed checkpoint comes back in one dtype; `_keep_in_fp32_modules` are widened) the stored tensors are
-put back, so that every weight has the dtype that its file has.
+changes what is stored (a mixed checkpoint comes back in one dtype; `_keep_in_fp32_modules` are widened) the stored
+tensors are put back, so that every weight has the dtype that its file has.
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ def _from_checkpoint(
 def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path, options: Options) -> Any:
     """The class that the configuration names, or an auto class where it needs the checkpoint's own code."""
     config = checkpoint.config or {}
-    if config.get("auto_map") and not options.trust_remote_code:
-        if str(config.get("model_type", "")) not in transformers.CONFIG_MAPPING:
-            raise NoForward(
-                f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
-            )
+    known = str(config.get("model_type", "")) in transformers.CONFIG_MAPPING
+    if config.get("auto_map") and not options.trust_remote_code and not known:
+        raise NoForward(
+            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
+        )
     for name in config.get("architectures") or ():
         found = getattr(transformers, str(name), None)
         if found is not None:
@@ -118,7 +118,7 @@ def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path
     if config.get("auto_map") and options.trust_remote_code:
         auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in config["auto_map"]), "AutoModel")
         return getattr(transformers, auto)
-    if str(config.get("model_type", "")) in transformers.CONFIG_MAPPING:
+    if known:
         return transformers.AutoModel
     named = ", ".join(map(str, config.get("architectures") or ())) or config.get("model_type") or "none"
     raise NoForward(
@@ -140,12 +140,14 @@ def _loading_dtype(checkpoint: Checkpoint) -> str:
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint) -> None:
     """Give every tensor whose dtype loading changed the stored data back, mapped from the file."""
     prefix = getattr(module, "base_model_prefix", "") or ""
-    spellings: Callable[[str], Iterator[str]] = lambda name: iter(
-        (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-    )
+
+    def stored_as(name: str) -> CheckpointTensor | None:
+        spellings = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
+        return next((checkpoint.tensors[key] for key in spellings if key in checkpoint.tensors), None)
+
     changed: dict[Path, list[tuple[torch.Tensor, CheckpointTensor]]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        stored = next((checkpoint.tensors[key] for key in spellings(name) if key in checkpoint.tensors), None)
+        stored = stored_as(name)
         if stored is None or stored.shape != tuple(tensor.shape) or stored.dtype == dtype_name(tensor.dtype):
             continue
         if stored.dtype in dtypes.COMPUTED and tensor.dtype.is_floating_point:

@@ -36,8 +36,8 @@ class Source:
 
 
 def locate(model: str | None) -> Source:
-    """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging Face id in the
-    local cache, or None for the built-in demo. Raises UserError that says what was looked for.
+    """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging
+    Face id in the local cache, or None for the built-in demo. Raises UserError that says what was looked for.
     """
     if model is None:
         return Source("checkpoint", "demo", DEMO)
@@ -92,7 +92,9 @@ def _python(place: str, attribute: str) -> Source:
 
 
 def _cache() -> Path:
-    """The Hugging Face hub's cache folder, by the same variables as huggingface_hub (whose import takes too long here)."""
+    """The Hugging Face hub's cache folder, by the same variables as huggingface_hub (whose import takes too long
+    here).
+    """
     if hub := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(hub).expanduser()
     home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface")

@@ -105,9 +105,9 @@ def _braces(text: str, opened: int, depth: int) -> tuple[str, int]:
     """`{a,b}` or `{0..7}` at `opened`; answer the expression and where to go on."""
     if depth > 20:
         raise PatternError(f"pattern {text!r}: braces are nested too deep at {opened + 1}", opened)
-    if ranged := _RANGE.match(text, opened + 1):
-        if text[ranged.end() : ranged.end() + 1] == "}":
-            return _number_range(text, opened, ranged), ranged.end() + 1
+    ranged = _RANGE.match(text, opened + 1)
+    if ranged and text[ranged.end() : ranged.end() + 1] == "}":
+        return _number_range(text, opened, ranged), ranged.end() + 1
     choices: list[str] = []
     at = opened
     while True:
@@ -174,8 +174,7 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
         steps.append(".".join("*" if index in starred else _literal(part) for index, part in enumerate(parts)))
     tail_start = numbered[-1] + 1 if numbered else 1
     tails = range(tail_start, len(parts)) if tail_start < len(parts) else range(0)
-    for start in tails:
-        steps.append("*." + ".".join(_literal(part) for part in parts[start:]))
+    steps += ["*." + ".".join(_literal(part) for part in parts[start:]) for start in tails]
     if class_name:
         steps.append(f"type:{class_name}")
     return list(dict.fromkeys(steps))

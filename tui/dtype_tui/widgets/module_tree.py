@@ -1,7 +1,7 @@
 """The module tree: dtype, parameters, bytes and drift of every node, one line each.
 
-A list of visible rows on Textual's line API rather than its `Tree`: only the rows in sight are ever drawn, a cursor move
-repaints two lines, and children are made when a node opens, so 90 000 tensors are no different from 90.
+A list of visible rows on Textual's line API rather than its `Tree`: only the rows in sight are ever drawn, a cursor
+move repaints two lines, and children are made when a node opens, so 90 000 tensors are no different from 90.
 """
 
 from __future__ import annotations
@@ -81,7 +81,8 @@ class ModuleTree(ScrollView, can_focus=True):
         Binding("down,j", "move(1)", "Down", show=False),
         Binding("right,l", "open", "Open, or go to the first child", show=False),
         Binding("left,h", "close", "Close, or go to the parent", show=False),
-        Binding("space", "toggle", "Open or close", show=False),
+        Binding("space", "open_or_close", "Open or close", show=False),
+        Binding("tab", "app.next_pane", "Next pane, where they take turns", show=False),
         Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
         Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
         Binding("home,g", "end(-1)", "First line", show=False),
@@ -272,7 +273,7 @@ class ModuleTree(ScrollView, can_focus=True):
         else:
             self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < row.depth), 0))
 
-    def action_toggle(self) -> None:
+    def action_open_or_close(self) -> None:
         row = self.current
         if row.tensor is None and row.name in self._opened:
             self._opened.discard(row.name)
@@ -292,7 +293,7 @@ class ModuleTree(ScrollView, can_focus=True):
         place = event.y - 1 + self.scroll_offset.y
         if event.y > 0 and place < len(self.rows):
             if place == self.cursor:
-                self.action_toggle()
+                self.action_open_or_close()
             self.move_to(place)
 
     def on_resize(self) -> None:

@@ -21,7 +21,9 @@ from ..experiment import Experiment
 
 
 class Pane(VerticalScroll, can_focus=False):
-    """A titled box around one text."""
+    """A titled box around one text. `HELP` says in the help screen what its words mean."""
+
+    HELP = ""
 
     DEFAULT_CSS = """
     Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 1; height: auto; scrollbar-size-vertical: 1; }
@@ -62,8 +64,8 @@ class DriftPane(Pane):
     """How far the output is from the float32 reference, for the recipe in force and no other."""
 
     HELP = (
-        "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. KL is nats per position, "
-        "± its standard error. Same top: share of positions whose likeliest token is the same."
+        "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
+        "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -121,7 +123,7 @@ def worst_modules(experiment: Experiment, count: int) -> list[ModuleDrift]:
     drifting = [
         reading
         for reading in experiment.modules.values()
-        if reading.nonfinite or (reading.sqnr_db is not None and not reading.sqnr_db == math.inf)
+        if reading.nonfinite or (reading.sqnr_db is not None and reading.sqnr_db != math.inf)
     ]
     return sorted(drifting, key=lambda reading: (-reading.nonfinite, reading.sqnr_db or -math.inf))[:count]
 
@@ -140,8 +142,8 @@ class MemoryPane(Pane):
     """Bytes: of the checkpoint, of the plan, of the live tensors, of the process."""
 
     HELP = (
-        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once. resident: all tensors "
-        "of the live model now. process: resident set; anonymous is memory of its own, mapped are pages of the checkpoint's "
+        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once. "
+        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are pages of the checkpoint's "
         "files, which the system can take back. peak: of the process since the last measurement began."
     )
 
@@ -200,7 +202,10 @@ class MemoryPane(Pane):
 class RecipePane(Pane):
     """The rules in order, and which of them decided the node under the cursor."""
 
-    HELP = "Rules in the order they were made, with the number of tensors each takes; the last that matches wins. Below: what decided the node under the cursor."
+    HELP = (
+        "Rules in the order they were made, with the number of tensors each takes; the last that matches wins. "
+        "Below: what decided the node under the cursor."
+    )
 
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment

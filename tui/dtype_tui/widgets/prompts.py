@@ -25,7 +25,9 @@ _PREVIEW_AFTER_S = 0.04
 
 
 class CastPrompt(Vertical):
-    """`PATTERN=DTYPE`, filled with the node under the cursor. What it would take is said, and lit up in the tree, as it is typed."""
+    """`PATTERN=DTYPE`, filled with the node under the cursor. What it would take is said, and lit up in the tree, as
+    it is typed.
+    """
 
     HELP = "Tab walks from the node itself to its kind: model.layers.3.mlp, model.layers.*.mlp, *.mlp, type:LlamaMLP."
 
