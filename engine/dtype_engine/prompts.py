@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """The default prompts: prose, code, figures and dialogue, so that a model meets more than one kind of text."""
 
 DEFAULT_PROMPTS: tuple[str, ...] = (

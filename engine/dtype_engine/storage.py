@@ -7,6 +7,8 @@ vector or scalar. It comes back as q * s, computed in float32 and rounded once t
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from . import dtypes
@@ -67,7 +69,7 @@ def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
     if tensor.ndim >= 2:
-        return tensor.reshape(tensor.shape[0], -1)
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, -1)
 
 

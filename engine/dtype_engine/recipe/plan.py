@@ -38,10 +38,7 @@ def select(tree: Tree, pattern: Pattern | str) -> Selection:
     stack: list[tuple[Module, bool]] = [(tree.root, False)]
     while stack:
         node, inside = stack.pop()
-        if compiled.by_class:
-            matched = compiled.matches_class(node.class_name)
-        else:
-            matched = node.name != "" and compiled.matches(node.name)
+        matched = compiled.matches_class(node.class_name) or (node.name != "" and compiled.matches(node.name))
         if matched:
             modules.add(node.name)
         inside = inside or matched

@@ -143,8 +143,9 @@ class MemoryPane(Pane):
 
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once. "
-        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are pages of the checkpoint's "
-        "files, which the system can take back. peak: of the process since the last measurement began."
+        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
+        "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
+        "measurement began."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:

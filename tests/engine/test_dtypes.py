@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dtype_engine import dtypes
+from dtype_engine.errors import UserError
+from dtype_engine.storage import convert
+
+
+@pytest.mark.parametrize("row", [row for row in dtypes.BY_NAME.values() if row.kind == "float"], ids=lambda row: row.name)
+def test_ranges_are_torchs(row: dtypes.DType) -> None:
+    dtype = getattr(torch, row.name, None)
+    if dtype is None or row.bits < 8:
+        pytest.skip("this torch has no such dtype")
+    info = torch.finfo(dtype)
+    assert info.bits == row.bits
+    assert info.max == row.max
+    assert info.smallest_normal == row.tiny
+
+
+def test_every_name_people_use_is_read() -> None:
+    for text, name in {
+        "bf16": "bfloat16", "torch.bfloat16": "bfloat16", "half": "float16", " FP16 ": "float16", "f32": "float32",
+        "float": "float32", "double": "float64", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "i8": "int8",
+        "stored": dtypes.STORED, "keep": dtypes.STORED,
+    }.items():  # fmt: skip
+        assert dtypes.parse_target(text) == name
+
+
+@pytest.mark.parametrize("text", ["bfloat17", "", "int64", "bool", "float8_e8m0fnu"])
+def test_what_is_no_target_is_refused_in_a_sentence(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        dtypes.parse_target(text)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_nearest_name_is_offered() -> None:
+    with pytest.raises(UserError, match="did you mean bfloat16"):
+        dtypes.parse_target("bfloat17")
+
+
+@pytest.mark.parametrize("dtype", dtypes.TARGETS)
+@pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4)])
+def test_stored_bytes_are_those_of_the_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
+    data, scale = convert(torch.randn(shape), dtype)
+    assert dtypes.stored_bytes(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
+
+
+def test_badges_differ() -> None:
+    badges = [row.badge for row in dtypes.BY_NAME.values()]
+    assert len(set(badges)) == len(badges)
+    assert all(math.isfinite(row.max) for row in dtypes.BY_NAME.values())

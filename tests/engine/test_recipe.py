@@ -1,0 +1,176 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtype_engine import dtypes
+from dtype_engine.errors import UserError
+from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches
+from dtype_engine.recipe.file import read_recipe, write_recipe
+from dtype_engine.tree import TensorInfo, Tree, ancestors
+
+CLASSES = {"": "Net", "a": "Block", "a.0": "Linear", "a.1": "Linear", "a.10": "Norm", "b": "Block", "b.0": "Linear", "head": "Linear"}
+TREE = Tree(
+    [
+        TensorInfo("a.0.weight", (4, 3), "float32", aliases=("head.weight",)),
+        TensorInfo("a.0.bias", (4,), "float32"),
+        TensorInfo("a.1.weight", (2, 2), "bfloat16"),
+        TensorInfo("a.10.weight", (5,), "float32"),
+        TensorInfo("a.10.running_mean", (5,), "float32", "buffer"),
+        TensorInfo("a.10.steps", (), "int64", "buffer"),
+        TensorInfo("b.0.weight", (3, 3), "float16"),
+        TensorInfo("b.0.inv_freq", (3,), "float32", "non-persistent buffer"),
+    ],
+    CLASSES,
+)
+PATTERNS = st.sampled_from(
+    ["*", "a", "a.1", "a.1*", "*.weight", "*.bias", "head", "b.0", "*.inv_freq", "b.0.*", "type:Linear", "type:Norm", "a.{0..1}", "re:.*0"]
+)
+RULES = st.builds(Rule, PATTERNS, st.sampled_from([*dtypes.TARGETS, dtypes.STORED]))
+RECIPES = st.lists(RULES, max_size=6).map(tuple).map(Recipe)
+
+
+def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
+    """DESIGN's words, tensor by tensor: own name or a module above it, under any of its names."""
+    compiled = compile_pattern(pattern)
+    if not tensor.castable:
+        return False
+    for name in tensor.names:
+        above = [module for module in ancestors(name)]
+        own = compiled.matches(name)
+        by_module = any((module and compiled.matches(module)) or compiled.matches_class(CLASSES.get(module)) for module in above)
+        if tensor.persistent and (own or by_module):
+            return True
+        if not tensor.persistent and compiled.singles_out(name):
+            return True
+    return False
+
+
+@given(RECIPES)
+def test_the_last_rule_that_matches_wins(recipe: Recipe) -> None:
+    plan = make_plan(TREE, recipe)
+    for tensor in TREE.tensors.values():
+        expected, decider = tensor.dtype, None
+        for place, rule in enumerate(recipe.rules):
+            if taken_by_definition(rule.pattern, tensor):
+                expected, decider = (tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype), place
+        assert plan.dtypes[tensor.name] == expected
+        assert plan.decided_by.get(tensor.name) == decider
+        explained = plan.explain(tensor.name)
+        assert [place for place, _, won in explained if won] == ([decider] if decider is not None else [])
+        assert {place for place, _, _ in explained} == {
+            place for place, rule in enumerate(recipe.rules) if taken_by_definition(rule.pattern, tensor)
+        }
+
+
+@given(RECIPES)
+def test_planned_bytes_are_the_sum_over_distinct_saved_tensors(recipe: Recipe) -> None:
+    plan = make_plan(TREE, recipe)
+    total = 0
+    for tensor in TREE.tensors.values():
+        if not tensor.persistent:
+            continue
+        dtype = plan.dtypes[tensor.name]
+        total += tensor.numel * dtypes.BY_NAME[dtype].bits // 8
+        if dtype != tensor.dtype and dtype in dtypes.STORAGE_ONLY:
+            total += 4 * (tensor.shape[0] if len(tensor.shape) > 1 else 1)
+    assert plan.planned_bytes == total
+    assert TREE.totals(plan.dtypes)[""].total_bytes == total
+
+
+@given(RECIPES, RULES)
+def test_dropping_an_earlier_rule_of_the_same_pattern_changes_nothing(recipe: Recipe, rule: Rule) -> None:
+    assert make_plan(TREE, recipe.then(rule)).dtypes == make_plan(TREE, Recipe((*recipe.rules, rule))).dtypes
+
+
+@given(st.lists(st.one_of(RECIPES, st.sampled_from(["undo", "redo"])), max_size=20))
+def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None:
+    history, model, at = History(), [Recipe()], 0
+    for step in steps:
+        if step == "undo":
+            assert history.undo() == (at > 0)
+            at = max(0, at - 1)
+        elif step == "redo":
+            assert history.redo() == (at + 1 < len(model))
+            at = min(at + 1, len(model) - 1)
+        elif isinstance(step, Recipe) and history.push(step):
+            model[at + 1 :] = [step]
+            at += 1
+        assert history.recipe == model[at]
+
+
+def test_a_rule_by_any_name_of_a_tied_weight_casts_the_one_tensor() -> None:
+    plan = make_plan(TREE, Recipe((Rule("head", "float16"),)))
+    assert plan.dtypes["a.0.weight"] == "float16"
+    assert plan.planned_bytes == plan.stored_bytes - 4 * 3 * 2
+
+
+def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
+    with pytest.raises(UserError, match=r"'a\.2' matches nothing in this model; the nearest is a\."):
+        require_matches(TREE, Recipe((Rule("a.2", "float16"),)))
+    with pytest.raises(UserError, match="never cast"):
+        require_matches(TREE, Recipe((Rule("*.steps", "float16"),)))
+    with pytest.raises(UserError, match="nearest is type:Linear"):
+        require_matches(TREE, Recipe((Rule("type:Linaer", "float16"),)))
+
+
+def test_rules_by_class_wait_until_classes_are_known() -> None:
+    plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
+    assert plan.waiting == (0,)
+    assert plan.unmatched == []
+
+
+@pytest.mark.parametrize(("text", "rule"), [("*.mlp=bf16", Rule("*.mlp", "bfloat16")), ("re:a=b.*=half", Rule("re:a=b.*", "float16"))])
+def test_rules_are_read_from_one_word(text: str, rule: Rule) -> None:
+    assert Rule.parse(text) == rule
+
+
+@pytest.mark.parametrize("text", ["*.mlp", "=bf16", "a=", "a=foo", "{a=bf16"])
+def test_rules_that_can_not_be_read(text: str) -> None:
+    with pytest.raises(UserError):
+        Rule.parse(text)
+
+
+SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
+
+
+@given(st.lists(st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.TARGETS)), max_size=5), SPEAKABLE)
+def test_recipe_files_come_back_as_written(tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str) -> None:
+    try:
+        recipe = Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules))
+    except UserError:
+        return
+    path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
+    path.write_text(write_recipe(recipe, model), encoding="utf-8")
+    assert read_recipe(path) == recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("rules: 3", "is not a recipe"),
+        ("version: 2\nrules: []", "version 2 is unknown"),
+        ("version: 1\nrules: [{pattern: a}]", "rule 1 needs"),
+        ("version: 1\nrules: [{pattern: a, dtype: foo}]", "rule 1: unknown dtype"),
+        ("version: 1\nrules: []\nrulez: 1", "unknown entry 'rulez'"),
+        ("a: [", "no valid YAML in line"),
+    ],
+)
+def test_recipe_files_that_are_wrong_name_the_file_and_the_place(tmp_path: Path, text: str, says: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=says) as caught:
+        read_recipe(path)
+    assert str(path) in str(caught.value)
+
+
+def test_recipe_files_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(UserError, match="is not text"):
+        read_recipe(path)
+    with pytest.raises(UserError, match="can't read"):
+        read_recipe(tmp_path / "none.yaml")

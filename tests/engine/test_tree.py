@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtype_engine.tree import TensorInfo, Tree, ancestors, from_tensors
+
+NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(lambda parts: ".".join(parts) + ".t")
+
+
+@st.composite
+def tensor_lists(draw: st.DrawFn) -> list[TensorInfo]:
+    names = draw(st.lists(NAME, min_size=1, max_size=12, unique=True))
+    tensors = []
+    while names:
+        own, count = names.pop(), draw(st.integers(0, min(2, len(names) - 1))) if len(names) > 1 else 0
+        aliases = tuple(names.pop() for _ in range(count))
+        kind = draw(st.sampled_from(["parameter", "buffer", "non-persistent buffer"]))
+        dtype = draw(st.sampled_from(["float32", "bfloat16", "int64"]))
+        tensors.append(TensorInfo(own, (draw(st.integers(0, 9)),), dtype, kind, aliases))
+    return tensors
+
+
+@given(tensor_lists())
+def test_totals_count_every_distinct_saved_tensor_once_at_every_node(tensors: list[TensorInfo]) -> None:
+    tree = Tree(tensors)
+    totals = tree.totals()
+    for module in tree.modules:
+        below = [tensor for tensor in tensors if tensor.persistent and any(module in ancestors(name) for name in tensor.names)]
+        assert totals[module].total_elements == sum(tensor.numel for tensor in below)
+        assert totals[module].total_bytes == sum(tensor.nbytes for tensor in below)
+        assert {tensor.name for tensor in tree.below(module) if tensor.persistent} == {tensor.name for tensor in below}
+
+
+@given(tensor_lists())
+def test_every_name_leads_to_its_tensor(tensors: list[TensorInfo]) -> None:
+    tree = Tree(tensors)
+    for tensor in tensors:
+        for name in tensor.names:
+            assert tree.canonical(name) is tensor
+    assert tree.canonical("nothing") is None
+
+
+def test_numbered_modules_from_a_file_stand_in_the_order_of_their_numbers() -> None:
+    tree = from_tensors(TensorInfo(f"layers.{number}.weight", (1,), "float32") for number in sorted(map(str, range(12))))
+    assert list(tree.modules["layers"].children) == [str(number) for number in range(12)]
+
+
+def test_mixes_are_shares_of_the_bytes() -> None:
+    tree = Tree([TensorInfo("a.x", (3,), "float32"), TensorInfo("a.y", (2,), "bfloat16")])
+    assert tree.totals()[""].mix() == [("float32", 0.75), ("bfloat16", 0.25)]
+    assert tree.totals({"a.x": "bfloat16"})[""].mix() == [("bfloat16", 1.0)]
