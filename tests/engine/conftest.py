@@ -18,7 +18,9 @@ def make_llama(tmp_path: Path) -> Callable[..., Path]:
     `dtypes` maps parts of tensor names to dtypes, for checkpoints that mix them.
     """
 
-    def make(name: str = "llama", dtype: str = "float32", dtypes: dict[str, str] | None = None, **settings: Any) -> Path:
+    def make(
+        name: str = "llama", dtype: str = "float32", dtypes: dict[str, str] | None = None, **settings: Any
+    ) -> Path:
         import torch
         import transformers
         from safetensors.torch import load_file, save_file

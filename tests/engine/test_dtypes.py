@@ -10,7 +10,9 @@ from dtype_engine.errors import UserError
 from dtype_engine.storage import convert
 
 
-@pytest.mark.parametrize("row", [row for row in dtypes.BY_NAME.values() if row.kind == "float"], ids=lambda row: row.name)
+@pytest.mark.parametrize(
+    "row", [row for row in dtypes.BY_NAME.values() if row.kind == "float"], ids=lambda row: row.name
+)
 def test_ranges_are_torchs(row: dtypes.DType) -> None:
     dtype = getattr(torch, row.name, None)
     if dtype is None or row.bits < 8:

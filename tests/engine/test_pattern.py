@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from dtype_engine.errors import PatternError
 from dtype_engine.recipe import compile_pattern, generalisations
 
-PARTS = st.sampled_from(["model", "layers", "0", "1", "10", "11", "mlp", "gate", "gate_proj", "up_proj", "weight", "a[0]"])
+PARTS = st.sampled_from(
+    ["model", "layers", "0", "1", "10", "11", "mlp", "gate", "gate_proj", "up_proj", "weight", "a[0]"]
+)
 NAMES = st.lists(PARTS, min_size=1, max_size=5).map(".".join)
 GLOBS = st.text(alphabet="abm.l*?[]!-01", min_size=1, max_size=12)
 
@@ -26,7 +28,12 @@ def test_ranges_take_just_their_numbers(first: int, last: int, number: int) -> N
     assert pattern.matches(f"layers.{number}.mlp") == (min(first, last) <= number <= max(first, last))
 
 
-@given(st.lists(st.lists(st.sampled_from(["q", "k", "v", "*", "gate", "1"]), min_size=1, max_size=3), min_size=1, max_size=3), NAMES)
+@given(
+    st.lists(
+        st.lists(st.sampled_from(["q", "k", "v", "*", "gate", "1"]), min_size=1, max_size=3), min_size=1, max_size=3
+    ),
+    NAMES,
+)
 def test_choices_are_the_union_of_their_expansions(groups: list[list[str]], name: str) -> None:
     text = "_".join("{" + ",".join(group) + "}" for group in groups)
     expanded = ["_".join(parts) for parts in itertools.product(*groups)]

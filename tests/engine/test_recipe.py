@@ -12,7 +12,16 @@ from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_pla
 from dtype_engine.recipe.file import read_recipe, write_recipe
 from dtype_engine.tree import TensorInfo, Tree, ancestors
 
-CLASSES = {"": "Net", "a": "Block", "a.0": "Linear", "a.1": "Linear", "a.10": "Norm", "b": "Block", "b.0": "Linear", "head": "Linear"}
+CLASSES = {
+    "": "Net",
+    "a": "Block",
+    "a.0": "Linear",
+    "a.1": "Linear",
+    "a.10": "Norm",
+    "b": "Block",
+    "b.0": "Linear",
+    "head": "Linear",
+}
 TREE = Tree(
     [
         TensorInfo("a.0.weight", (4, 3), "float32", aliases=("head.weight",)),
@@ -27,7 +36,22 @@ TREE = Tree(
     CLASSES,
 )
 PATTERNS = st.sampled_from(
-    ["*", "a", "a.1", "a.1*", "*.weight", "*.bias", "head", "b.0", "*.inv_freq", "b.0.*", "type:Linear", "type:Norm", "a.{0..1}", "re:.*0"]
+    [
+        "*",
+        "a",
+        "a.1",
+        "a.1*",
+        "*.weight",
+        "*.bias",
+        "head",
+        "b.0",
+        "*.inv_freq",
+        "b.0.*",
+        "type:Linear",
+        "type:Norm",
+        "a.{0..1}",
+        "re:.*0",
+    ]
 )
 RULES = st.builds(Rule, PATTERNS, st.sampled_from([*dtypes.TARGETS, dtypes.STORED]))
 RECIPES = st.lists(RULES, max_size=6).map(tuple).map(Recipe)
@@ -41,7 +65,9 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
     for name in tensor.names:
         above = [module for module in ancestors(name)]
         own = compiled.matches(name)
-        by_module = any((module and compiled.matches(module)) or compiled.matches_class(CLASSES.get(module)) for module in above)
+        by_module = any(
+            (module and compiled.matches(module)) or compiled.matches_class(CLASSES.get(module)) for module in above
+        )
         if tensor.persistent and (own or by_module):
             return True
         if not tensor.persistent and compiled.singles_out(name):
@@ -123,7 +149,9 @@ def test_rules_by_class_wait_until_classes_are_known() -> None:
     assert plan.unmatched == []
 
 
-@pytest.mark.parametrize(("text", "rule"), [("*.mlp=bf16", Rule("*.mlp", "bfloat16")), ("re:a=b.*=half", Rule("re:a=b.*", "float16"))])
+@pytest.mark.parametrize(
+    ("text", "rule"), [("*.mlp=bf16", Rule("*.mlp", "bfloat16")), ("re:a=b.*=half", Rule("re:a=b.*", "float16"))]
+)
 def test_rules_are_read_from_one_word(text: str, rule: Rule) -> None:
     assert Rule.parse(text) == rule
 
@@ -137,8 +165,13 @@ def test_rules_that_can_not_be_read(text: str) -> None:
 SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20)
 
 
-@given(st.lists(st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.TARGETS)), max_size=5), SPEAKABLE)
-def test_recipe_files_come_back_as_written(tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str) -> None:
+@given(
+    st.lists(st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.TARGETS)), max_size=5),
+    SPEAKABLE,
+)
+def test_recipe_files_come_back_as_written(
+    tmp_path_factory: pytest.TempPathFactory, rules: list[Rule], model: str
+) -> None:
     try:
         recipe = Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules))
     except UserError:

@@ -5,7 +5,9 @@ from hypothesis import strategies as st
 
 from dtype_engine.tree import TensorInfo, Tree, ancestors, from_tensors
 
-NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(lambda parts: ".".join(parts) + ".t")
+NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
+    lambda parts: ".".join(parts) + ".t"
+)
 
 
 @st.composite
@@ -26,7 +28,11 @@ def test_totals_count_every_distinct_saved_tensor_once_at_every_node(tensors: li
     tree = Tree(tensors)
     totals = tree.totals()
     for module in tree.modules:
-        below = [tensor for tensor in tensors if tensor.persistent and any(module in ancestors(name) for name in tensor.names)]
+        below = [
+            tensor
+            for tensor in tensors
+            if tensor.persistent and any(module in ancestors(name) for name in tensor.names)
+        ]
         assert totals[module].total_elements == sum(tensor.numel for tensor in below)
         assert totals[module].total_bytes == sum(tensor.nbytes for tensor in below)
         assert {tensor.name for tensor in tree.below(module) if tensor.persistent} == {tensor.name for tensor in below}
@@ -42,7 +48,9 @@ def test_every_name_leads_to_its_tensor(tensors: list[TensorInfo]) -> None:
 
 
 def test_numbered_modules_from_a_file_stand_in_the_order_of_their_numbers() -> None:
-    tree = from_tensors(TensorInfo(f"layers.{number}.weight", (1,), "float32") for number in sorted(map(str, range(12))))
+    tree = from_tensors(
+        TensorInfo(f"layers.{number}.weight", (1,), "float32") for number in sorted(map(str, range(12)))
+    )
     assert list(tree.modules["layers"].children) == [str(number) for number in range(12)]
 
 

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.errors import Cancelled
+
+
+@pytest.mark.parametrize(
+    ("dtype", "mean", "largest"), [("float16", 2.0458e-04, 2.2590e-04), ("bfloat16", 9.9789e-04, 1.6907e-03)]
+)
+def test_the_golden_figures_of_the_tutorials(tinynet: Any, dtype: str, mean: float, largest: float) -> None:
+    tinynet.cast("*", dtype)
+    output = tinynet.drift().output
+    assert output.mean_abs == pytest.approx(mean, rel=1e-4)
+    assert output.max_abs == pytest.approx(largest, rel=1e-4)
+
+
+def test_float32_on_a_float32_model_does_not_drift_at_all(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama()))
+    session.cast("*", "float32")
+    report = session.drift()
+    assert (report.output.max_abs, report.output.kl_max) == (0, 0)
+    assert all(module.sqnr_db == math.inf for module in report.modules)
+
+
+def test_module_readings_are_those_of_hooks_by_hand() -> None:
+    module, inputs = zoo.make("llama")
+    reference: dict[str, torch.Tensor] = {}
+    candidate: dict[str, torch.Tensor] = {}
+
+    def watch(into: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            into[name] = (output[0] if isinstance(output, tuple) else output).detach().double()
+
+        return hook
+
+    by_hand, _ = zoo.make("llama")
+    names = ["model.layers.0.mlp", "model.layers.1", "model.norm", "lm_head"]
+    with torch.no_grad():
+        for into, model in ((reference, by_hand), (candidate, zoo.make("llama")[0].bfloat16())):
+            handles = [model.get_submodule(name).register_forward_hook(watch(into, name)) for name in names]
+            # Casting the whole module also casts its rotary frequencies, which a recipe leaves.
+            model.model.rotary_emb.float()
+            model.model.rotary_emb.inv_freq = by_hand.model.rotary_emb.inv_freq
+            model(**inputs)
+            for handle in handles:
+                handle.remove()
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "bfloat16")
+    readings = {reading.name: reading for reading in session.drift().modules}
+    for name in names:
+        delta = candidate[name] - reference[name]
+        expected = 20 * math.log10(reference[name].norm() / delta.norm())
+        assert readings[name].sqnr_db == pytest.approx(expected, rel=1e-4)
+        assert readings[name].max_abs == pytest.approx(delta.abs().max().item(), rel=1e-6)
+
+
+def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable[..., Path]) -> None:
+    folder = str(make_llama())
+    reports = []
+    for budget in (10**9, 100_000):
+        session = de.open(folder, options=de.Options(reference_bytes=budget))
+        session.cast("*.mlp", "bfloat16")
+        session.drift()
+        reports.append(session.drift())
+    assert reports[0].output == reports[1].output
+    kept = {module.name: module for module in reports[0].modules}
+    assert all(kept[module.name] == module for module in reports[1].modules)
+    assert "do not fit" in " ".join(reports[1].notices)
+
+
+class InPlace(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.relu, self.second = nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        kept = self.relu(hidden)
+        kept += x
+        return self.second(kept)
+
+
+def test_outputs_that_are_written_to_later_are_read_as_they_were() -> None:
+    module, x = InPlace(), torch.randn(3, 8, generator=torch.Generator().manual_seed(2))
+    first = module.first(x).detach().double()
+    session = de.open(module, inputs=(x,))
+    session.cast("first", "bfloat16")
+    reading = next(reading for reading in session.drift().modules if reading.name == "first")
+    weight, bias = (tensor.detach() for tensor in (module.first.weight, module.first.bias))
+    with torch.no_grad():
+        delta = nn.functional.linear(x.bfloat16(), weight, bias).double() - first
+    assert reading.sqnr_db == pytest.approx(20 * math.log10(first.norm() / delta.norm()), rel=1e-5)
+
+
+def test_a_measurement_stops_within_one_module_call_and_the_next_is_right(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama()))
+    session.cast("*", "bfloat16")
+    wanted = session.drift().output
+    asked = 0
+
+    def cancelled() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked > 10
+
+    with pytest.raises(Cancelled):
+        session.drift(cancelled=cancelled)
+    assert asked == 11
+    assert session.drift().output == wanted
+
+
+def test_a_planted_nan_is_counted_where_it_arises() -> None:
+    module, inputs = zoo.make("gpt2")
+    session = de.open(module, inputs=inputs)
+    session.drift()
+    session.model.weights["transformer.h.1.mlp.c_fc.bias"].tensor.data = torch.full((128,), math.nan)
+    report = session.drift()
+    assert report.output.nonfinite == report.output.elements
+    assert report.output.sqnr_db == -math.inf
+    first = next(reading for reading in report.modules if reading.nonfinite)
+    assert first.name == "transformer.h.1.mlp.c_fc"
+
+
+@pytest.mark.parametrize(
+    "name", ["llama", "bert", "t5", "clip", "whisper", "mamba2", "mixtral", "torch_lstm", "resnet", "swin"]
+)
+def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
+    module, inputs = zoo.make(name)
+    module.to(torch.bfloat16)
+    plain, _ = zoo.make(name)
+    plain.load_state_dict(module.float().state_dict())
+    buffers = dict(module.named_buffers())
+    for key, buffer in plain.named_buffers():
+        if buffer.is_floating_point():
+            buffer.data = buffers[key].data.float()
+    with torch.no_grad():
+        raw = plain(**inputs) if isinstance(inputs, dict) else plain(*inputs)
+    stored, _ = zoo.make(name)
+    stored.to(torch.bfloat16)
+    session = de.open(stored, inputs=inputs)
+    session.drift()
+    record = session._meter._records[0]  # type: ignore[union-attr]
+    expected = de.forward.main_output(raw)[1]  # type: ignore[attr-defined]
+    error = (record.output.double() - expected.double()).norm() / expected.double().norm()
+    assert error < 1e-6
+
+
+def test_a_session_goes_on_after_a_rule_that_takes_nothing(tinynet: Any) -> None:
+    with pytest.raises(de.UserError, match="matches nothing"):
+        tinynet.cast("linear_9", "float16")
+    assert tinynet.recipe == Recipe()
+    tinynet.apply(Recipe((Rule("linear_9", "float16"), Rule("head", "float16"))))
+    assert tinynet.plan.unmatched == [0]
+    assert tinynet.drift().output.max_abs > 0

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.errors import Cancelled
+
+
+class Mixed(nn.Module):
+    """Every kind of tensor: a tied weight, buffers of three kinds, a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(10, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+        self.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embed(ids) + self.table))
+
+
+def session(module: nn.Module | None = None) -> de.session.Session:  # type: ignore[name-defined]
+    return de.open(module or Mixed(), inputs=(torch.tensor([1, 2, 3]),))
+
+
+def test_a_cast_keeps_every_tensor_object_and_the_ties() -> None:
+    module = Mixed()
+    before = {name: id(tensor) for name, tensor in module.named_parameters()}
+    opened = session(module)
+    opened.cast("*", "bfloat16")
+    assert {name: id(tensor) for name, tensor in module.named_parameters()} == before
+    assert module.head.weight is module.embed.weight
+    assert module.head.weight.dtype == torch.bfloat16
+
+
+def test_what_is_never_cast_stays() -> None:
+    module = Mixed()
+    opened = session(module)
+    opened.cast("*", "float16")
+    assert module.mask.dtype == torch.bool
+    assert module.norm.num_batches_tracked.dtype == torch.int64
+    assert module.table.dtype == torch.float32
+    assert module.norm.running_mean.dtype == torch.float16
+    opened.cast("table", "float16")
+    assert module.table.dtype == torch.float16
+
+
+def test_undo_puts_the_very_same_storage_back() -> None:
+    module = Mixed()
+    pointers = {name: tensor.data_ptr() for name, tensor in module.state_dict().items()}
+    opened = session(module)
+    opened.cast("*", "bfloat16")
+    opened.cast("norm", "float64")
+    assert opened.undo()
+    assert opened.undo()
+    assert {name: tensor.data_ptr() for name, tensor in module.state_dict().items()} == pointers
+
+
+def test_casts_start_from_the_stored_values_however_often_they_change() -> None:
+    module = Mixed()
+    stored = module.embed.weight.detach().clone()
+    opened = session(module)
+    for dtype in ("bfloat16", "fp8", "float16", "float32"):
+        opened.cast("embed", dtype)
+    assert torch.equal(module.embed.weight, stored)
+    opened.cast("embed", "float16")
+    assert torch.equal(module.embed.weight, stored.half())
+
+
+def test_originals_are_never_written_to() -> None:
+    opened = session()
+    copies = {name: weight.original.clone() for name, weight in opened.model.weights.items()}
+    for dtype in ("bfloat16", "int8", "float64"):
+        opened.cast("*", dtype)
+        opened.drift()
+    for name, weight in opened.model.weights.items():
+        assert torch.equal(weight.original, copies[name])
+
+
+def test_resident_bytes_are_the_sum_over_distinct_tensors() -> None:
+    module = Mixed()
+    opened = session(module)
+    opened.cast("*", "bfloat16")
+    distinct = {id(tensor): tensor.nbytes for tensor in (*module.parameters(), *module.buffers())}
+    assert opened.memory().resident_bytes == sum(distinct.values())
+
+
+def test_resident_bytes_are_transformers_memory_footprint(make_llama: Callable[..., Path]) -> None:
+    opened = de.open(str(make_llama()))
+    for dtype in ("float32", "bfloat16"):
+        opened.cast("*", dtype)
+        assert opened.memory().resident_bytes == opened.model.module.get_memory_footprint()
+
+
+def test_a_cancelled_cast_is_finished_by_the_next() -> None:
+    opened = session()
+    calls = iter([False, False, True])
+    with pytest.raises(Cancelled):
+        opened.apply(Recipe((Rule("*", "bfloat16"),)), cancelled=lambda: next(calls))
+    assert len({weight.dtype for weight in opened.model.weights.values() if weight.info.castable}) == 2
+    opened.apply(Recipe((Rule("*", "float16"),)))
+    assert {w.dtype for w in opened.model.weights.values() if w.info.castable and w.info.persistent} == {"float16"}
+
+
+def test_values_that_overflow_are_told() -> None:
+    module = Mixed()
+    with torch.no_grad():
+        module.norm.weight[0] = 1e6
+    opened = session(module)
+    opened.cast("*", "float16")
+    (lost,) = opened.lost_values()
+    assert (lost.name, lost.overflowed) == ("norm.weight", 1)
+    opened.undo()
+    assert opened.lost_values() == ()
+
+
+def test_islands_are_the_modules_that_the_model_declares() -> None:
+    module = nn.Sequential()
+    module.add_module("wo", nn.Linear(2, 2))
+    module.add_module("wo2", nn.Linear(2, 2))
+    module._keep_in_fp32_modules = ["wo"]
+    tree = de.open(module, inputs=(torch.zeros(1, 2),)).tree
+    assert tree.modules["wo"].island is not None
+    assert tree.modules["wo2"].island is None
