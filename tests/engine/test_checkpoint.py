@@ -1,0 +1,247 @@
+"""Checkpoints by their headers: real ones, and broken or hostile ones, each made here by a few readable lines."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.errors import UserError
+
+
+def header_bytes(header: Any, body: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + body
+
+
+def entry(start: int = 0, end: int = 4, shape: Any = (1,), dtype: Any = "F32") -> dict[str, Any]:
+    return {"dtype": dtype, "shape": list(shape) if isinstance(shape, tuple) else shape, "data_offsets": [start, end]}
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[[bytes], str]:
+    """Write a file, expect it to be refused, and return the sentence."""
+
+    def check(content: bytes) -> str:
+        path = tmp_path / "model.safetensors"
+        path.write_bytes(content)
+        with pytest.raises(UserError) as caught:
+            open_checkpoint(path)
+        message = str(caught.value)
+        assert str(path) in message
+        assert message.isprintable(), "one line, nothing that a terminal would obey"
+        return message
+
+    return check
+
+
+def test_a_file_has_the_names_shapes_dtypes_and_bytes_that_were_saved(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": torch.randn(3, 4),
+        "a.bias": torch.randn(3).bfloat16(),
+        "b.scalar": torch.tensor(2.0, dtype=torch.float64),
+        "b.empty": torch.zeros(0, 5),
+        "b.ids": torch.arange(6),
+        "b.fp8": torch.zeros(8).to(torch.float8_e4m3fn),
+    }
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    found = open_checkpoint(path)
+    assert {name: (t.shape, t.dtype) for name, t in found.tensors.items()} == {
+        name: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()
+    }
+    raw = path.read_bytes()
+    for name, spec in found.tensors.items():
+        expected = tensors[name].reshape(-1).view(torch.uint8).numpy().tobytes() if tensors[name].numel() else b""
+        assert raw[spec.start : spec.start + spec.nbytes] == expected
+    assert found.metadata == {"format": "pt"}
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+def test_folders_in_one_file_or_in_shards(make_llama: Callable[..., Path], shard: str) -> None:
+    folder = make_llama(max_shard_size=shard)
+    found = open_checkpoint(folder)
+    assert len(found.files) > 1 or shard == "1GB"
+    assert found.config is not None
+    assert found.config["architectures"] == ["LlamaForCausalLM"]
+    tree = found.tree()
+    assert len(tree.tensors) == 20
+    assert tree.stored_bytes == sum(tensor.nbytes for tensor in found.tensors.values())
+
+
+def test_a_missing_shard_is_named(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama(max_shard_size="20KB")
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(UserError, match=f"shard {gone.name} is missing in {folder}"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "..", "", "a/b.safetensors", "a\0b"])
+def test_an_index_may_not_point_out_of_its_folder(make_llama: Callable[..., Path], name: str) -> None:
+    folder = make_llama(max_shard_size="20KB")
+    index = folder / "model.safetensors.index.json"
+    data = json.loads(index.read_text())
+    data["weight_map"]["model.norm.weight"] = name
+    index.write_text(json.dumps(data))
+    with pytest.raises(UserError, match="not the name of a file in this folder"):
+        open_checkpoint(folder)
+
+
+def test_a_shard_may_not_be_a_link_out_of_its_folder(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama()
+    outside = tmp_path / "secret.safetensors"
+    (folder / "model.safetensors").rename(outside)
+    (folder / "model.safetensors").symlink_to(outside)
+    with pytest.raises(UserError, match="link out of its folder"):
+        open_checkpoint(folder)
+
+
+def test_the_hub_cache_with_its_links_to_blobs_is_read(make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_llama()
+    cache = tmp_path / "hub" / "models--a--b"
+    snapshot = cache / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for number, file in enumerate(folder.iterdir()):
+        file.rename(cache / "blobs" / str(number))
+        (snapshot / file.name).symlink_to(cache / "blobs" / str(number))
+    assert len(open_checkpoint(snapshot).tensors) == 20
+
+
+def test_folders_that_are_no_model_say_what_was_looked_for(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
+        open_checkpoint(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(UserError, match="PyTorch pickle"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_config_that_is_no_json(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama()
+    (folder / "config.json").write_text("{")
+    with pytest.raises(UserError, match=r"config\.json is not valid JSON"):
+        open_checkpoint(folder)
+
+
+def test_a_file_too_short_for_a_length(refused: Callable[[bytes], str]) -> None:
+    assert "too few" in refused(b"1234567")
+
+
+def test_a_header_length_of_two_to_the_63(refused: Callable[[bytes], str]) -> None:
+    assert "over the limit" in refused((1 << 63).to_bytes(8, "little") + b"{}")
+
+
+def test_a_header_longer_than_the_file(refused: Callable[[bytes], str]) -> None:
+    assert "truncated" in refused((1000).to_bytes(8, "little") + b"{}")
+
+
+def test_a_body_that_was_cut_off(refused: Callable[[bytes], str]) -> None:
+    assert "outside the file" in refused(header_bytes({"a": entry(0, 4)}, b"123"))
+
+
+def test_a_json_bomb_of_brackets(refused: Callable[[bytes], str]) -> None:
+    assert "not valid JSON" in refused(header_bytes(b"[" * 200_000))
+
+
+def test_a_number_too_long_to_convert(refused: Callable[[bytes], str]) -> None:
+    assert "not valid JSON" in refused(header_bytes(b'{"a": ' + b"9" * 100_000 + b"}"))
+
+
+def test_tensors_that_overlap(refused: Callable[[bytes], str]) -> None:
+    assert "overlaps" in refused(header_bytes({"a": entry(0, 4), "b": entry(2, 6)}, b"12345678"))
+
+
+def test_a_hole_between_tensors(refused: Callable[[bytes], str]) -> None:
+    assert "leaves a hole" in refused(header_bytes({"a": entry(0, 4), "b": entry(8, 12)}, b"123456789012"))
+
+
+def test_bytes_after_the_last_tensor(refused: Callable[[bytes], str]) -> None:
+    assert "belong to nothing" in refused(header_bytes({"a": entry(0, 4)}, b"1234567"))
+
+
+def test_a_shape_that_does_not_match_the_bytes(refused: Callable[[bytes], str]) -> None:
+    assert "needs 8 bytes" in refused(header_bytes({"a": entry(0, 4, (2,))}, b"1234"))
+
+
+def test_a_shape_whose_product_overflows_64_bits(refused: Callable[[bytes], str]) -> None:
+    assert "needs" in refused(header_bytes({"a": entry(0, 4, (1 << 40, 1 << 40, 1 << 40))}, b"1234"))
+
+
+def test_a_duplicate_name(refused: Callable[[bytes], str]) -> None:
+    one = json.dumps(entry())
+    assert "twice" in refused(header_bytes(f'{{"a": {one}, "a": {one}}}'.encode(), b"1234"))
+
+
+def test_an_empty_name(refused: Callable[[bytes], str]) -> None:
+    assert "without a name" in refused(header_bytes({"": entry()}, b"1234"))
+
+
+@pytest.mark.parametrize("dtype", ["F7", 3, None, ["F32"]])
+def test_an_unknown_dtype(refused: Callable[[bytes], str], dtype: Any) -> None:
+    assert "unknown dtype" in refused(header_bytes({"a": entry(dtype=dtype)}, b"1234"))
+
+
+@pytest.mark.parametrize("shape", [[-1], [1.0], "1", None, [True], [1] * 100, [[1]]])
+def test_a_shape_that_is_none(refused: Callable[[bytes], str], shape: Any) -> None:
+    assert "no valid shape" in refused(header_bytes({"a": entry(shape=shape)}, b"1234"))
+
+
+@pytest.mark.parametrize("bad", [{"dtype": "F32"}, 3, [], {"dtype": "F32", "shape": [1], "data_offsets": [0]}])
+def test_an_entry_without_its_parts(refused: Callable[[bytes], str], bad: Any) -> None:
+    assert "needs dtype, shape and data_offsets" in refused(header_bytes({"a": bad}, b"1234"))
+
+
+def test_names_can_not_speak_to_the_terminal(refused: Callable[[bytes], str]) -> None:
+    name = "\x1b]0;owned\x07\n\u202eevil[bold red]" + "x" * 100_000
+    message = refused(header_bytes({name: entry(dtype="F7")}, b"1234"))
+    assert len(message) < 400
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: os.mkfifo(path), lambda path: path.symlink_to("/dev/zero")], ids=["fifo", "device"]
+)
+def test_what_is_no_regular_file_is_not_opened(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    path = tmp_path / "model.safetensors"
+    make(path)
+    with pytest.raises(UserError, match="not a regular file"):
+        open_checkpoint(path)
+
+
+def test_a_cycle_of_links(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "model.safetensors")
+    with pytest.raises(UserError):
+        open_checkpoint(tmp_path)
+
+
+GOOD = header_bytes(
+    {"a.w": entry(0, 8, (2, 1)), "b": entry(8, 8, (0,), "BF16"), "c": entry(8, 10, (), "F16")}, b"0123456789"
+)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)))
+def test_mutated_files_are_read_or_refused(tmp_path: Path, changes: list[tuple[int, int]], cut: int) -> None:
+    content = bytearray(GOOD)
+    for place, value in changes:
+        content[place] = value
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(content[:cut]) if cut < len(GOOD) // 2 else bytes(content))
+    try:
+        found = open_checkpoint(path)
+    except UserError as error:
+        assert str(error).isprintable()
+    else:
+        assert all(
+            0 <= tensor.start <= tensor.start + tensor.nbytes <= len(content) for tensor in found.tensors.values()
+        )

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtype_engine.cli import cli, run
+
+TINYNET = f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet"
+PROGRAM = str(Path(sys.executable).with_name("dtype-engine"))
+
+
+def program(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=120)
+
+
+def object_from(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(cli, "dtype-engine", arguments) == 0
+
+    def strict(constant: str) -> None:
+        raise AssertionError(f"{constant} is no JSON")
+
+    return json.loads(capsys.readouterr().out, parse_constant=strict)
+
+
+def test_drift_as_json_by_the_installed_program() -> None:
+    done = program("drift", TINYNET, "--cast", "*=float16", "--json")
+    assert done.returncode == 0
+    assert done.stderr == ""
+    found = json.loads(done.stdout)
+    assert found["output"]["mean_abs"] == pytest.approx(2.0458e-04, rel=0.01)
+    assert found["output"]["max_abs"] == pytest.approx(2.2590e-04, rel=0.01)
+
+
+def test_the_object_has_the_promised_entries(capsys: pytest.CaptureFixture[str]) -> None:
+    found = object_from(capsys, "drift", "--cast", "*.mlp=bf16", "--json")
+    assert {"model", "device", "reference", "rules", "output", "modules", "memory", "seconds"} <= found.keys()
+    assert {
+        "mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine", "nonfinite", "kl_mean", "kl_p99", "kl_max", "top1_agreement",
+        "perplexity_reference", "perplexity_candidate",
+    } <= found["output"].keys()  # fmt: skip
+    assert found["modules"][0].keys() >= {"name", "sqnr_db", "max_abs", "nonfinite"}
+    assert found["memory"].keys() >= {"stored_bytes", "planned_bytes", "resident_bytes", "peak_rss_bytes"}
+    assert found["seconds"].keys() == {"reference", "candidate"}
+    assert found["rules"] == ["*.mlp=bfloat16"]
+
+
+def test_what_does_not_drift_is_strict_json_too(capsys: pytest.CaptureFixture[str]) -> None:
+    output = object_from(capsys, "drift", "--cast", "*=float32", "--json")["output"]
+    assert (output["max_abs"], output["kl_max"], output["sqnr_db"]) == (0, 0, None)
+
+
+def test_inspect(capsys: pytest.CaptureFixture[str]) -> None:
+    found = object_from(capsys, "inspect", "--json", "--cast", "*.mlp=bf16")
+    assert found["parameters"] == 707808
+    assert found["stored_bytes"] == 4 * 707808
+    assert found["planned_bytes"] == 4 * 707808 - 2 * 6 * 3 * 96 * 256
+    assert set(found["dtypes"]) == {"float32", "bfloat16"}
+    assert len(found["tensors"]) == 56
+    assert run(cli, "dtype-engine", ["inspect"]) == 0
+    text = capsys.readouterr().out
+    assert "707.8 k" in text
+    assert "2.70 MiB" in text
+
+
+def test_inspect_of_a_python_file_knows_its_classes(capsys: pytest.CaptureFixture[str]) -> None:
+    found = object_from(capsys, "inspect", TINYNET, "--json", "--cast", "type:Linear=bf16")
+    assert {module["class"] for module in found["modules"]} == {"TinyNet", "Embedding", "Linear", "LayerNorm"}
+
+
+def test_a_report_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["drift", "--cast", "*=bf16"]) == 0
+    text = capsys.readouterr().out
+    for word in ("SQNR", "KL", "same top", "perplexity", "planned 1.35 MiB", "worst modules"):
+        assert word in text
+
+
+def test_a_recipe_file_and_rules_after_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
+    found = object_from(capsys, "inspect", "--json", "--recipe", str(recipe), "--cast", "*norm*=f32")
+    assert found["rules"] == ["*=bfloat16", "*norm*=float32"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["drift", "no-such-model"], "no such folder or file"),
+        (["drift", "--cast", "*=bfloat17"], "did you mean bfloat16"),
+        (["drift", "--cast", "model.layer=bf16"], "matches nothing"),
+        (["drift", "--cast", "model.layers"], "write PATTERN=DTYPE"),
+        (["drift", "--cast", "{a=bf16"], "never closed"),
+        (["drift", "--text", "BINARY"], "is not text"),
+        (["drift", "--text", "MISSING"], "No such file"),
+        (["drift", "--recipe", "MISSING"], "can't read the recipe"),
+        (["drift", "--device", "toaster"], "unknown device"),
+        (["drift", "--compute", "int8"], "choose one of"),
+        (["inspect", "EMPTY"], "is no model"),
+        (["drift", f"{TINYNET}x"], "it has TinyNet"),
+        (["nonsense"], "No such command"),
+        (["drift", "--nonsense"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], says: str
+) -> None:
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    (tmp_path / "empty").mkdir()
+    places = {"BINARY": "binary", "MISSING": "missing", "EMPTY": "empty"}
+    given = [str(tmp_path / places[word]) if word in places else word for word in arguments]
+    assert run(cli, "dtype-engine", given) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("dtype-engine: ")
+    assert says in captured.err
+
+
+def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(model: str | None) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dtype_engine.model.source.locate", interrupted)
+    assert run(cli, "dtype-engine", ["inspect"]) == 130

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dtype_engine.errors import UserError
+from dtype_engine.model.source import locate
+
+TINYNET = Path(__file__).parent / "models" / "tinynet.py"
+
+
+def test_nothing_is_the_demo() -> None:
+    source = locate(None)
+    checkpoint = source.open()
+    assert source.title == "demo"
+    assert checkpoint is not None
+    assert sum(file.stat().st_size for file in source.path.iterdir()) < 3_000_000  # type: ignore[union-attr]
+
+
+def test_folders_and_files(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama("my-model")
+    for path in (folder, folder / "model.safetensors"):
+        source = locate(str(path))
+        assert source.title == path.name
+        checkpoint = source.open()
+        assert checkpoint is not None
+        assert len(checkpoint.tensors) == 20
+        assert checkpoint.config is not None
+
+
+def test_python_files_and_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = locate(f"{TINYNET}:TinyNet")
+    assert (source.kind, source.title, source.attribute, source.open()) == (
+        "python",
+        "tinynet.py:TinyNet",
+        "TinyNet",
+        None,
+    )
+    monkeypatch.chdir(TINYNET.parent)
+    assert locate("tinynet:TinyNet").module == "tinynet"
+
+
+def test_ids_in_the_hub_cache(make_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make_llama()
+    revision = "0123456789abcdef0123456789abcdef01234567"
+    home = tmp_path / "hub" / "models--some--model"
+    (home / "refs").mkdir(parents=True)
+    (home / "refs" / "main").write_text(revision)
+    (home / "snapshots").mkdir()
+    folder.rename(home / "snapshots" / revision)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    source = locate("some/model")
+    assert source.title == "some/model"
+    assert source.open() is not None
+    (home / "refs" / "main").write_text("../../../etc")
+    assert locate("some/model").path == home / "snapshots" / revision
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        ("no/such", "no such folder or file, and no Hugging Face model"),
+        ("nothing.py:Name", "there is no file nothing.py"),
+        ("nothing.py", "there is no file"),
+        ("no_such_module:Name", "there is no Python module no_such_module"),
+        ("a b:Name", "neither a Python file nor a module"),
+        (f"{TINYNET}:1x", "not the name of a class"),
+        (f"{TINYNET}", "add the class or function"),
+        ("\x1b[2Jevil", "no such folder"),
+    ],
+)
+def test_what_is_no_model_is_refused_in_a_sentence(model: str, says: str) -> None:
+    with pytest.raises(UserError, match=says) as caught:
+        locate(model)
+    assert str(caught.value).isprintable()
+
+
+def test_other_files_say_what_to_do(tmp_path: Path) -> None:
+    for name, says in {"a.pth": "PyTorch pickle", "a.txt": "no checkpoint"}.items():
+        (tmp_path / name).write_text("x")
+        with pytest.raises(UserError, match=says):
+            locate(str(tmp_path / name))
