@@ -63,7 +63,7 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
     if not tensor.castable:
         return False
     for name in tensor.names:
-        above = [module for module in ancestors(name)]
+        above = list(ancestors(name))
         own = compiled.matches(name)
         by_module = any(
             (module and compiled.matches(module)) or compiled.matches_class(CLASSES.get(module)) for module in above
