@@ -1,0 +1,218 @@
+"""The zoo: every architecture under random dtypes for every single weight, and the four rules one by one."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+from torch.nn import functional
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.errors import KernelError
+from dtype_engine.execution import ImplicitCast, MixedDtypes
+from dtype_engine.forward import main_output
+from dtype_engine.model.live import LiveModel
+
+PALETTES = {
+    "bf16": ["bfloat16"],
+    "fp16": ["float16"],
+    "fp32+bf16": ["float32", "bfloat16"],
+    "all computed": ["float64", "float32", "bfloat16", "float16"],
+    "fp32+bf16+fp8": ["float32", "bfloat16", "float8_e4m3fn"],
+}
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")),
+]
+
+
+def random_recipe(session: Any, palette: list[str], seed: int) -> Recipe:
+    chooser = random.Random(seed)
+    return Recipe(
+        tuple(
+            Rule(name, chooser.choice(palette))
+            for name, tensor in session.tree.tensors.items()
+            if tensor.castable and tensor.persistent
+        )
+    )
+
+
+def call(module: nn.Module, inputs: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return main_output(module(**inputs) if isinstance(inputs, dict) else module(*inputs))[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_every_architecture_runs_in_any_mix(name: str, device: str) -> None:
+    module, inputs = zoo.make(name)
+    session = de.open(module.to(device), inputs=inputs)
+    for palette in PALETTES.values():
+        for seed in range(4 if len(palette) > 1 else 1):
+            session.apply(random_recipe(session, palette, seed))
+            output = session.drift().output
+            assert output.nonfinite == 0
+            assert output.sqnr_db > 15, "the result is near the reference"
+
+
+def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
+    if isinstance(inputs, dict):
+        return {key: floats_as(value, dtype) for key, value in inputs.items()}
+    if isinstance(inputs, tuple):
+        return tuple(floats_as(value, dtype) for value in inputs)
+    return inputs.to(dtype) if inputs.is_floating_point() else inputs
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) -> None:
+    by_hand, inputs = zoo.make(name)
+    target = getattr(torch, dtype)
+    for tensor in (*by_hand.parameters(), *by_hand.buffers()):
+        persistent = id(tensor) in {id(kept) for kept in by_hand.state_dict(keep_vars=True).values()}
+        if tensor.is_floating_point() and persistent:
+            tensor.data = tensor.data.to(target)
+    try:
+        expected = call(by_hand, floats_as(inputs, target))
+    except RuntimeError as error:
+        pytest.skip(f"plain torch can't run it: {error}")
+    module, inputs = zoo.make(name)
+    session = de.open(module, inputs=floats_as(inputs, target))
+    session.cast("*", dtype)
+    found: list[torch.Tensor] = []
+    module.register_forward_hook(lambda module, args, output: found.append(main_output(output)[1]))
+    session.drift()
+    assert torch.equal(found[-1], expected)
+
+
+def under_the_rules(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Tensor, list[ImplicitCast]]:
+    live = LiveModel.wrap(model, "test", torch.device("cpu"))
+    live.apply({name: dtypes.get(name, tensor.dtype) for name, tensor in live.tree.tensors.items()})
+    casts: list[ImplicitCast] = []
+    with torch.no_grad(), MixedDtypes(live.by_id, torch.float32, torch.device("cpu"), casts.append):
+        return run(model), casts
+
+
+def test_rule_1_a_weight_decides_and_of_several_the_largest() -> None:
+    x = torch.randn(2, 3, dtype=torch.float64)
+    out, casts = under_the_rules(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="bfloat16")
+    assert out.dtype == torch.bfloat16
+    assert [(cast.operation, cast.source, cast.target, cast.elements) for cast in casts] == [
+        ("linear", "float64", "bfloat16", 6)
+    ]
+    assert casts[0].torch_raises
+    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: m(x), weight="bfloat16", bias="float16")
+    assert out.dtype == torch.float32
+    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: x @ m.weight.t(), weight="float16")
+    assert out.dtype == torch.float16, "a view of a weight is a weight"
+
+
+def test_rule_2_without_a_weight_the_wider_float_decides() -> None:
+    a, b = torch.randn(2, 2).half(), torch.randn(2, 2)
+    out, _ = under_the_rules(nn.Identity(), lambda m: a @ b)
+    assert torch.equal(out, a.float() @ b)
+    out, _ = under_the_rules(nn.Identity(), lambda m: a.bfloat16() @ a)
+    assert out.dtype == torch.float32
+    out, _ = under_the_rules(nn.Identity(), lambda m: a * torch.tensor(2.0))
+    assert out.dtype == torch.float16, "a 0-d tensor has no say, as in torch"
+
+
+def test_rule_3_in_place_keeps_the_destination() -> None:
+    target, source = torch.zeros(3).bfloat16(), torch.ones(3)
+
+    def write(_: nn.Module) -> torch.Tensor:
+        target[torch.tensor([0, 2])] = source[:2]
+        target.index_add_(0, torch.tensor([1]), source[:1])
+        target.add_(source)
+        return target
+
+    out, _ = under_the_rules(nn.Identity(), write)
+    assert out.dtype == torch.bfloat16
+    assert out.tolist() == [2, 2, 2]
+
+
+def test_rule_4_storage_only_weights_come_back_in_the_activations_dtype() -> None:
+    x = torch.randn(2, 3).bfloat16()
+    out, _ = under_the_rules(nn.Linear(3, 3, bias=False), lambda m: m(x), weight="float8_e4m3fn")
+    assert out.dtype == torch.bfloat16
+    out, _ = under_the_rules(nn.Embedding(4, 3), lambda m: m(torch.tensor([1])), weight="int8")
+    assert out.dtype == torch.float32, "no activation: the compute dtype"
+    out, _ = under_the_rules(nn.Linear(3, 3), lambda m: x.to(m.weight.dtype), weight="float8_e4m3fn")
+    assert out.dtype == torch.float32, "a model that asks for the weight's dtype is told one that computes"
+
+
+def test_explicit_casts_of_the_model_are_left_alone() -> None:
+    out, casts = under_the_rules(nn.Linear(3, 3), lambda m: m.weight.double(), weight="bfloat16")
+    assert out.dtype == torch.float64
+    assert casts == []
+
+
+class NoKernel(nn.Module):
+    """`torch.linalg.cholesky` has no float16 kernel on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Module()
+        self.inner.forward = lambda x: torch.linalg.cholesky(x)  # type: ignore[method-assign]
+        self.weight = nn.Parameter(torch.eye(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.weight * 1.0)
+
+
+def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -> None:
+    session = de.open(NoKernel(), inputs=(torch.zeros(3, 3),))
+    session.cast("*", "float16")
+    with pytest.raises(KernelError) as caught:
+        session.drift()
+    error = caught.value
+    assert (error.module, error.dtype, error.device, error.nearest) == ("inner", "float16", "cpu", "float32")
+    assert "cholesky" in error.operation
+    session.undo()
+    assert session.drift().output.max_abs == 0
+
+
+def test_the_reference_makes_no_second_set_of_weights() -> None:
+    """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
+    from dtype_engine.execution import Widened
+
+    model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
+    live = LiveModel.wrap(model, "test", torch.device("cpu"))
+    import weakref
+
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+    widen = Widened._values
+
+    def counted(self: Any, weight: Any) -> torch.Tensor:
+        nonlocal most
+        made = widen(self, weight)
+        alive.append(weakref.ref(made))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return made
+
+    Widened._values = counted  # type: ignore[method-assign]
+    try:
+        with torch.no_grad(), Widened(live.by_id, torch.device("cpu")):
+            out = model(torch.randn(1, 256))
+    finally:
+        Widened._values = widen  # type: ignore[method-assign]
+    assert out.dtype == torch.float32
+    assert len(alive) == 8
+    assert most <= 2
+
+
+def test_embedding_rows_are_widened_not_the_table() -> None:
+    from dtype_engine.execution import Widened
+
+    model = nn.Embedding(100, 4).bfloat16()
+    live = LiveModel.wrap(model, "test", torch.device("cpu"))
+    ids = torch.tensor([1, 5])
+    with torch.no_grad(), Widened(live.by_id, torch.device("cpu")):
+        out = model(ids)
+    assert torch.equal(out, functional.embedding(ids, model.weight.float()))
