@@ -325,7 +325,7 @@ class DtypeApp(App[None]):
         elif self._busy:
             self.engine.cancel()
 
-    def actionworst_modules(self) -> None:
+    def action_worst(self) -> None:
         worst = worst_modules(self.experiment, 1)
         if not worst:
             self._say("no module drifts yet", "information")

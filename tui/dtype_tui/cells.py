@@ -6,6 +6,7 @@ import math
 
 from dtype_engine import dtypes
 from dtype_engine.readings import ModuleDrift
+from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
 from dtype_engine.tree import Totals
 
@@ -14,7 +15,7 @@ COLOURS = {
     "float8_e5m2": "yellow", "int8": "red",
 }  # fmt: skip
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
-BEST_DB = 100.0
+BEST_DB = 80.0
 
 
 def colour(dtype: str) -> str:
@@ -72,12 +73,18 @@ def drift_cell(reading: ModuleDrift | None) -> tuple[str, str]:
     if reading is None:
         return "", ""
     if reading.nonfinite:
-        return "not finite", "!!!"
+        return "inf/nan", "!!!"
     if reading.sqnr_db is None:
-        return "other tokens", ""
+        return "other", ""
     if math.isinf(reading.sqnr_db):
-        return ("identical", "") if reading.sqnr_db > 0 else ("only noise", bar(1.0, 3))
+        return ("exact", "") if reading.sqnr_db > 0 else ("-inf", bar(1.0, 3))
     return f"{reading.sqnr_db:.1f}", bar((BEST_DB - reading.sqnr_db) / BEST_DB, 3)
+
+
+def short_bytes(size: int) -> str:
+    """Bytes in at most nine cells: `396.8 KiB`."""
+    number, unit = human_bytes(size).split(" ")
+    return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
 
 
 def bar(share: float, width: int) -> str:

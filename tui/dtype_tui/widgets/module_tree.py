@@ -22,10 +22,10 @@ from textual.strip import Strip
 
 from dtype_engine import dtypes
 from dtype_engine.readings import ModuleDrift
-from dtype_engine.report_text import human_bytes, human_count
+from dtype_engine.report_text import human_count
 from dtype_engine.tree import Module, TensorInfo
 
-from ..cells import colour, drift_cell, mix_cell, name_cell
+from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
 from ..experiment import Experiment, Preview
 
 
@@ -60,10 +60,10 @@ class Columns:
 
 def columns_for(width: int) -> Columns:
     """What fits: the mix of dtypes is shortened first, then the parameters and the drift go."""
-    dtype = 22 if width >= 76 else 14
+    dtype = 21 if width >= 76 else 13
     parameters = 8 if width >= 60 else 0
-    size = 11
-    drift = 14 if width >= 50 else 0
+    size = 10
+    drift = 12 if width >= 50 else 0
     return Columns(max(10, width - dtype - parameters - size - drift - 1), dtype, parameters, size, drift)
 
 
@@ -118,9 +118,8 @@ class ModuleTree(ScrollView, can_focus=True):
         while len(node.children) == 1 and not node.tensors:
             node = next(iter(node.children.values()))
             self._opened.add(node.name)
-        for child in node.children.values():
-            if 0 < len(child.children) <= 64:
-                self._opened.add(child.name)
+        if len(node.children) <= 12:
+            self._opened |= {child.name for child in node.children.values() if 0 < len(child.children) <= 64}
 
     def rebuild(self) -> None:
         """Make the rows anew, the cursor staying on its node, or on the nearest one above that is still there."""
@@ -321,27 +320,25 @@ class ModuleTree(ScrollView, can_focus=True):
         lit = self._lit(row)
         marker = "•" if lit else "❯" if self.rows[self.cursor] is row else " "
         indent = "  " * row.depth
-        room = columns.name - len(indent) - 5
+        room = columns.name - len(indent) - 4
         if row.tensor is None:
             expandable = bool(row.module.children or row.module.tensors)
             opened = row.name in self._opened or bool(self.filter_text)
             twist = ("▾ " if opened else "▸ ") if expandable else "  "
             label = name_cell(row.label or experiment.title, room)
-            beside = row.module.class_name or ""
-            if row.module.island:
-                beside += "  keep f32"
-            if row.name == experiment.failed_module and row.name:
-                beside = f"failed here  {beside}"
+            failed = "failed here" if row.name and row.name == experiment.failed_module else ""
+            island = "keep f32" if row.module.island else ""
+            beside = " ".join(word for word in (failed, island, row.module.class_name) if word)
         else:
             twist = "  "
             label = name_cell(row.label, room)
             shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
             beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
         room_beside = room - len(label) - 2
-        beside = name_cell(beside, room_beside) if room_beside >= min(len(beside), 8) else ""
+        beside = name_cell(beside, room_beside) if room_beside >= min(len(beside), 5) else ""
         style = _LIT if lit else _MATCH if row.name in self._match_set else _BOLD if row.depth == 0 else _PLAIN
-        segments = [Segment(f"{marker} {indent}{twist}", _DIM if not lit else _LIT), Segment(label, style)]
-        used = 2 + len(indent) + 2 + len(label)
+        segments = [Segment(f"{marker}{indent}{twist}", _DIM if not lit else _LIT), Segment(label, style)]
+        used = 1 + len(indent) + 2 + len(label)
         if beside:
             segments.append(Segment(f"  {beside}", _DIM))
             used += 2 + len(beside)
@@ -355,7 +352,7 @@ class ModuleTree(ScrollView, can_focus=True):
         counted = elements > 0 and not row.alias
         if columns.parameters:
             segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}"))
-        segments.append(Segment(f"{human_bytes(size) if counted else '':>{columns.size}}"))
+        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}"))
         if columns.drift:
             segments.append(_drift_segment(experiment, row, columns.drift))
         return segments
@@ -378,7 +375,7 @@ _CURSOR_AWAY = Style(underline=True)
 
 
 def _heading(columns: Columns) -> Strip:
-    text = f"{'  module':<{columns.name}}{'dtype':<{columns.dtype}}"
+    text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
     if columns.parameters:
         text += f"{'params':>{columns.parameters}}"
     text += f"{'bytes':>{columns.size}}"

@@ -193,10 +193,14 @@ class MemoryPane(Pane):
             text.append("█▓▒░"[min(index, 3)] * cells, style=colour(dtype))
             drawn += cells
         text.append("·" * max(0, width - drawn), style="dim")
+        used = width  # the legend starts on a line of its own, and none of its entries is broken
         for index, (dtype, share) in enumerate(shares):
-            text.append("\n" if index == 0 else "  ")
+            entry = f" {dtypes.badge(dtype)} {percent(share)} %"
+            fits = used + 3 + len(entry) <= width
+            text.append("  " if fits else "\n")
             text.append("█▓▒░"[min(index, 3)], style=colour(dtype))
-            text.append(f"\u00a0{dtypes.badge(dtype)}\u00a0{percent(share)}\u00a0%")
+            text.append(entry)
+            used = (used + 2 if fits else 0) + 1 + len(entry)
         return text
 
 
@@ -225,9 +229,9 @@ class RecipePane(Pane):
             text.append(" → ", style="dim")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")
             if place in plan.unmatched:
-                text.append("  ⚠ takes nothing", style="bold")
+                text.append("\n   ⚠ takes nothing in this model", style="bold")
             elif place in plan.waiting:
-                text.append("  waits for the model's classes", style="dim")
+                text.append("\n   waits for the model's classes", style="dim")
             else:
                 text.append(f"  {taken:,}", style="dim")
             text.append("\n")

@@ -1,0 +1,57 @@
+"""The app on the demo's headers, with an engine that only notes what it is told; events are fed by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dtype_engine import events
+from dtype_engine.model.source import locate
+from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.recipe import Recipe
+from dtype_engine.tree import Tree
+from dtype_tui.app import DtypeApp
+
+
+@dataclass
+class NotingEngine:
+    """Remembers the commands; says what a test makes it say."""
+
+    emit: Callable[[events.Event], None]
+    recipes: list[Recipe] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+
+    def start(self) -> None:
+        self.commands.append("start")
+
+    def set_recipe(self, recipe: Recipe) -> None:
+        self.recipes.append(recipe)
+
+    def measure(self) -> None:
+        self.commands.append("measure")
+
+    def cancel(self) -> None:
+        self.commands.append("cancel")
+
+    def close(self) -> None:
+        self.commands.append("close")
+
+
+def demo_tree() -> Tree:
+    checkpoint = locate(None).open()
+    assert checkpoint is not None
+    return checkpoint.tree()
+
+
+def make_app(tree: Tree | None = None, title: str = "demo") -> DtypeApp:
+    return DtypeApp(title, tree if tree is not None else demo_tree(), NotingEngine)
+
+
+def report(recipe: Recipe, mean_abs: float = 1.25e-3, modules: tuple[ModuleDrift, ...] = ()) -> DriftReport:
+    output = OutputDrift(
+        100, mean_abs, 0.5, 0.01, 40.0, 0.999, 0, 973, 2.5e-4, 1e-5, 2e-4, 9e-4, 1.5e-3, 2e-3, 3e-3, 0.98, 0.004
+    )
+    rules = tuple(map(str, recipe.rules))
+    return DriftReport(
+        "demo", "cpu", "float32", rules, "prompts", "logits", output, modules, MemoryReading(), Seconds(0.1, 0.2)
+    )

@@ -1,0 +1,478 @@
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from noting import NotingEngine, demo_tree, make_app, report
+from textual.binding import Binding
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from dtype_engine import dtypes, events
+from dtype_engine.readings import MemoryReading, ModuleDrift
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.tree import TensorInfo, Tree
+from dtype_tui.app import DIGITS, DtypeApp
+from dtype_tui.screens import Overlay
+from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes import DriftPane, MemoryPane, RecipePane
+from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
+
+WIDE, SMALL = (120, 36), (80, 24)
+
+
+@pytest.fixture
+def app() -> DtypeApp:
+    return make_app()
+
+
+@asynccontextmanager
+async def running(app: DtypeApp, size: tuple[int, int] = WIDE) -> AsyncIterator[Pilot[None]]:
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+def engine(app: DtypeApp) -> NotingEngine:
+    assert isinstance(app.engine, NotingEngine)
+    return app.engine
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    for event in said:
+        engine(app).emit(event)
+    app._look()
+    await pilot.pause()
+
+
+def ready(app: DtypeApp) -> events.ModelReady:
+    return events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+
+
+def lines(app: DtypeApp) -> list[str]:
+    """What stands on the screen, line by line."""
+    width, height = app.size
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip) for strip in strips][:height] or [" " * width]
+
+
+def screen(app: DtypeApp) -> str:
+    return "\n".join(lines(app))
+
+
+def tree_of(app: DtypeApp) -> ModuleTree:
+    return app.query_one(ModuleTree)
+
+
+def notices(app: DtypeApp) -> list[str]:
+    return [notification.message for notification in app._notifications]
+
+
+async def test_the_tree_is_there_before_the_engine_has_said_anything(app: DtypeApp) -> None:
+    async with running(app):
+        text = screen(app)
+        assert "embed_tokens" in text
+        assert "707.8 k" in text
+        assert "2.70 MiB" in text
+        assert engine(app).commands == ["start"]
+
+
+async def test_moving_opening_and_closing(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree = tree_of(app)
+        assert tree.current.name == ""
+        await pilot.press("j", "j", "j", "down")
+        assert tree.current.name == "model.layers.0"
+        count = len(tree.rows)
+        await pilot.press("l")
+        assert len(tree.rows) == count + 4
+        await pilot.press("l")
+        assert tree.current.name == "model.layers.0.input_layernorm"
+        await pilot.press("h")
+        assert tree.current.name == "model.layers.0"
+        await pilot.press("h")
+        assert len(tree.rows) == count
+        await pilot.press("h")
+        assert tree.current.name == "model.layers"
+        await pilot.press("right_square_bracket")
+        assert tree.current.name == "model.norm"
+        await pilot.press("G")
+        assert tree.cursor == len(tree.rows) - 1
+        await pilot.press("g")
+        assert tree.cursor == 0
+
+
+@pytest.mark.parametrize(("key", "dtype"), [(str(number), dtype) for number, dtype in enumerate(DIGITS, 1)])
+async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str) -> None:
+    async with running(app) as pilot:
+        assert tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press(key)
+        assert engine(app).recipes == [Recipe((Rule("model.layers.3.mlp", dtype),))]
+        expected = "float32" if dtype == dtypes.STORED else dtype
+        assert app.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
+
+
+async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("2")
+        assert "1.35 MiB" in screen(app)
+        tree_of(app).go_to("model.layers.3")
+        await pilot.press("3")
+        await pilot.press("u")
+        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
+        await pilot.press("ctrl+r")
+        assert len(app.experiment.recipe) == 2
+        await pilot.press("x")
+        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
+        await pilot.press("x")
+        assert "rule 1 reaches beyond this node" in notices(app)[-1]
+        await pilot.press("u", "u", "u", "u")
+        assert app.experiment.recipe == Recipe()
+        assert "nothing left to undo" in notices(app)[-1]
+        assert [len(recipe) for recipe in engine(app).recipes] == [1, 2, 1, 2, 1, 2, 1, 0]
+
+
+async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("c")
+        field = app.query_one("#cast-input", Input)
+        assert field.value == "model.layers.3.mlp=bf16"
+        await pilot.pause(0.1)
+        assert "takes 3 tensors · 73.7 k parameters · 288.00 KiB → 144.00 KiB" in screen(app)
+        await pilot.press("tab")
+        assert field.value == "model.layers.*.mlp=bf16"
+        await pilot.pause(0.1)
+        assert "takes 18 tensors" in screen(app)
+        assert tree_of(app).preview is not None
+        assert "model.layers.5.mlp" in tree_of(app).preview.modules
+        await pilot.press("tab")
+        assert field.value == "*.mlp=bf16"
+        await pilot.press("shift+tab", "shift+tab")
+        assert field.value == "model.layers.3.mlp=bf16"
+        for _ in "bf16":
+            await pilot.press("backspace")
+        await pilot.press(*"fp16", "tab", "enter")
+        assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "float16"),))]
+        assert tree_of(app).preview is None
+        assert tree_of(app).has_focus
+
+
+async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("c")
+        field = app.query_one("#cast-input", Input)
+        for text, says in {
+            "*=bf17": "did you mean bf16",
+            "{a=bf16": "never closed",
+            "nothing=bf16": "takes nothing",
+        }.items():
+            field.value = text
+            await pilot.pause(0.1)
+            assert says in screen(app)
+        field.value = "*=bf17"
+        await pilot.press("enter")
+        assert engine(app).recipes == []
+        await pilot.press("escape")
+        assert tree_of(app).has_focus
+
+
+async def test_a_rule_that_takes_nothing_is_warned_of_and_shown(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("c")
+        app.query_one("#cast-input", Input).value = "model.layer=bf16"
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "matches nothing in this model; the nearest is model.layers" in notices(app)[-1]
+        assert "takes nothing" in screen(app)
+
+
+async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree = tree_of(app)
+        before = len(tree.rows)
+        await pilot.press("slash", *"down")
+        await pilot.pause()
+        assert all("down" in name for name in tree.matches)
+        assert len(tree.matches) == 12
+        assert {row.name for row in tree.rows} >= {"", "model", "model.layers", "model.layers.5.mlp.down_proj.weight"}
+        assert not any("up_proj" in row.name for row in tree.rows)
+        await pilot.press("enter", "n", "n")
+        assert tree.has_focus
+        first = tree.current.name
+        await pilot.press("N")
+        assert tree.current.name != first
+        await pilot.press("escape")
+        assert len(tree.rows) >= before
+        await pilot.press("slash", *"q*.weight", "escape")
+        assert tree.filter_text == ""
+
+
+async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await say(app, pilot, ready(app))
+        await pilot.press("2")
+        old, new = Recipe(), app.experiment.recipe
+        stale = (ModuleDrift("model.layers.0", 11.1, 9.0, 0),)
+        await say(app, pilot, events.ModulesMeasured(old, stale), events.Measured(old, report(old, 7.77e-7, stale)))
+        assert "7.77" not in screen(app)
+        assert "11.1" not in screen(app)
+        await say(app, pilot, events.Measured(new, report(new)))
+        assert "1.2500e-03" in screen(app)
+        await pilot.press("u")
+        assert "1.2500e-03" not in screen(app)
+
+
+async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        recipe = app.experiment.recipe
+        modules = (ModuleDrift("model.layers.0", 45.6, 0.1, 0), ModuleDrift("model.layers.1", 1.0, 9.9, 4))
+        await say(
+            app,
+            pilot,
+            ready(app),
+            events.Measuring(recipe, "candidate", 30, 60),
+            events.ModulesMeasured(recipe, modules),
+        )
+        text = screen(app)
+        assert "45.6" in text
+        assert "inf/nan" in text
+        assert "50 %" in text
+        assert "measuring: candidate" in text
+        await pilot.press("w")
+        assert tree_of(app).current.name == "model.layers.1"
+
+
+async def test_the_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        recipe = app.experiment.recipe
+        await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
+        text = screen(app)
+        for words in (
+            "SQNR",
+            "40.00 dB",
+            "mean |Δ|",
+            "2.500e-04 ± 1e-05 nats",
+            "98.00 ± 0.40 %",
+            "0.20 s (reference 0.10 s)",
+        ):
+            assert words in text
+        assert "ready" in text
+
+
+async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("2")
+        text = screen(app)
+        assert "-50.0 %" in text
+        reading = MemoryReading(
+            resident_bytes=1 << 21, resident_by_device=(("cpu", 1 << 21),), rss_bytes=3 << 30, anonymous_bytes=1 << 30,
+            mapped_bytes=2 << 30, peak_rss_bytes=4 << 30,
+        )  # fmt: skip
+        await say(app, pilot, events.Memory(app.experiment.recipe, reading))
+        text = screen(app)
+        for words in ("cpu 2.00 MiB", "3.00 GiB", "1.00 GiB", "2.00 GiB of the", "4.00 GiB"):
+            assert words in text
+
+
+async def test_which_rule_decides_a_node_and_which_lose(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("2")
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("3")
+        await pilot.pause()
+        text = screen(app)
+        assert "mlp: rule 2 decides" in text
+        assert "mlp: rule 1 loses" in text
+        tree_of(app).go_to("model.layers.3")
+        await pilot.pause()
+        assert "3: rule 1 decides 6 of 9" in screen(app)
+
+
+async def test_totals_are_mixes_and_changed_tensors_say_from_what(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp.up_proj.weight")
+        await pilot.press("2")
+        text = screen(app)
+        assert "f32→bf16" in text
+        assert " %" in next(line for line in lines(app) if "▾ layers" in line)
+
+
+async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("2")
+        live = demo_tree()
+        tensors = [
+            TensorInfo(t.name, t.shape, t.dtype, t.kind, ("lm_head.weight",) if "embed" in t.name else ())
+            for t in live.tensors.values()
+        ]
+        classes = {name: "LlamaMLP" if name.endswith("mlp") else "Module" for name in live.modules} | {
+            "lm_head": "Linear"
+        }
+        event = events.ModelReady(
+            Tree(tensors, classes), "LlamaForCausalLM", "cpu", 1.0, "prompts", ("one weight is new",)
+        )
+        await say(app, pilot, event)
+        assert tree_of(app).current.name == "model.layers.3.mlp"
+        assert app.experiment.recipe == Recipe((Rule("model.layers.3.mlp", "bfloat16"),))
+        assert "LlamaMLP" in screen(app)
+        assert "one weight is new" in notices(app)
+        tree_of(app).go_to("lm_head.weight")
+        await pilot.pause()
+        assert "= model" in screen(app)
+
+
+async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        recipe = app.experiment.recipe
+        await say(app, pilot, ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle())
+        assert "[bold]no kernel[/]" in notices(app)
+        assert any("failed here" in line for line in lines(app))
+        await pilot.press("2")
+        assert not any("failed here" in line for line in lines(app))
+
+
+async def test_without_a_model_the_headers_can_still_be_planned(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await say(app, pilot, events.OpenFailed("no config.json beside the weights"), events.Idle())
+        await pilot.press("2")
+        text = screen(app)
+        assert (
+            "No drift: no config.json beside the weights" in " ".join(text.split()).replace("│ │", "")
+            or "No drift" in text
+        )
+        assert "-50.0 %" in text
+        assert "planning only" in text
+
+
+async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() -> None:
+    app = DtypeApp("x.py:Y", None, NotingEngine)
+    async with running(app) as pilot:
+        assert "The tree appears" in screen(app)
+        await say(app, pilot, events.OpenFailed("importing it failed"), events.Idle())
+        assert "importing it failed" in screen(app)
+        await pilot.press("c", "2", "x", "u", "enter", "escape")
+
+
+async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        app.experiment.tree.modules["model.norm"].island = "declared"
+        app._show_all()
+        await pilot.pause()
+        assert "keep f32" in screen(app)
+        await pilot.press("2")
+        assert "model.norm should stay in float32" in notices(app)[-1]
+
+
+async def test_small_screens_show_one_pane_at_a_time(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        assert [app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane)] == [True, False, False]
+        await pilot.press("tab")
+        assert [app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane)] == [False, True, False]
+        assert "planned" in screen(app)
+        await pilot.resize_terminal(*WIDE)
+        await pilot.pause()
+        assert all(app.query_one(pane).display for pane in (DriftPane, MemoryPane, RecipePane))
+
+
+async def test_a_screen_too_small_says_what_it_needs_and_comes_back(app: DtypeApp) -> None:
+    async with running(app, (40, 10)) as pilot:
+        assert "needs 60 x 15" in " ".join(screen(app).split())
+        await pilot.resize_terminal(*SMALL)
+        await pilot.pause()
+        assert "embed_tokens" in screen(app)
+        assert "needs 60" not in screen(app)
+
+
+async def test_help_has_every_binding(app: DtypeApp) -> None:
+    async with running(app, (120, 100)) as pilot:
+        await pilot.press("question_mark")
+        await pilot.pause()
+        text = " ".join(screen(app).split())
+        for binding in (*app.BINDINGS, *ModuleTree.BINDINGS):
+            assert binding.description in text  # type: ignore[union-attr]
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Overlay)
+
+
+async def test_details_of_a_tensor(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.embed_tokens.weight")
+        await pilot.press("2", "enter")
+        await pilot.pause()
+        text = screen(app)
+        for words in ("1024 × 96", "float32, 384.00 KiB", "bfloat16, 192.00 KiB", "rule 1", "decides"):
+            assert words in text
+
+
+async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        titles = {command.title for command in app.get_system_commands(app.screen)}
+        assert {"Undo", "Cast by pattern", "Measure again", "Cast the node to bfloat16"} <= titles
+        await pilot.press("ctrl+p")
+        await pilot.press(*"cast the node to bfl")
+        await pilot.pause(0.5)
+        await pilot.press("enter")
+        await pilot.pause(0.2)
+        assert engine(app).recipes == [Recipe((Rule("*", "bfloat16"),))]
+
+
+async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        recipe = app.experiment.recipe
+        await say(app, pilot, ready(app), events.Measuring(recipe, "candidate", 1, 60))
+        await pilot.press("escape")
+        assert engine(app).commands == ["start", "cancel"]
+        await say(app, pilot, events.Stopped(recipe), events.Idle())
+        await pilot.press("m")
+        assert engine(app).commands[-1] == "measure"
+
+
+async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("q")
+    assert engine(app).commands[-1] == "close"
+
+
+async def test_names_can_not_speak_to_the_terminal() -> None:
+    evil = "a\x1b]0;owned\x07\n[bold red]\u202egnp.\x9b" + "x" * 5000
+    app = make_app(
+        Tree([TensorInfo(f"{evil}.weight", (2, 2), "float32"), TensorInfo("ok.weight", (2,), "float32")]), title=evil
+    )
+    async with running(app) as pilot:
+        await pilot.press("j", "l", "j", "2", "enter")
+        await pilot.pause()
+        text = screen(app)
+        assert "[bold red]" in text, "markup is text"
+        assert all(character.isprintable() for character in text.replace("\n", ""))
+        assert all(len(line) <= WIDE[0] for line in lines(app))
+
+
+async def test_ninety_thousand_tensors_open_filter_and_cast() -> None:
+    parts = itertools.product(range(60), range(250), ("up", "gate", "down"))
+    names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for layer, expert, part in parts]
+    names += [f"model.layers.{layer}.norm.weight" for layer in range(60)]
+    app = make_app(Tree(TensorInfo(name, (4, 4), "bfloat16") for name in names))
+    async with running(app) as pilot:
+        tree = tree_of(app)
+        assert len(tree.rows) < 100
+        await pilot.press("slash", *"experts.249.up")
+        await pilot.pause()
+        assert len(tree.matches) == 120
+        await pilot.press("enter", "escape")
+        tree.go_to("model.layers.7.mlp.experts")
+        await pilot.press("3")
+        assert app.experiment.plan.planned_bytes == app.experiment.plan.stored_bytes
+        assert len(app.experiment.plan.selections[0]) == 750
+
+
+def test_every_binding_has_its_action() -> None:
+    for owner in (DtypeApp, ModuleTree, CastPrompt, FilterPrompt):
+        for binding in owner.BINDINGS:
+            assert isinstance(binding, Binding)
+            name = binding.action.partition("(")[0]
+            holder, _, name = name.rpartition(".")
+            assert hasattr(DtypeApp if holder == "app" else owner, f"action_{name}"), binding
