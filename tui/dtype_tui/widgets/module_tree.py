@@ -307,10 +307,10 @@ class ModuleTree(ScrollView, can_focus=True):
             return _heading(columns).adjust_cell_length(width, _DIM)
         place = y - 1 + self.scroll_offset.y
         if place >= len(self.rows):
-            return Strip.blank(width)
+            return Strip.blank(width, _PLAIN)
         row = self.rows[place]
         segments = self._row_segments(row, columns)
-        strip = Strip(segments).adjust_cell_length(width)
+        strip = Strip(segments).adjust_cell_length(width, _PLAIN)
         if place == self.cursor:
             return strip.apply_style(_CURSOR if self.has_focus else _CURSOR_AWAY)
         return strip
@@ -342,7 +342,7 @@ class ModuleTree(ScrollView, can_focus=True):
         if beside:
             segments.append(Segment(f"  {beside}", _DIM))
             used += 2 + len(beside)
-        segments.append(Segment(" " * max(0, columns.name - used)))
+        segments.append(Segment(" " * max(0, columns.name - used), _PLAIN))
         segments += _dtype_segments(experiment, row, columns.dtype)
         if row.tensor is None:
             totals = experiment.totals[row.name]
@@ -351,8 +351,8 @@ class ModuleTree(ScrollView, can_focus=True):
             elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
         counted = elements > 0 and not row.alias
         if columns.parameters:
-            segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}"))
-        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}"))
+            segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", _PLAIN))
+        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
         if columns.drift:
             segments.append(_drift_segment(experiment, row, columns.drift))
         return segments
@@ -365,7 +365,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return row.name in self.preview.modules
 
 
-_PLAIN = Style()
+_PLAIN = Style()  # never None: without colours Textual asks every segment for its style
 _DIM = Style(dim=True)
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
@@ -408,7 +408,7 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
         text = text[: max(0, width - 1 - used)]
         used += len(text)
         segments.append(Segment(text, Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else _DIM))
-    segments.append(Segment(" " * max(0, width - used)))
+    segments.append(Segment(" " * max(0, width - used), _PLAIN))
     return segments
 
 

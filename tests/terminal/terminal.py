@@ -1,0 +1,111 @@
+"""A pseudo-terminal with the installed program in it, and a pyte screen that shows what a person would see."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pyte
+
+PROGRAM = str(Path(sys.executable).with_name("dtype-tui"))
+# Modes and queries that pyte does not know and would print: kitty's keyboard, synchronised output, titles.
+_UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]+|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
+
+
+class Terminal:
+    """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows)."""
+
+    def __init__(
+        self, *arguments: str, size: tuple[int, int] = (120, 36), environment: dict[str, str] | None = None
+    ) -> None:
+        self.screen = pyte.Screen(*size)
+        self._stream = pyte.ByteStream(self.screen)
+        self.raw = b""
+        self.started = time.perf_counter()
+        # Opened by hand and not by pty.fork, so that the terminal can still be asked after the program has ended.
+        self.keyboard, self._terminal = pty.openpty()
+        fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
+        self.settings = termios.tcgetattr(self._terminal)
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            fcntl.ioctl(self._terminal, termios.TIOCSCTTY, 0)
+            for number in (0, 1, 2):
+                os.dup2(self._terminal, number)
+            # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
+            given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+            os.execve(PROGRAM, [PROGRAM, *arguments], given | {"TERM": "xterm-256color"} | (environment or {}))
+
+    def read(self, seconds: float = 0.05) -> int:
+        """Take in what the program writes within `seconds`; the number of bytes."""
+        if not select.select([self.keyboard], [], [], seconds)[0]:
+            return 0
+        try:
+            data = os.read(self.keyboard, 1 << 16)
+        except OSError:
+            return 0
+        self.raw += data
+        self._stream.feed(_UNKNOWN_TO_PYTE.sub(b"", data))
+        return len(data)
+
+    @property
+    def text(self) -> str:
+        return "\n".join(line.rstrip() for line in self.screen.display)
+
+    def wait_for(self, pattern: str, seconds: float = 60) -> float:
+        """Read until the screen matches; the seconds it took. Fails with the screen otherwise."""
+        begun = time.perf_counter()
+        while not re.search(pattern, self.text):
+            if time.perf_counter() - begun > seconds:
+                raise AssertionError(f"never saw {pattern!r} on this screen:\n{self.text}")
+            self.read()
+        return time.perf_counter() - begun
+
+    def press(self, keys: str) -> None:
+        os.write(self.keyboard, keys.encode())
+
+    def resize(self, columns: int, rows: int) -> None:
+        self.screen.resize(rows, columns)
+        fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        os.kill(self.pid, signal.SIGWINCH)
+
+    def exit_status(self, seconds: float = 15) -> int:
+        """Wait for the program's end; its exit status."""
+        until = time.perf_counter() + seconds
+        while time.perf_counter() < until:
+            self.read()
+            ended, status = os.waitpid(self.pid, os.WNOHANG)
+            if ended:
+                while self.read(0.01):
+                    pass
+                return os.waitstatus_to_exitcode(status)
+        raise AssertionError(f"the program did not end; its screen:\n{self.text}")
+
+    def is_restored(self) -> bool:
+        """Whether the terminal is as it was: the same settings, the main screen, the cursor to be seen."""
+        same = termios.tcgetattr(self._terminal)[:4] == self.settings[:4]
+        left = self.raw.rfind(b"\x1b[?1049l") > self.raw.rfind(b"\x1b[?1049h")
+        shown = self.raw.rfind(b"\x1b[?25h") > self.raw.rfind(b"\x1b[?25l")
+        return same and left and shown
+
+    def close(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            try:
+                os.kill(self.pid, number)
+                self.exit_status(5)
+            except (ProcessLookupError, ChildProcessError):
+                break
+            except AssertionError:
+                continue
+            break
+        os.close(self.keyboard)
+        os.close(self._terminal)

@@ -1,0 +1,142 @@
+"""The installed program in a real pseudo-terminal, from start to a clean end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from terminal import PROGRAM, Terminal
+
+Opener = Callable[..., Terminal]
+TINYNET = Path(__file__).parent.parent / "engine" / "models" / "tinynet.py"
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    made: list[Terminal] = []
+
+    def make(*arguments: str, **settings: object) -> Terminal:
+        made.append(Terminal(*arguments, **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for terminal in made:
+        terminal.close()
+
+
+def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> None:
+    terminal = opened()
+    terminal.wait_for("embed_tokens")
+    terminal.wait_for(r"ready")
+    terminal.wait_for(r"SQNR +identical")
+    terminal.press("c")
+    terminal.wait_for(r"\*=bf16\s")
+    terminal.wait_for(r"takes 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
+    terminal.press("\r")
+    terminal.wait_for(r"planned +1\.35 MiB +-50\.0 %")
+    terminal.wait_for(r"SQNR +4\d\.\d\d dB")
+    terminal.wait_for(r"KL mean +\d\.\d+e-04 ± \de-0\d nats")
+    terminal.press("u")
+    terminal.wait_for(r"SQNR +identical")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
+    terminal = opened("--cast", "*.mlp=bf16", "--cast", "model.layers.0=f16", size=(80, 24))
+    terminal.wait_for(r"bf16 \d+ %")
+    terminal.wait_for("ready")
+    terminal.press("u")
+    terminal.wait_for("f32")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+
+
+def test_a_python_file(opened: Opener) -> None:
+    terminal = opened(f"{TINYNET}:TinyNet", "--cast", "*=float16")
+    terminal.wait_for(r"mean \|Δ\| +2\.0458e-04")
+    terminal.wait_for(r"max \|Δ\| +2\.2590e-04")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals) -> None:
+    terminal = opened()
+    terminal.wait_for("ready")
+    os.kill(terminal.pid, number)
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_leaving_while_the_model_is_being_opened(opened: Opener) -> None:
+    terminal = opened()
+    terminal.wait_for("embed_tokens")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_a_terminal_too_small_and_one_that_grows(opened: Opener) -> None:
+    terminal = opened(size=(40, 10))
+    terminal.wait_for("needs 60 x 15")
+    terminal.resize(80, 24)
+    terminal.wait_for("embed_tokens")
+    for size in [(120, 36), (60, 15), (200, 50), (45, 8), (80, 24)]:
+        terminal.resize(*size)
+    terminal.wait_for("embed_tokens")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+
+
+def hues(raw: bytes) -> set[str]:
+    """Every colour in what was written that is not black, white or grey (xterm's palette)."""
+    found = set()
+    for sequence in re.findall(rb"\x1b\[([0-9;]*)m", raw):
+        for kind, number in re.findall(r"(?:^|;)([34]8);5;(\d+)", sequence.decode()):
+            if int(number) not in (0, 7, 8, 15, 16, 59, 102, 145, 188, *range(231, 256)):
+                found.add(f"{kind};5;{number}")
+        rest = re.sub(r"[34]8;[25];[0-9;]+", "", sequence.decode())
+        found |= {code for code in rest.split(";") if re.fullmatch(r"[349][1-6]|10[1-6]", code)}
+    return found
+
+
+def test_without_colour(opened: Opener) -> None:
+    terminal = opened(environment={"NO_COLOR": "1"})
+    terminal.wait_for("❯▾ demo")
+    terminal.press("2")
+    terminal.wait_for("bf16")
+    assert hues(terminal.raw) == set()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no-such-model"], "no such folder or file"),
+        (["--cast", "*=bfloat17"], "did you mean bfloat16"),
+        (["--cast", "model.layer=bf16"], "matches nothing"),
+        (["--recipe", "missing.yaml"], "can't read the recipe"),
+        (["--text", PROGRAM[:-9] + "python"], "is not text"),
+        (["--bogus"], "No such option"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2_and_no_screen(opened: Opener, arguments: list[str], says: str) -> None:
+    terminal = opened(*arguments)
+    assert terminal.exit_status() == 2
+    said = terminal.raw.decode()
+    assert says in said
+    assert said.startswith("dtype-tui: ")
+    assert said.count("\n") == 1
+    assert "\x1b" not in said
+
+
+def test_where_there_is_no_terminal_the_other_program_is_named() -> None:
+    done = subprocess.run([PROGRAM], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert "dtype-engine" in done.stderr
+    assert done.stderr.count("\n") == 1
