@@ -273,7 +273,7 @@ async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(a
         )  # fmt: skip
         await say(app, pilot, events.Memory(app.experiment.recipe, reading))
         text = screen(app)
-        for words in ("cpu 2.00 MiB", "3.00 GiB", "1.00 GiB", "2.00 GiB of the", "4.00 GiB"):
+        for words in ("cpu 2.00 MiB", "3.0 GiB, peak 4.0 GiB", "1.00 GiB", "2.00 GiB of the"):
             assert words in text
 
 

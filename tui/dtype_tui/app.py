@@ -35,6 +35,10 @@ _LOOK_EVERY_S = 0.1
 _ONLY_THE_NEWEST = (events.ModulesMeasured, events.Measuring, events.Memory, events.Casting, events.Loading)
 
 
+def _digit_words(dtype: str) -> str:
+    return "Put the node back as stored" if dtype == dtypes.STORED else f"Cast the node to {dtype}"
+
+
 class Engine(Protocol):
     """What the app asks of the worker."""
 
@@ -54,7 +58,7 @@ class DtypeApp(App[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("c", "cast", "Cast by pattern"),
-        *(Binding(str(i), f"cast_node('{d}')", f"Cast the node to {d}", show=False) for i, d in enumerate(DIGITS, 1)),
+        *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
         Binding("u", "undo", "Undo"),
         Binding("ctrl+r", "redo", "Redo"),
         Binding("x", "drop_rules", "Drop the node's rules"),
@@ -168,7 +172,7 @@ class DtypeApp(App[None]):
         line.append(" " * max(1, width - left.cell_len - len(about) - 1))
         line.append(about, style="dim")
         self.query_one("#status", Static).update(line)
-        keys = " c cast  1-8 dtype  u undo  / filter  Enter details  w worst  m measure  ? help  q quit"
+        keys = " c cast  1-8 dtype  u undo  / filter  Enter details  w worst  ? help  q quit"
         if self.tree_view.filter_text:
             keys = " n next match  N previous  Esc clears the filter  c cast  1-8 dtype  ? help  q quit"
         self.query_one("#keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))

@@ -16,7 +16,7 @@ from dtype_engine.readings import DriftReport, ModuleDrift
 from dtype_engine.report_text import decibels, human_bytes
 from dtype_engine.text import printable
 
-from ..cells import colour, fit, percent
+from ..cells import colour, fit, percent, short_bytes
 from ..experiment import Experiment
 
 
@@ -164,13 +164,12 @@ class MemoryPane(Pane):
             devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in reading.resident_by_device if size)
             grid.add_row("resident", devices or human_bytes(reading.resident_bytes))
         if reading.rss_bytes is not None:
-            grid.add_row("process", human_bytes(reading.rss_bytes))
+            peak = f", peak {short_bytes(reading.peak_rss_bytes)}" if reading.peak_rss_bytes is not None else ""
+            grid.add_row("process", f"{short_bytes(reading.rss_bytes)}{peak}")
             if reading.anonymous_bytes is not None:
                 grid.add_row("anonymous", human_bytes(reading.anonymous_bytes))
             if reading.mapped_bytes is not None:
                 grid.add_row("mapped", f"{human_bytes(reading.mapped_bytes)} of the checkpoint")
-            if reading.peak_rss_bytes is not None:
-                grid.add_row("peak", human_bytes(reading.peak_rss_bytes))
         if reading.device_allocated_bytes is not None:
             grid.add_row(
                 "device",

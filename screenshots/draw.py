@@ -1,0 +1,116 @@
+"""Draw the pictures of the README from the real app, with the real engine on the demo model.
+
+    python screenshots/draw.py [--png]
+
+Writes an SVG for each scene; with `--png` a PNG beside it, to look at (cairosvg, and a monospaced font on this machine).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from textual.pilot import Pilot
+
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.model.source import locate
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+HERE = Path(__file__).parent
+FONTS = "'DejaVu Sans Mono', Menlo, Consolas, monospace"
+MIXED = Recipe(
+    (Rule("*", "bfloat16"), Rule("type:LlamaRMSNorm", "float32"), Rule("model.layers.{4..5}.mlp", "float8_e4m3fn"))
+)
+
+AS_STORED = Recipe()
+
+Scene = Callable[[DtypeApp, "Pilot[None]"], Awaitable[None]]
+
+
+async def settle(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Wait until the engine has measured the recipe in force."""
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        await pilot.pause(0.1)
+        if app.experiment.report is not None and not app._busy:
+            return
+    raise SystemExit("the engine did not finish")
+
+
+async def mix(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A mixed recipe, measured: drift by module, memory, and which rule decides the node."""
+    app.query_one(ModuleTree).go_to("model.layers.4.mlp")
+    await pilot.press("l")
+    await settle(app, pilot)
+
+
+async def cast(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The cast prompt: what the pattern would take is lit up in the tree."""
+    app.query_one(ModuleTree).go_to("model.layers.2")
+    await settle(app, pilot)
+    await pilot.press("c", "tab")
+    await pilot.pause(0.3)
+
+
+async def details(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """All that is known of one tensor."""
+    app.query_one(ModuleTree).go_to("model.layers.4.mlp.up_proj.weight")
+    await settle(app, pilot)
+    await pilot.press("enter")
+    await pilot.pause(0.3)
+
+
+async def help_(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The help."""
+    await settle(app, pilot)
+    await pilot.press("question_mark")
+    await pilot.pause(0.3)
+
+
+SCENES: dict[str, tuple[Scene, Recipe, tuple[int, int]]] = {
+    "mix-120x36": (mix, MIXED, (120, 36)),
+    "mix-80x24": (mix, MIXED, (80, 24)),
+    "cast-120x36": (cast, AS_STORED, (120, 36)),
+    "details-120x36": (details, MIXED, (120, 36)),
+    "help-120x36": (help_, MIXED, (120, 36)),
+}
+
+
+async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], png: bool) -> None:
+    source = locate(None)
+    checkpoint = source.open()
+    assert checkpoint is not None
+    app = DtypeApp(source.title, checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    app.start_with(recipe)
+    async with app.run_test(size=size) as pilot:
+        await scene(app, pilot)
+        app.clear_notifications()
+        await pilot.pause(0.2)
+        picture = app.export_screenshot(title=f"dtype-tui, {size[0]} x {size[1]}")
+    # Fonts are those of the reader's machine: a picture fetches nothing.
+    picture = re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL)
+    picture = re.sub(r"font-family:[^;]*;", f"font-family: {FONTS};", picture)
+    (HERE / f"{name}.svg").write_text(picture, encoding="utf-8")
+    if png:
+        import cairosvg
+
+        cairosvg.svg2png(bytestring=picture.encode(), write_to=str(HERE / f"{name}.png"))
+    print(name)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--png", action="store_true")
+    options = parser.parse_args()
+    for name, (scene, recipe, size) in SCENES.items():
+        asyncio.run(draw(name, scene, recipe, size, options.png))
+
+
+if __name__ == "__main__":
+    main()
