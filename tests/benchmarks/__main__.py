@@ -1,0 +1,250 @@
+"""Speed and memory, as ratios within one run: `python -m tests.benchmarks`, or `make benchmarks`.
+
+Absolute times are this machine's; what is promised are the ratios. Exit status 1 when one is missed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "terminal"))
+
+EMPTY_APP = """
+from textual.app import App
+from textual.widgets import Static
+
+class Empty(App):
+    def compose(self):
+        yield Static("embed_tokens")
+
+Empty().run()
+"""
+
+
+@dataclass
+class Row:
+    """A measured value, and what it may be at most."""
+
+    what: str
+    value: float
+    unit: str
+    budget: float | None = None
+
+    @property
+    def missed(self) -> bool:
+        return self.budget is not None and self.value > self.budget
+
+
+def median_seconds(run: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall time after one warm-up."""
+    run()
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times)
+
+
+def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
+    """A Llama checkpoint with random weights in bfloat16."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=8000, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=layers,
+        num_attention_heads=hidden // 64, tie_word_embeddings=True, max_position_embeddings=1024,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+def casting(folder: Path) -> list[Row]:
+    """Casting a whole model, and undoing it."""
+    import torch
+
+    import dtype_engine as de
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.memory import process_memory
+
+    session = de.open(str(folder))
+    recipe = Recipe((Rule("*", "float16"),))
+    originals = [weight.original for weight in session.model.weights.values() if weight.info.castable]
+
+    def by_hand() -> None:
+        # As a cast does it: every new tensor is kept until all are there.
+        kept = [tensor.to(torch.float16) for tensor in originals]
+        del kept
+
+    def cast() -> None:
+        session.apply(recipe)
+
+    cast_times, hand_times, undo_times = [], [], []
+    by_hand()
+    cast()
+    session.undo()
+    for _ in range(5):
+        started = time.perf_counter()
+        by_hand()
+        hand_times.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        cast()
+        cast_times.append(time.perf_counter() - started)
+        started = time.perf_counter()
+        session.undo()
+        undo_times.append(time.perf_counter() - started)
+    before = process_memory().anonymous or 0
+    cast()
+    grown = (process_memory().anonymous or 0) - before
+    largest = max(tensor.nbytes for tensor in originals)
+    return [
+        Row(
+            "cast of a whole model / the sum of tensor.to",
+            statistics.median(cast_times) / statistics.median(hand_times),
+            "x",
+            1.3,
+        ),
+        Row("undo of a whole-model cast", 1000 * statistics.median(undo_times), "ms", 50),
+        Row(
+            "memory a cast takes beyond its own bytes / the largest tensor",
+            (grown - session.plan.planned_bytes) / largest,
+            "x",
+            1,
+        ),
+    ]
+
+
+def measuring(folder: Path) -> list[Row]:
+    """What a measurement costs beside a plain forward pass in the same dtype."""
+    import torch
+
+    import dtype_engine as de
+
+    session = de.open(str(folder))
+    session.drift()  # the reference is kept from here on
+    batches = session.inputs.batches if session.inputs is not None else ()
+
+    def plain() -> None:
+        with torch.no_grad():
+            for batch in batches:
+                session.model.module(*batch.args, **batch.kwargs)
+
+    ratios = []
+    plain()
+    for _ in range(5):
+        started = time.perf_counter()
+        plain()
+        middle = time.perf_counter()
+        session.drift()
+        ratios.append((time.perf_counter() - middle) / (middle - started))
+    return [Row("measuring drift in one dtype / a plain forward pass", statistics.median(ratios), "x", 1.15)]
+
+
+def screen(folder: Path) -> list[Row]:
+    """First paint and keys, from outside, in a pseudo-terminal."""
+    import terminal
+    from terminal import Terminal
+
+    def first_paint(program: str, *arguments: str) -> float:
+        times = []
+        for _ in range(4):
+            terminal.PROGRAM = program
+            opened = Terminal(*arguments)
+            opened.wait_for(r"\w{8}")
+            times.append(time.perf_counter() - opened.started)
+            opened.close()
+        return statistics.median(times[1:])
+
+    program = terminal.PROGRAM
+    empty = first_paint(sys.executable, "-c", EMPTY_APP)
+    ours = first_paint(program)
+    terminal.PROGRAM = program
+    rows = [
+        Row("first paint of an empty Textual app", 1000 * empty, "ms"),
+        Row("first paint of the demo / of an empty app", ours / empty, "x", 1.5),
+    ]
+
+    def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[float], list[int]]:
+        """Seconds from key to first byte, and bytes written for each, while the screen matches `until`."""
+        times: list[float] = []
+        sizes: list[int] = []
+        for press in range(2 * pairs):
+            while opened.read(0.0):
+                pass
+            if until is not None and until not in opened.text:
+                break
+            pressed = time.perf_counter()
+            opened.press("j" if (press // 8) % 2 == 0 else "k")
+            size = opened.read(2.0)
+            times.append(time.perf_counter() - pressed)
+            quiet = time.perf_counter()
+            while time.perf_counter() - quiet < 0.03:
+                if more := opened.read(0.01):
+                    size += more
+                    quiet = time.perf_counter()
+            sizes.append(size)
+        return times, sizes
+
+    def p99(values: list[float]) -> float:
+        return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
+
+    opened = Terminal()
+    opened.wait_for("ready")
+    time.sleep(1)
+    times, sizes = keys(opened, 100)
+    opened.close()
+    rows += [
+        Row("key to first byte, idle, p50", 1000 * statistics.median(times), "ms"),
+        Row("key to first byte, idle, p99", 1000 * p99(times), "ms", 30),
+        Row("bytes of a cursor move at 120 x 36, median", statistics.median(sizes), "B", 1024),
+    ]
+    from dtype_engine.model.source import DEMO
+
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((DEMO / name).read_bytes())
+    text = folder / "text.txt"
+    text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:40_000], encoding="utf-8")
+    opened = Terminal(str(folder), "--cast", "*.mlp=float32", "--text", str(text))
+    opened.wait_for("measuring", 120)
+    begun = time.perf_counter()
+    times, _ = keys(opened, 1000, until="measuring")
+    lasted = time.perf_counter() - begun
+    opened.close()
+    rows += [
+        Row(
+            f"key to first byte while measuring, p50 ({len(times)} keys in {lasted:.1f} s)",
+            1000 * statistics.median(times),
+            "ms",
+        ),
+        Row("key to first byte while measuring, p99", 1000 * p99(times), "ms", 50),
+    ]
+    return rows
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("only", nargs="*", choices=["casting", "measuring", "screen", []], help="all, or just these")
+    chosen = parser.parse_args().only or ["casting", "measuring", "screen"]
+    missed = False
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = llama(Path(scratch) / "llama")
+        for name in chosen:
+            for row in {"casting": casting, "measuring": measuring, "screen": screen}[name](folder):
+                missed = missed or row.missed
+                budget = f"  at most {row.budget:g}" if row.budget is not None else ""
+                print(
+                    f"{'MISSED' if row.missed else '':6} {row.value:10.2f} {row.unit:3} {row.what}{budget}", flush=True
+                )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
