@@ -174,13 +174,18 @@ class DriftMeter:
         """A watcher that compares each module's output with the record as it comes."""
         told = time.perf_counter()
         calls = 0
+        last: tuple[torch.Tensor, int, torch.Tensor, _Sums] | None = None
 
         def watch(module: str, call: int, output: torch.Tensor) -> None:
-            nonlocal told, calls
+            nonlocal told, calls, last
             calls += 1
             kept = record.modules.get((module, call))
             if kept is not None:
-                _add(pass_sums.setdefault(module, _Sums()), kept[0], kept[1], output)
+                # A parent often returns its last child's very tensor: it is compared once for both.
+                again = last is not None and last[0] is output and last[1] == output._version and last[2] is kept[0]
+                found = last[3] if again and last is not None else _compared(kept[0], kept[1], output)
+                last = (output, output._version, kept[0], found)
+                _merge(pass_sums.setdefault(module, _Sums()), found)
             now = time.perf_counter()
             if now - told >= _TELL_EVERY_S:
                 told = now
@@ -228,26 +233,25 @@ def _energy(tensor: torch.Tensor) -> float:
     return found if math.isfinite(found) else float(flat.double().square().sum())
 
 
-def _add(sums: _Sums, reference: torch.Tensor, energy: float, candidate: torch.Tensor) -> None:
+def _compared(reference: torch.Tensor, energy: float, candidate: torch.Tensor) -> _Sums:
+    """One output against the reference's, whose energy Σr² is known."""
     if candidate.shape != reference.shape:
         # Experts see other tokens when the routing changes: there is nothing to compare element by element.
-        sums.comparable = False
-        return
-    delta = candidate.detach().to(reference.dtype, copy=False) - reference
+        return _Sums(comparable=False)
+    delta = candidate.detach() - reference
     noise = _energy(delta)
+    nonfinite = 0
     if not math.isfinite(noise):
-        sums.nonfinite += int((torch.isfinite(reference) & ~torch.isfinite(candidate)).sum())
+        nonfinite = int((torch.isfinite(reference) & ~torch.isfinite(candidate)).sum())
         both = torch.isfinite(delta)
-        noise = math.inf if sums.nonfinite else _energy(delta[both])
+        noise = math.inf if nonfinite else _energy(delta[both])
         delta = delta[both]
         energy = _energy(reference[torch.isfinite(reference)])
-    sums.energy += energy
-    sums.noise += noise
+    max_abs = math.inf if nonfinite else 0.0
     if delta.numel():
         low, high = torch.aminmax(delta)
-        sums.max_abs = max(sums.max_abs, -float(low), float(high))
-    if sums.nonfinite:
-        sums.max_abs = math.inf
+        max_abs = max(max_abs, -float(low), float(high))
+    return _Sums(energy, noise, max_abs, nonfinite)
 
 
 def _merge(into: _Sums, other: _Sums) -> None:

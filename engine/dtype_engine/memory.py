@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,16 +54,11 @@ def _status() -> dict[str, int]:
 
 def _mapped(files: Iterable[Path]) -> int:
     """Resident pages mapped from these files (proc(5), smaps: a line with the path heads each mapping)."""
-    wanted = {str(path.resolve()) for path in files}
+    wanted = [re.escape(str(path.resolve()).encode()) for path in files]
     if not wanted:
         return 0
-    total = 0
-    ours = False
-    with open("/proc/self/smaps", encoding="utf-8", errors="surrogateescape") as smaps:
-        for line in smaps:
-            head = line.split(maxsplit=5)
-            if not head[0].endswith(":"):
-                ours = len(head) == 6 and head[5].rstrip("\n") in wanted
-            elif ours and head[0] == "Rss:":
-                total += int(head[1]) * _KIB
-    return total
+    # One search over the whole text: going line by line in Python takes tens of milliseconds.
+    found = re.finditer(
+        rb" (?:%s)\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB" % b"|".join(wanted), Path("/proc/self/smaps").read_bytes()
+    )
+    return sum(int(mapping[1]) for mapping in found) * _KIB

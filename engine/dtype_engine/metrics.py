@@ -63,32 +63,36 @@ class OutputComparison:
                 self._add_positions(r, c, None if labels is None else labels[start : start + step])
 
     def _add_elements(self, r: torch.Tensor, c: torch.Tensor) -> None:
+        r, c = r.reshape(-1), c.reshape(-1)
         self.elements += r.numel()
-        finite = torch.isfinite(r) & torch.isfinite(c)
-        if not bool(finite.all()):
+        delta = c - r
+        noise = float(torch.dot(delta, delta))
+        if not math.isfinite(noise):
             # Infinities that both have (masked logits) are no drift; where only one is not finite, all figures are.
+            finite = torch.isfinite(r) & torch.isfinite(c)
             same = (r == c) | (torch.isnan(r) & torch.isnan(c))
             self.nonfinite += int((~torch.isfinite(c) & ~same).sum())
             if bool((~finite & ~same).any()):
                 self.sum_abs = self.max_abs = self.noise = math.inf
             r, c = r[finite], c[finite]
-            if r.numel() == 0:
-                return
-        delta = c - r
-        absolute = delta.abs()
+            delta = c - r
+            noise = float(torch.dot(delta, delta))
+        self.noise += noise
+        self.energy += float(torch.dot(r, r))
+        self.energy_candidate += float(torch.dot(c, c))
+        self.product += float(torch.dot(r, c))
+        absolute = delta.abs_()
         self.sum_abs += float(absolute.sum())
         self.max_abs = max(self.max_abs, float(absolute.max()) if absolute.numel() else 0.0)
-        self.noise += float((delta * delta).sum())
-        self.energy += float((r * r).sum())
-        self.energy_candidate += float((c * c).sum())
-        self.product += float((r * c).sum())
 
     def _add_positions(self, r: torch.Tensor, c: torch.Tensor, labels: torch.Tensor | None) -> None:
         log_p, log_q = torch.log_softmax(r, -1), torch.log_softmax(c, -1)
-        p = log_p.exp()
-        # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
-        terms = torch.where(p > 0, p * (log_p - log_q), torch.zeros_like(p))
-        self._kl.append(terms.sum(-1).cpu())
+        p, ratio = log_p.exp(), log_p - log_q
+        kl = torch.linalg.vecdot(p, ratio)
+        if not bool(torch.isfinite(kl).all()):
+            # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
+            kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
+        self._kl.append(kl.cpu())
         self._same_top.append((r.argmax(-1) == c.argmax(-1)).cpu())
         if labels is not None:
             scored = labels >= 0
