@@ -6,16 +6,18 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 import torch
 
 from .errors import NoForward
-from .forward import RunsOtherwise, Watcher, main_output, run_candidate, run_reference
+from .forward import Candidate, Passes, RunsOtherwise, main_output
 from .inputs import Batch, Inputs
 from .metrics import OutputComparison, sqnr_db
 from .model.live import LiveModel
 from .readings import ModuleDrift, OutputDrift
+from .reuse import Trace
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 OnProgress = Callable[[str, int, int | None], None]
@@ -59,6 +61,7 @@ class Measurement:
     modules: tuple[ModuleDrift, ...]
     reference_seconds: float
     candidate_seconds: float
+    reused: bool
     notices: tuple[str, ...] = ()
 
 
@@ -75,6 +78,9 @@ class DriftMeter:
     inputs: Inputs
     compute: torch.dtype = torch.float32
     budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
+    reuse: bool = True
+    _first_use: dict[str, int] = field(default_factory=dict)
+    _traces: dict[int, Trace] = field(default_factory=dict)
     _records: dict[int, _Record] = field(default_factory=dict)
     _seconds: dict[int, float] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
@@ -90,27 +96,29 @@ class DriftMeter:
 
         Raises NoForward, KernelError, Cancelled.
         """
+        with Passes(self.model, self.compute, cancelled) as passes:
+            passes.first_use = self._first_use
+            return self._measure(passes, on_progress, on_modules)
+
+    def _measure(self, passes: Passes, on_progress: OnProgress, on_modules: OnModules) -> Measurement:
         comparison: OutputComparison | None = None
         sums: dict[str, _Sums] = {}
         output_name = ""
         left_out: set[str] = set()
         candidate_seconds = 0.0
+        reused = False
         done = 0
         for index, batch in enumerate(self.inputs.batches):
-            record = self._records.get(index) or self._reference(index, batch, on_progress, cancelled)
+            record = self._records.get(index) or self._reference(passes, index, batch, on_progress)
             left_out |= record.left_out
             output_name = record.output_name
-            while True:
-                pass_sums: dict[str, _Sums] = {}
-                watcher = self._compare(record, pass_sums, sums, done, on_progress, on_modules)
-                try:
-                    output, seconds = run_candidate(self.model, batch, self.compute, watcher, cancelled)
-                    break
-                except RunsOtherwise:
-                    continue
+            progress = partial(self._tell_progress, on_progress, done)
+            comparer = _Comparer(record, sums, progress, on_modules)
+            ran = self._candidate(passes, index, batch, comparer)
             done += record.calls
-            candidate_seconds += seconds
-            name, candidate = main_output(output)
+            candidate_seconds += ran.seconds
+            reused = reused or ran.reused
+            name, candidate = main_output(ran.output)
             if name != record.output_name or candidate.shape != record.output.shape:
                 raise NoForward(
                     f"the candidate's output ({name}, {tuple(candidate.shape)}) is not the reference's "
@@ -119,7 +127,7 @@ class DriftMeter:
             if comparison is None:
                 comparison = OutputComparison(_is_distribution(name, candidate))
             comparison.add(record.output, candidate, batch.next_tokens)
-            for module, found in pass_sums.items():
+            for module, found in comparer.found.items():
                 _merge(sums.setdefault(module, _Sums()), found)
             on_modules(_readings(sums))
         if comparison is None:
@@ -135,14 +143,34 @@ class DriftMeter:
             _readings(sums),
             sum(self._seconds.values()),
             candidate_seconds,
+            reused,
             tuple(notices),
         )
+
+    def _candidate(self, passes: Passes, index: int, batch: Batch, comparer: _Comparer) -> Candidate:
+        """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
+        earlier = self._traces.pop(index, None)
+        kept = sum(record.nbytes for record in self._records.values()) + sum(
+            trace.nbytes for trace in self._traces.values()
+        )
+        while True:
+            try:
+                ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None)
+                break
+            except RunsOtherwise:
+                comparer.found.clear()
+        if self.reuse and ran.trace.calls:
+            self._traces[index] = ran.trace
+        return ran
+
+    def _tell_progress(self, on_progress: OnProgress, before: int, calls: int) -> None:
+        on_progress("candidate", before + calls, self._total_calls())
 
     def _total_calls(self) -> int | None:
         """Module calls of one pass over all inputs, once every batch was run."""
         return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
 
-    def _reference(self, index: int, batch: Batch, on_progress: OnProgress, cancelled: Callable[[], bool]) -> _Record:
+    def _reference(self, passes: Passes, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
         """Run the reference on one batch and keep what it gave if that fits the budget."""
         room = self.budget - sum(record.nbytes for record in self._records.values())
         before = sum(calls for known, calls in self._calls.items() if known < index)
@@ -151,7 +179,7 @@ class DriftMeter:
                 max(room, self.budget // 4), lambda done: on_progress("reference", before + done, self._total_calls())
             )
             try:
-                output, seconds = run_reference(self.model, batch, watcher, cancelled)
+                output, seconds = passes.reference(batch, watcher)
                 break
             except RunsOtherwise:
                 continue
@@ -162,37 +190,49 @@ class DriftMeter:
             self._records[index] = record
         return record
 
-    def _compare(
-        self,
-        record: _Record,
-        pass_sums: dict[str, _Sums],
-        sums: dict[str, _Sums],
-        done_before: int,
-        on_progress: OnProgress,
-        on_modules: OnModules,
-    ) -> Watcher:
-        """A watcher that compares each module's output with the record as it comes."""
-        told = time.perf_counter()
-        calls = 0
-        last: tuple[torch.Tensor, int, torch.Tensor, _Sums] | None = None
 
-        def watch(module: str, call: int, output: torch.Tensor) -> None:
-            nonlocal told, calls, last
-            calls += 1
-            kept = record.modules.get((module, call))
-            if kept is not None:
-                # A parent often returns its last child's very tensor: it is compared once for both.
-                again = last is not None and last[0] is output and last[1] == output._version and last[2] is kept[0]
-                found = last[3] if again and last is not None else _compared(kept[0], kept[1], output)
-                last = (output, output._version, kept[0], found)
-                _merge(pass_sums.setdefault(module, _Sums()), found)
-            now = time.perf_counter()
-            if now - told >= _TELL_EVERY_S:
-                told = now
-                on_progress("candidate", done_before + calls, self._total_calls())
-                on_modules(_readings(sums | {name: _merged(sums.get(name), new) for name, new in pass_sums.items()}))
+class _Comparer:
+    """Compares each module's output with the record as it comes; `found` has one pass's sums by module."""
 
-        return watch
+    def __init__(
+        self, record: _Record, before: dict[str, _Sums], on_progress: Callable[[int], None], on_modules: OnModules
+    ) -> None:
+        self.found: dict[str, _Sums] = {}
+        self._record = record
+        self._before = before
+        self._on_progress = on_progress
+        self._on_modules = on_modules
+        self._calls = 0
+        self._told = time.perf_counter()
+        self._last: tuple[torch.Tensor, int, torch.Tensor, _Sums] | None = None
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> _Sums | None:
+        kept = self._record.modules.get((module, call))
+        if kept is None:
+            self._tell()
+            return None
+        last = self._last
+        # A parent often returns its last child's very tensor: it is compared once for both.
+        again = last is not None and last[0] is output and last[1] == output._version and last[2] is kept[0]
+        sums = last[3] if again and last is not None else _compared(kept[0], kept[1], output)
+        self._last = (output, output._version, kept[0], sums)
+        self.replay(module, sums)
+        return sums
+
+    def replay(self, module: str, reading: _Sums | None) -> None:
+        """Add one call's sums to its module's."""
+        if reading is not None:
+            _merge(self.found.setdefault(module, _Sums()), reading)
+        self._tell()
+
+    def _tell(self) -> None:
+        self._calls += 1
+        now = time.perf_counter()
+        if now - self._told >= _TELL_EVERY_S:
+            self._told = now
+            self._on_progress(self._calls)
+            both = {name: _merged(self._before.get(name), new) for name, new in self.found.items()}
+            self._on_modules(_readings(self._before | both))
 
 
 class _Recorder:
@@ -206,6 +246,9 @@ class _Recorder:
         self._on_progress = on_progress
         self._told = time.perf_counter()
         self._last: tuple[torch.Tensor, int, tuple[torch.Tensor, float]] | None = None
+
+    def replay(self, module: str, reading: object) -> None:
+        raise AssertionError("nothing stands in for the reference")
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1

@@ -111,6 +111,7 @@ class MixedDtypes(TorchFunctionMode):
         self.device = device
         self.record = record
         self.module = ""
+        self.acted = False
 
     def __torch_function__(
         self,
@@ -146,6 +147,7 @@ class MixedDtypes(TorchFunctionMode):
                 casts[id(tensor)] = tensor.to(target)
                 if self.record is not None:
                     self._note(name, tensor, target)
+        self.acted = self.acted or bool(casts)
         return _call(func, name, *_replaced(args, kwargs, casts), self)
 
     def _kept(self, tensor: object) -> Weight | None:
@@ -214,6 +216,8 @@ class Widened(TorchFunctionMode):
         self.weights = weights
         self.device = device
         self.module = ""
+        self.finished = 0
+        self.first_use: dict[int, int] = {}
 
     def __torch_function__(
         self,
@@ -257,7 +261,10 @@ class Widened(TorchFunctionMode):
 
     def _weight(self, tensor: object) -> Weight | None:
         weight = self.weights.get(id(tensor))
-        return weight if weight is not None and weight.info.castable else None
+        if weight is None or not weight.info.castable:
+            return None
+        self.first_use.setdefault(id(tensor), self.finished)
+        return weight
 
     def _values(self, weight: Weight) -> torch.Tensor:
         return weight.original.to(self.device, _reference_dtype(weight))
@@ -329,6 +336,30 @@ def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype
     target = first.dtype if first.dtype.is_floating_point and first.dtype.itemsize > 1 else compute
     floats = [tensor for tensor in _tensors(args, {}) if tensor.is_floating_point() and tensor.dtype != target]
     return _replaced(args, {}, {id(tensor): tensor.to(target) for tensor in floats})[0]
+
+
+class FirstUses(TorchFunctionMode):
+    """Changes nothing: notes for every weight how many module calls had finished when it was first looked at."""
+
+    def __init__(self, weights: Mapping[int, Weight]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.module = ""
+        self.finished = 0
+        self.first_use: dict[int, int] = {}
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Arguments = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        for tensor in _tensors(args, kwargs):
+            if id(tensor) in self.weights:
+                self.first_use.setdefault(id(tensor), self.finished)
+        return func(*args, **kwargs)
 
 
 def _reference_dtype(weight: Weight) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""One forward pass of a live model, watched module by module, and stopped between two of them."""
+"""Forward passes of a live model, watched module by module, and stopped between two of them."""
 
 from __future__ import annotations
 
@@ -6,66 +6,295 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from .errors import Cancelled, NoForward, UserError
-from .execution import MixedDtypes, Widened, recurrent_arguments
+from .execution import FirstUses, MixedDtypes, Widened, recurrent_arguments
 from .inputs import Batch
 from .model.live import LiveModel
+from .reuse import Trace, copied, finished
 from .storage import dtype_name
-
-Watcher = Callable[[str, int, torch.Tensor], None]
-"""Hears every module's output as the pass goes by: its name, the number of the call from 0, its first float tensor."""
-
-
-def run_candidate(
-    model: LiveModel, batch: Batch, compute: torch.dtype, watcher: Watcher, cancelled: Callable[[], bool]
-) -> tuple[Any, float]:
-    """Run the model as it is cast now. Returns its output and the seconds it took, those of the watcher left out.
-
-    Where every weight has the same computed dtype the module runs plainly, with no mode in between. Raises
-    NoForward, KernelError, Cancelled, and `RunsOtherwise` when plain running fails where the four rules may help.
-    """
-    batch = batch.on(model.device)
-    uniform = model.uniform_dtype()
-    if uniform is not None and uniform not in model.needs_rules:
-        try:
-            return _run(model, batch, None, watcher, cancelled)
-        except (Cancelled, UserError):
-            raise
-        except Exception:
-            model.needs_rules.add(uniform)
-            raise RunsOtherwise from None
-    return _run(model, batch, MixedDtypes(model.by_id, compute, model.device), watcher, cancelled)
 
 
 class RunsOtherwise(Exception):
     """A plain run failed half-way: forget what the watcher heard and run once more, now under the rules."""
 
 
-def run_reference(model: LiveModel, batch: Batch, watcher: Watcher, cancelled: Callable[[], bool]) -> tuple[Any, float]:
-    """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
+class Watcher(Protocol):
+    """Hears every module's output as the pass goes by."""
 
-    A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second
-    set of weights. Raises as `run_candidate` does.
-    """
-    stored = {weight.info.dtype for weight in model.weights.values() if weight.info.castable}
-    floats = torch.float64 if stored == {"float64"} else torch.float32
-    batch = batch.on(model.device, floats)
-    in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
-    if stored <= {"float32"} and in_place and "reference" not in model.needs_rules:
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
+        """`call` counts that module's calls from 0, `output` is its first float tensor. What it returns is its reading."""
+
+    def replay(self, module: str, reading: Any) -> None:
+        """A call that an earlier pass's output stood in for, with the reading of that pass."""
+
+
+class Passes:
+    """Runs a live model, watched and stoppable between two modules. Its hooks are on the modules while it is open."""
+
+    def __init__(self, model: LiveModel, compute: torch.dtype, cancelled: Callable[[], bool]) -> None:
+        self.model = model
+        self.compute = compute
+        self.cancelled = cancelled
+        self.first_use: dict[str, int] = {}
+        self._handles: list[Any] = []
+        self._pass: _Pass | None = None
+
+    def __enter__(self) -> Passes:
+        for name, module in self.model.module.named_modules():
+            if name:
+                self._handles.append(module.register_forward_pre_hook(self._before(name)))
+                self._handles.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def candidate(self, batch: Batch, watcher: Watcher, room: int, earlier: Trace | None = None) -> Candidate:
+        """Run the model as it is cast now; outputs of `earlier` stand in for what is the same. Keeps up to `room` bytes
+        of outputs in the trace that it returns.
+
+        Where every weight has one computed dtype the module runs plainly, with no mode in between. The first time it
+        runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may stand in
+        for those of a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RunsOtherwise`
+        when plain running fails where the four rules may help.
+        """
+        model = self.model
+        batch = batch.on(model.device)
+        uniform = model.uniform_dtype()
+        rules = MixedDtypes(model.by_id, self.compute, model.device)
+        dtypes = {name: weight.dtype for name, weight in model.weights.items()}
+        if uniform is None or uniform in model.needs_rules:
+            return self._candidate(batch, rules, watcher, Trace(dtypes, "rules", room), earlier, None)
+        if uniform in model.rules_idle:
+            return self._candidate(batch, None, watcher, Trace(dtypes, "rules", room), earlier, uniform)
+        ran = self._candidate(batch, None, watcher, Trace(dtypes, f"plain {uniform}", room), earlier, uniform)
+        if uniform not in model.rules_busy and not ran.reused:
+            under_rules, _ = self._run(batch, rules, _Deaf(), None, {})
+            same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
+            (model.rules_idle if same else model.rules_busy).add(uniform)
+            ran.trace.kind = "rules" if same else ran.trace.kind
+        return ran
+
+    def _candidate(
+        self,
+        batch: Batch,
+        mode: MixedDtypes | None,
+        watcher: Watcher,
+        trace: Trace,
+        earlier: Trace | None,
+        uniform: torch.dtype | None,
+    ) -> Candidate:
+        stand_ins: dict[tuple[str, int], int] = {}
+        if earlier is not None and earlier.kind == trace.kind:
+            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use))
         try:
-            with _originals(model):
-                return _run(model, batch, None, watcher, cancelled)
+            output, seconds = self._run(batch, mode, watcher, trace, stand_ins, earlier)
         except (Cancelled, UserError):
             raise
         except Exception:
-            model.needs_rules.add("reference")
+            if mode is not None:
+                raise
+            self.model.needs_rules.add(uniform)
             raise RunsOtherwise from None
-    return _run(model, batch, Widened(model.by_id, model.device), watcher, cancelled)
+        return Candidate(output, seconds, trace, bool(stand_ins))
+
+    def reference(self, batch: Batch, watcher: Watcher) -> tuple[Any, float]:
+        """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
+
+        A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second
+        set of weights. Notes when each weight is first used. Raises as `candidate` does.
+        """
+        model = self.model
+        stored = {weight.info.dtype for weight in model.weights.values() if weight.info.castable}
+        floats = torch.float64 if stored == {"float64"} else torch.float32
+        batch = batch.on(model.device, floats)
+        in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
+        if stored <= {"float32"} and in_place and "reference" not in model.needs_rules:
+            try:
+                with _originals(model):
+                    ran = self._run(batch, None, watcher, None, {})
+                    if not self.first_use:
+                        # A pass of its own: torch takes other paths when any mode is there.
+                        self._run(batch, FirstUses(model.by_id), _Deaf(), None, {})
+                    return ran
+            except (Cancelled, UserError):
+                raise
+            except Exception:
+                model.needs_rules.add("reference")
+                raise RunsOtherwise from None
+        return self._run(batch, Widened(model.by_id, model.device), watcher, None, {})
+
+    def _run(
+        self,
+        batch: Batch,
+        mode: MixedDtypes | Widened | FirstUses | None,
+        watcher: Watcher,
+        trace: Trace | None,
+        stand_ins: dict[tuple[str, int], int],
+        earlier: Trace | None = None,
+    ) -> tuple[Any, float]:
+        model = self.model
+        run = self._pass = _Pass(mode, watcher, trace, stand_ins, earlier)
+        started = time.perf_counter()
+        try:
+            with torch.no_grad(), _standing_in(model.module, run), mode if mode is not None else nullcontext():
+                output = model.module(*batch.args, **batch.kwargs)
+        except (Cancelled, UserError):
+            raise
+        except torch.OutOfMemoryError as error:
+            reason = str(error).split(". ")[0]
+            raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
+        except Exception as error:
+            if mode is None or isinstance(mode, FirstUses):
+                raise
+            raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
+        finally:
+            self._pass = None
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        if isinstance(mode, (Widened, FirstUses)):
+            for key, finished_before in mode.first_use.items():
+                name = model.by_id[key].info.name
+                self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
+        return output, time.perf_counter() - started - run.aside
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any) -> Any:
+            run = self._pass
+            if run is None:
+                return None
+            if self.cancelled():
+                raise Cancelled
+            run.inside.append(name)
+            run.began.append(run.finished)
+            mode = run.mode
+            if mode is None:
+                return None
+            mode.module = name
+            if isinstance(mode, MixedDtypes) and isinstance(module, nn.RNNBase):
+                return recurrent_arguments(module, args, mode.compute)
+            return None
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            run = self._pass
+            if run is None:
+                return
+            started = time.perf_counter()
+            with torch._C.DisableTorchFunction():
+                run.finish(name, output)
+            run.aside += time.perf_counter() - started
+
+        return hook
+
+
+@dataclass(slots=True)
+class Candidate:
+    """What a candidate's pass gave; `reused` when outputs of an earlier pass stood in, which makes it quicker than it is."""
+
+    output: Any
+    seconds: float
+    trace: Trace
+    reused: bool
+
+
+class _Deaf:
+    """A watcher that does not listen."""
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        return None
+
+    def replay(self, module: str, reading: Any) -> None:
+        return None
+
+
+class _Pass:
+    """The state of one forward pass while it is under way."""
+
+    def __init__(
+        self,
+        mode: MixedDtypes | Widened | FirstUses | None,
+        watcher: Watcher,
+        trace: Trace | None,
+        stand_ins: dict[tuple[str, int], int],
+        earlier: Trace | None,
+    ) -> None:
+        self.mode = mode
+        self.watcher = watcher
+        self.trace = trace
+        self.stand_ins = stand_ins
+        self.earlier = earlier
+        self.calls: Counter[str] = Counter()
+        self.inside: list[str] = []
+        self.began: list[int] = []
+        self.finished = 0
+        self.aside = 0.0
+
+    def finish(self, name: str, output: Any) -> None:
+        """A module has returned, or an earlier output has stood in for it."""
+        self.inside.pop()
+        began = self.began.pop()
+        call = self.calls[name]
+        place = self.stand_ins.get((name, call))
+        if place is not None and self.earlier is not None:
+            # Everything that had finished inside it counts as finished again, with the readings it had.
+            for same in self.earlier.calls[self.earlier.calls[place].began_after : place + 1]:
+                self.watcher.replay(same.module, same.reading)
+                self.calls[same.module] += 1
+                self.finished += 1
+                if self.trace is not None:
+                    self.trace.add(same)
+        else:
+            tensor = first_tensor(output)
+            reading = self.watcher(name, call, tensor) if tensor is not None else None
+            self.calls[name] += 1
+            self.finished += 1
+            if self.trace is not None:
+                self.trace.add(finished(name, call, began, output, reading))
+        if self.mode is not None:
+            self.mode.module = self.inside[-1] if self.inside else ""
+            if not isinstance(self.mode, MixedDtypes):
+                self.mode.finished = self.finished
+
+
+@contextmanager
+def _standing_in(module: nn.Module, run: _Pass) -> Iterator[None]:
+    """Let stored outputs answer for the calls that have a stand-in."""
+    names = {name for name, _ in run.stand_ins}
+    patched: list[tuple[nn.Module, Any]] = []
+    try:
+        for name in names:
+            child = module.get_submodule(name)
+            patched.append((child, child.__dict__.get("forward")))
+            child.forward = _answering(run, name, child.forward)
+        yield
+    finally:
+        for child, own in patched:
+            if own is None:
+                del child.forward
+            else:
+                child.forward = own
+
+
+def _answering(run: _Pass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        place = run.stand_ins.get((name, run.calls[name]))
+        if place is None or run.earlier is None:
+            return forward(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return copied(run.earlier.calls[place].output)
+
+    return answer
 
 
 @contextmanager
@@ -80,74 +309,6 @@ def _originals(model: LiveModel) -> Iterator[None]:
     finally:
         for weight, data in zip(changed, cast, strict=True):
             weight.tensor.data = data
-
-
-def _run(
-    model: LiveModel,
-    batch: Batch,
-    mode: MixedDtypes | Widened | None,
-    watcher: Watcher,
-    cancelled: Callable[[], bool],
-) -> tuple[Any, float]:
-    calls: Counter[str] = Counter()
-    inside: list[str] = []
-    aside = 0.0
-
-    def before(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any) -> Any:
-            if cancelled():
-                raise Cancelled
-            inside.append(name)
-            if mode is None:
-                return None
-            mode.module = name
-            if isinstance(mode, MixedDtypes) and isinstance(module, nn.RNNBase):
-                return recurrent_arguments(module, args, mode.compute)
-            return None
-
-        return hook
-
-    def after(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            nonlocal aside
-            inside.pop()
-            if mode is not None:
-                mode.module = inside[-1] if inside else ""
-            tensor = first_tensor(output)
-            if tensor is not None:
-                started = time.perf_counter()
-                with torch._C.DisableTorchFunction():
-                    watcher(name, calls[name], tensor)
-                aside += time.perf_counter() - started
-            calls[name] += 1
-
-        return hook
-
-    handles = []
-    for name, module in model.module.named_modules():
-        if name:
-            handles.append(module.register_forward_pre_hook(before(name)))
-            handles.append(module.register_forward_hook(after(name)))
-    started = time.perf_counter()
-    try:
-        with torch.no_grad(), mode if mode is not None else nullcontext():
-            output = model.module(*batch.args, **batch.kwargs)
-    except (Cancelled, UserError):
-        raise
-    except torch.OutOfMemoryError as error:
-        raise NoForward(
-            f"{_where(inside)}: not enough memory on {model.device} ({str(error).split('. ')[0]})"
-        ) from error
-    except Exception as error:
-        if mode is None:
-            raise
-        raise NoForward(f"the forward pass failed in {_where(inside)}: {_one_line(error)}") from error
-    finally:
-        for handle in handles:
-            handle.remove()
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)
-    return output, time.perf_counter() - started - aside
 
 
 def _where(inside: list[str]) -> str:

@@ -77,6 +77,11 @@ class LiveModel:
     notices: tuple[str, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
     needs_rules: set[object] = field(default_factory=set)
+    """Dtypes in which plain torch fails on this model ("reference": the reference does)."""
+    rules_idle: set[object] = field(default_factory=set)
+    """Dtypes in which, everywhere, the rules have nothing to do: a plain run is the same."""
+    rules_busy: set[object] = field(default_factory=set)
+    """Dtypes in which the rules differ from plain torch on this model."""
 
     @classmethod
     def wrap(cls, module: nn.Module, title: str, device: torch.device, **rest: Any) -> LiveModel:

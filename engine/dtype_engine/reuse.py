@@ -1,0 +1,127 @@
+"""Unchanged prefixes are not run twice.
+
+A trace is the ordered list of a pass's finished module calls with what they returned. When a later recipe changes
+only weights that were first used after the n-th call had finished, those n calls would return the very same again: their
+stored outputs stand in for them, and only the outermost of them need to be called at all.
+
+Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
+pass, and such a call stands in for nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(slots=True)
+class FinishedCall:
+    """One call of a module: how many calls had finished when it began, what it returned, and what was read off it."""
+
+    module: str
+    call: int
+    began_after: int
+    output: Any
+    reading: Any
+    versions: tuple[tuple[torch.Tensor, int], ...] = ()
+
+    @property
+    def usable(self) -> bool:
+        """Whether the output is made of tensors only, and still what it was."""
+        return self.output is not _OPAQUE and all(tensor._version == version for tensor, version in self.versions)
+
+
+_OPAQUE = object()
+
+
+def finished(module: str, call: int, began_after: int, output: Any, reading: Any) -> FinishedCall:
+    """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't stand in."""
+    tensors: list[torch.Tensor] = []
+    if not _tensors_of(output, tensors):
+        return FinishedCall(module, call, began_after, _OPAQUE, reading)
+    # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
+    kept = _rebuilt(output, lambda tensor: tensor)
+    return FinishedCall(module, call, began_after, kept, reading, tuple((t, t._version) for t in tensors))
+
+
+@dataclass(slots=True)
+class Trace:
+    """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
+
+    Keeps at most `room` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty.
+    """
+
+    dtypes: Mapping[str, str]
+    kind: str
+    room: int
+    calls: list[FinishedCall] = field(default_factory=list)
+    nbytes: int = 0
+    _storages: set[int] = field(default_factory=set)
+
+    def add(self, call: FinishedCall) -> None:
+        """Append a finished call."""
+        if self.room < 0:
+            return
+        for tensor, _ in call.versions:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in self._storages:
+                self._storages.add(storage.data_ptr())
+                self.nbytes += storage.nbytes()
+        self.calls.append(call)
+        if self.nbytes > self.room:
+            self.room, self.nbytes = -1, 0
+            self.calls.clear()
+            self._storages.clear()
+
+    def prefix(self, dtypes: Mapping[str, str], first_use: Mapping[str, int]) -> int:
+        """How many calls return the same under other dtypes: those that finished before any changed weight was used."""
+        changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
+        return min((first_use.get(name, 0) for name in changed), default=0)
+
+    def stand_ins(self, prefix: int) -> dict[tuple[str, int], int]:
+        """The outermost of the first `prefix` calls by (module, call): their places. A call that can't stand in is left
+        to run, and those inside it stand in for themselves."""
+        places: dict[tuple[str, int], int] = {}
+        place = prefix - 1
+        while place >= 0:
+            call = self.calls[place]
+            if call.usable:
+                places[call.module, call.call] = place
+                place = call.began_after - 1
+            else:
+                place -= 1
+        return places
+
+
+def copied(output: Any) -> Any:
+    """An output with tensors of its own, so that what is written to them later does not reach the stored ones."""
+    return _rebuilt(output, torch.Tensor.clone)
+
+
+def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """An output in containers of its own, with `change` of every tensor in it."""
+    if isinstance(output, torch.Tensor):
+        return change(output)
+    if isinstance(output, dict):
+        made = output.copy()
+        for key, value in output.items():
+            made[key] = _rebuilt(value, change)
+        return made
+    if type(output) in (tuple, list):
+        return type(output)(_rebuilt(value, change) for value in output)
+    return output
+
+
+def _tensors_of(output: Any, found: list[torch.Tensor]) -> bool:
+    """Collect the tensors of an output; False when there is anything else in it than tensors and plain values."""
+    if isinstance(output, torch.Tensor):
+        found.append(output)
+        return True
+    if isinstance(output, dict):
+        return all(_tensors_of(value, found) for value in output.values())
+    if type(output) in (tuple, list):
+        return all(_tensors_of(value, found) for value in output)
+    return output is None or isinstance(output, (bool, int, float, str))

@@ -1,0 +1,142 @@
+"""What stands in for an unchanged prefix is, bit for bit, what running it would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.drift import DriftMeter
+from dtype_engine.metrics import OutputComparison
+
+
+def meter(session: Any, reuse: bool) -> DriftMeter:
+    return DriftMeter(session.model, session.inputs, reuse=reuse)
+
+
+@pytest.fixture
+def compared(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Every candidate output that was compared with a reference."""
+    outputs: list[torch.Tensor] = []
+    add = OutputComparison.add
+
+    def noting(self: OutputComparison, reference: torch.Tensor, candidate: torch.Tensor, labels: Any = None) -> None:
+        outputs.append(candidate.clone())
+        add(self, reference, candidate, labels)
+
+    monkeypatch.setattr(OutputComparison, "add", noting)
+    return outputs
+
+
+def steps(session: Any) -> list[Recipe]:
+    """Casts of ever earlier weights, back and forth, uniform and mixed."""
+    weights = [name for name, tensor in session.tree.tensors.items() if tensor.castable and tensor.persistent]
+    late, middle, early = weights[-1], weights[len(weights) * 2 // 3], weights[0]
+    return [
+        Recipe(),
+        Recipe((Rule(late, "bfloat16"),)),
+        Recipe((Rule(late, "bfloat16"), Rule(middle, "float16"))),
+        Recipe((Rule(middle, "float16"),)),
+        Recipe((Rule(middle, "float8_e4m3fn"), Rule(late, "float64"))),
+        Recipe((Rule("*", "bfloat16"),)),
+        Recipe((Rule("*", "bfloat16"), Rule(late, "float32"))),
+        Recipe((Rule("*", "bfloat16"), Rule(early, "float32"))),
+        Recipe((Rule("*", "bfloat16"),)),
+        Recipe(),
+    ]
+
+
+@pytest.mark.parametrize("name", zoo.ZOO)
+def test_measuring_with_stand_ins_is_measuring_in_full(name: str, compared: list[torch.Tensor]) -> None:
+    module, inputs = zoo.make(name)
+    session = de.open(module, inputs=inputs)
+    quick = meter(session, reuse=True)
+    for recipe in steps(session):
+        session.apply(recipe)
+        with_stand_ins = quick.measure()
+        in_full = meter(session, reuse=False).measure()
+        assert torch.equal(compared[-2], compared[-1])
+        assert with_stand_ins.output == in_full.output
+        assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}
+
+
+class Counting(nn.Linear):
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Counting.runs += 1
+        return super().forward(x)
+
+
+def test_only_what_follows_the_change_is_run() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(*(nn.Sequential(Counting(8, 8), nn.ReLU()) for _ in range(10)))
+    session = de.open(module, inputs=(torch.randn(2, 8),))
+    session.drift()
+    session.cast("9.0", "bfloat16")
+    Counting.runs = 0
+    session.drift()
+    assert Counting.runs == 1
+    session.cast("5.0", "bfloat16")
+    Counting.runs = 0
+    session.drift()
+    assert Counting.runs == 5
+
+
+class Reads(nn.Module):
+    """Looks at a later module's weight before that module is called, as T5 and CLIP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.middle(x.to(self.last.weight.dtype))
+        return self.last(x)
+
+
+def test_a_weight_counts_as_used_when_it_is_first_looked_at() -> None:
+    module = Reads()
+    session = de.open(module, inputs=(torch.randn(2, 8),))
+    session.drift()
+    session.cast("last", "float16")
+    assert session.drift().output == meter(session, reuse=False).measure().output
+
+
+class WritesLater(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        hidden += 1
+        return self.last(hidden)
+
+
+def test_an_output_that_is_written_to_later_stands_in_for_nothing() -> None:
+    session = de.open(WritesLater(), inputs=(torch.randn(2, 8),))
+    session.drift()
+    session.cast("last", "bfloat16")
+    quick = session.drift().output
+    assert quick == meter(session, reuse=False).measure().output
+
+
+def test_nothing_is_left_on_the_modules() -> None:
+    module, inputs = zoo.make("llama")
+    session = de.open(module, inputs=inputs)
+    session.drift()
+    session.cast("lm_head", "bfloat16")
+    session.drift()
+    for child in module.modules():
+        assert "forward" not in child.__dict__
+        assert not child._forward_hooks
+        assert not child._forward_pre_hooks
