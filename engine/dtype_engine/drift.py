@@ -281,7 +281,7 @@ def _compared(reference: torch.Tensor, energy: float, candidate: torch.Tensor) -
     if candidate.shape != reference.shape:
         # Experts see other tokens when the routing changes: there is nothing to compare element by element.
         return _Sums(comparable=False)
-    delta = candidate.detach() - reference
+    delta = candidate.detach().to(reference.dtype, copy=True).sub_(reference)
     noise = _energy(delta)
     nonfinite = 0
     if not math.isfinite(noise):

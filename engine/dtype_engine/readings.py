@@ -101,10 +101,14 @@ class MemoryReading:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Wall time of the forward passes over all inputs."""
+    """Wall time of the forward passes over all inputs, what is done for the comparison left out.
+
+    `reused` says that the candidate's unchanged beginning was not run again, so its time is not that of a whole pass.
+    """
 
     reference: float | None = None
     candidate: float | None = None
+    reused: bool = False
 
 
 @dataclass(frozen=True, slots=True)

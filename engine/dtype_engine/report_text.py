@@ -124,7 +124,10 @@ def drift_text(report: DriftReport) -> str:
         f"resident {human_bytes(memory.resident_bytes or 0)}; process peak {human_bytes(memory.peak_rss_bytes or 0)}"
     )
     if report.seconds.reference is not None and report.seconds.candidate is not None:
-        lines.append(f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}")
+        partly = " (only what changed was run)" if report.seconds.reused else ""
+        lines.append(
+            f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
+        )
     worst = sorted(
         (
             module

@@ -142,7 +142,7 @@ class Session:
             output=found.output,
             modules=found.modules,
             memory=self.memory(),
-            seconds=Seconds(found.reference_seconds, found.candidate_seconds),
+            seconds=Seconds(found.reference_seconds, found.candidate_seconds, found.reused),
             notices=(*self.model.notices, *found.notices),
         )
 

@@ -13,6 +13,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dtype_engine.drift import DriftMeter
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "terminal"))
 
@@ -123,29 +127,62 @@ def casting(folder: Path) -> list[Row]:
 
 
 def measuring(folder: Path) -> list[Row]:
-    """What a measurement costs beside a plain forward pass in the same dtype."""
+    """What a measurement costs beside a plain forward pass in the same dtype, and after a cast late in the model."""
     import torch
 
     import dtype_engine as de
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.drift import DriftMeter
 
     session = de.open(str(folder))
-    session.drift()  # the reference is kept from here on
     batches = session.inputs.batches if session.inputs is not None else ()
+    rows = []
 
     def plain() -> None:
         with torch.no_grad():
             for batch in batches:
                 session.model.module(*batch.args, **batch.kwargs)
 
-    ratios = []
-    plain()
-    for _ in range(5):
-        started = time.perf_counter()
+    for dtype in ("float32", "bfloat16"):
+        session.apply(Recipe((Rule("*", dtype),)))
+        meter = DriftMeter(session.model, session.inputs)  # type: ignore[arg-type]
+        meter.measure()
+        meter.measure()
+        ratios = []
         plain()
+        for _ in range(7):
+            started = time.perf_counter()
+            plain()
+            middle = time.perf_counter()
+            meter.measure()
+            ratios.append((time.perf_counter() - middle) / (middle - started))
+        rows.append(
+            Row(f"measuring drift, all in {dtype} / a plain forward pass", statistics.median(ratios), "x", 1.15)
+        )
+
+    session.apply(Recipe())
+    meter = DriftMeter(session.model, session.inputs)  # type: ignore[arg-type]
+    meter.measure()
+    full, late = [], []
+    for number in range(7):
+        # Another dtype each time, so that there is always something to measure.
+        session.apply(Recipe((Rule("model.layers.{18..23}", ("float32", "float16")[number % 2]),)))
+        started = time.perf_counter()
+        meter.measure()
         middle = time.perf_counter()
-        session.drift()
-        ratios.append((time.perf_counter() - middle) / (middle - started))
-    return [Row("measuring drift in one dtype / a plain forward pass", statistics.median(ratios), "x", 1.15)]
+        DriftMeter.measure(meter_without_reuse(meter))
+        late.append(middle - started)
+        full.append(time.perf_counter() - middle)
+    ratio = statistics.median(a / b for a, b in zip(late, full, strict=True))
+    rows.append(Row("measuring after a cast at 3/4 of the depth / measuring in full", ratio, "x", 0.4))
+    return rows
+
+
+def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
+    """The same meter, reference outputs and all, that runs every candidate in full."""
+    import dataclasses
+
+    return dataclasses.replace(meter, reuse=False, _traces={})
 
 
 def screen(folder: Path) -> list[Row]:

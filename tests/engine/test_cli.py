@@ -45,7 +45,7 @@ def test_the_object_has_the_promised_entries(capsys: pytest.CaptureFixture[str])
     } <= found["output"].keys()  # fmt: skip
     assert found["modules"][0].keys() >= {"name", "sqnr_db", "max_abs", "nonfinite"}
     assert found["memory"].keys() >= {"stored_bytes", "planned_bytes", "resident_bytes", "peak_rss_bytes"}
-    assert found["seconds"].keys() == {"reference", "candidate"}
+    assert found["seconds"].keys() >= {"reference", "candidate"}
     assert found["rules"] == ["*.mlp=bfloat16"]
 
 

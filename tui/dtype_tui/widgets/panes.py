@@ -109,7 +109,9 @@ class DriftPane(Pane):
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
         grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
         if report.seconds.reference is not None and report.seconds.candidate is not None:
-            grid.add_row("time", f"{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)")
+            partly = "the changed part: " if report.seconds.reused else ""
+            words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
+            grid.add_row("time", words)
         worst = worst_modules(self.experiment, 3)
         if worst:
             text = Text()
