@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -21,6 +21,9 @@ from .options import Options
 from .readings import as_json
 from .recipe import Recipe, Rule, make_plan, require_matches
 from .tree import Tree
+
+if TYPE_CHECKING:
+    from .model.source import Source
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -92,7 +95,7 @@ def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None,
 
         tree = load(source, Options(device="cpu")).tree
     recipe = read_rules(casts, recipe_file)
-    _require_header_matches(tree, recipe)
+    refuse_unmatched(source, tree, recipe, Options(device="cpu"))
     plan = make_plan(tree, recipe)
     totals = tree.totals(plan.dtypes)
     tensors = [
@@ -153,7 +156,7 @@ def drift(
     source = locate(model)
     checkpoint = source.open()
     if checkpoint is not None:
-        _require_header_matches(checkpoint.tree(), recipe)
+        refuse_unmatched(source, checkpoint.tree(), recipe, options)
     from .session import open_session
 
     session = open_session(source, options, say=_say)
@@ -183,13 +186,21 @@ def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     return recipe
 
 
-def _require_header_matches(tree: Tree, recipe: Recipe) -> None:
-    """Refuse rules that take nothing as early as the headers tell: before torch is imported.
+def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:
+    """Raise UserError for a rule that takes nothing, before any weight is loaded.
 
-    Rules by class wait until classes are known, and so do rules that may mean names which loading changes.
+    The headers' names mostly tell at once. Where they do not match, the architecture itself is asked, which imports torch:
+    it also has tied names and packed experts that the files do not have.
     """
-    if tree.has_classes:
+    try:
         require_matches(tree, recipe)
+    except UserError:
+        from .model.load import expected_tree
+
+        expected = expected_tree(source, options)
+        if expected is None:
+            raise
+        require_matches(expected, recipe)
 
 
 def compute_dtype(name: str) -> str:

@@ -59,6 +59,12 @@ def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:
     assert terminal.exit_status() == 0
 
 
+def test_a_name_that_only_the_live_model_has_is_no_mistake(opened: Opener) -> None:
+    terminal = opened("--cast", "lm_head=bf16")
+    terminal.wait_for("ready")
+    terminal.wait_for(r"1 lm_head → bf16  1")
+
+
 def test_a_python_file(opened: Opener) -> None:
     terminal = opened(f"{TINYNET}:TinyNet", "--cast", "*=float16")
     terminal.wait_for(r"mean \|Δ\| +2\.0458e-04")

@@ -9,10 +9,18 @@ from pathlib import Path
 
 import click
 
-from dtype_engine.cli import cast_options, compute_dtype, model_argument, read_rules, run, run_options, with_options
+from dtype_engine.cli import (
+    cast_options,
+    compute_dtype,
+    model_argument,
+    read_rules,
+    refuse_unmatched,
+    run,
+    run_options,
+    with_options,
+)
 from dtype_engine.errors import UserError
 from dtype_engine.options import Options
-from dtype_engine.recipe import require_matches
 from dtype_engine.text import read_text
 
 
@@ -42,8 +50,6 @@ def command(
     source = locate(model)
     checkpoint = source.open()
     tree = checkpoint.tree() if checkpoint is not None else None
-    if tree is not None:
-        require_matches(tree, recipe)
     for text in texts:
         read_text(text)
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
@@ -53,6 +59,8 @@ def command(
     options = Options(
         device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
     )
+    if tree is not None:
+        refuse_unmatched(source, tree, recipe, options)
     from dtype_engine.worker import Worker
 
     from .app import DtypeApp

@@ -92,7 +92,7 @@ class LiveModel:
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             _move(module, device)
-        infos, found = _inventory(module)
+        infos, found = inventory(module)
         weights = {
             info.name: Weight(
                 info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype
@@ -170,7 +170,7 @@ class LiveModel:
         return torch_dtype(only)
 
 
-def _inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
+def inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
     """Every distinct tensor of a module in its own order, with every name it goes by."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}

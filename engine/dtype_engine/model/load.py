@@ -27,7 +27,8 @@ from ..checkpoint import Checkpoint, CheckpointTensor
 from ..errors import NoForward, UserError
 from ..options import Options
 from ..storage import dtype_name, torch_dtype
-from .live import LiveModel
+from ..tree import Tree
+from .live import LiveModel, inventory
 from .source import Source
 
 Say = Callable[[str], None]
@@ -101,6 +102,29 @@ def _from_checkpoint(
         )
     say("taking stock of the weights")
     return LiveModel.wrap(module, source.title, device, files=checkpoint.files, folder=folder, notices=tuple(notices))
+
+
+def expected_tree(source: Source, options: Options) -> Tree | None:
+    """The tree that a checkpoint's architecture will have once loaded, without its weights; None where that is not known.
+
+    It may have names that the files do not: tied heads, experts that loading packs into one tensor, module classes.
+    """
+    checkpoint = source.open()
+    if checkpoint is None or checkpoint.config is None or checkpoint.path.is_file():
+        return None
+    with _quiet():
+        import transformers
+
+        try:
+            config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
+            model_class = _architecture(transformers, checkpoint, checkpoint.path, options)
+            make = getattr(model_class, "from_config", None) or model_class
+            with torch.device("meta"):
+                module = make(config)
+        except Exception:
+            return None
+    infos, _ = inventory(module)
+    return Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
 
 
 def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path, options: Options) -> Any:
