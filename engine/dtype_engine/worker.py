@@ -80,6 +80,11 @@ class Worker:
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_CLOSE_WAIT_S)
 
+    @property
+    def alive(self) -> bool:
+        """Whether the thread still runs: after `close`, because an import or a kernel does not look up."""
+        return self._thread.is_alive()
+
     def _work(self) -> None:
         self._busy.set()
         try:

@@ -4,7 +4,9 @@ thread.
 
 from __future__ import annotations
 
+import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import click
@@ -20,6 +22,7 @@ from dtype_engine.cli import (
     with_options,
 )
 from dtype_engine.errors import UserError
+from dtype_engine.events import Event
 from dtype_engine.options import Options
 from dtype_engine.text import read_text
 
@@ -65,9 +68,18 @@ def command(
 
     from .app import DtypeApp
 
-    app = DtypeApp(source.title, tree, lambda emit: Worker(source, options, emit))
+    workers: list[Worker] = []
+
+    def start_worker(emit: Callable[[Event], None]) -> Worker:
+        workers.append(Worker(source, options, emit))
+        return workers[0]
+
+    app = DtypeApp(source.title, tree, start_worker)
     app.start_with(recipe)
     app.run()
+    if any(worker.alive for worker in workers):
+        # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
+        os._exit(app.return_code or 0)
 
 
 def main() -> None:
