@@ -24,6 +24,7 @@ from .tree import Tree
 
 if TYPE_CHECKING:
     from .model.source import Source
+    from .session import Session
 
 BAD_INPUT, INTERRUPTED = 2, 130
 
@@ -147,21 +148,10 @@ def drift(
     as_object: bool,
 ) -> None:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
-    from .model.source import locate
-
-    recipe = read_rules(casts, recipe_file)
     options = Options(
         device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
     )
-    source = locate(model)
-    checkpoint = source.open()
-    if checkpoint is not None:
-        refuse_unmatched(source, checkpoint.tree(), recipe, options)
-    from .session import open_session
-
-    session = open_session(source, options, say=_say)
-    require_matches(session.tree, recipe)
-    session.apply(recipe)
+    session = _opened(model, read_rules(casts, recipe_file), options)
     report = session.drift(on_progress=_say_progress)
     _say("")
     if as_object:
@@ -172,6 +162,53 @@ def drift(
     click.echo(drift_text(report))
     for notice in report.notices:
         click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@with_options(run_options)
+@json_option
+def flow(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    device: str,
+    prompts: tuple[str, ...],
+    texts: tuple[Path, ...],
+    compute: str,
+    trust_remote_code: bool,
+    as_object: bool,
+) -> None:
+    """Every implicit cast of one forward pass: module, operation, from, to, elements."""
+    options = Options(
+        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
+    )
+    session = _opened(model, read_rules(casts, recipe_file), options)
+    found = session.flow()
+    if as_object:
+        rules = [str(rule) for rule in session.recipe.rules]
+        print_json({"model": session.model.title, "rules": rules, "casts": as_json(found)})
+        return
+    from .report_text import flow_text
+
+    click.echo(flow_text(found))
+
+
+def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
+    """A session with a recipe in force whose rules all take something."""
+    from .model.source import locate
+
+    source = locate(model)
+    checkpoint = source.open()
+    if checkpoint is not None:
+        refuse_unmatched(source, checkpoint.tree(), recipe, options)
+    from .session import open_session
+
+    session = open_session(source, options, say=_say)
+    require_matches(session.tree, recipe)
+    session.apply(recipe)
+    return session
 
 
 def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:

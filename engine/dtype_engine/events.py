@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+from .readings import CastNotes, DriftReport, FlowCast, MemoryReading, ModuleDrift
 from .recipe import Recipe
 from .tree import Tree
 
@@ -86,6 +86,14 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class Flowed:
+    """The implicit casts of one forward pass, as asked for."""
+
+    recipe: Recipe
+    casts: tuple[FlowCast, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -123,6 +131,7 @@ Event = (
     | Measuring
     | ModulesMeasured
     | Measured
+    | Flowed
     | Failed
     | Stopped
     | Memory

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from .errors import Cancelled, NoForward, UserError
-from .execution import FirstUses, MixedDtypes, Widened, recurrent_arguments
+from .execution import FirstUses, ImplicitCast, MixedDtypes, Widened, recurrent_arguments
 from .inputs import Batch
 from .model.live import LiveModel
 from .reuse import Trace, copied, finished
@@ -105,6 +105,13 @@ class Passes:
             self.model.needs_rules.add(uniform)
             raise RunsOtherwise from None
         return Candidate(output, seconds, trace, bool(stand_ins))
+
+    def flow(self, batch: Batch) -> list[ImplicitCast]:
+        """Run the model as it is cast now under the four rules; every implicit cast, in order. Raises as `candidate` does."""
+        casts: list[ImplicitCast] = []
+        rules = MixedDtypes(self.model.by_id, self.compute, self.model.device, casts.append)
+        self._run(batch.on(self.model.device), rules, _Deaf(), None, {})
+        return casts
 
     def reference(self, batch: Batch, watcher: Watcher) -> tuple[Any, float]:
         """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.

@@ -66,6 +66,23 @@ class ModuleDrift:
 
 
 @dataclass(frozen=True, slots=True)
+class FlowCast:
+    """Implicit casts of one forward pass: in `module`, `operation` was given `source` and computed in `target`.
+
+    `elements` over all `count` of them. `torch_raises`: plain torch refuses this operation with mixed dtypes, so code that
+    runs without this program's rules fails here.
+    """
+
+    module: str
+    operation: str
+    source: str
+    target: str
+    elements: int
+    count: int
+    torch_raises: bool
+
+
+@dataclass(frozen=True, slots=True)
 class CastNotes:
     """What a cast did to the values of one tensor, besides rounding them. Counts of elements."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from . import dtypes
-from .readings import DriftReport
+from .readings import DriftReport, FlowCast
 from .recipe import Plan
 from .text import printable
 from .tree import Totals, Tree
@@ -158,3 +159,28 @@ def decibels(value: float | None) -> str:
 def with_error(value: float, error: float | None) -> str:
     """`1.69e-07 ± 2.1e-08`."""
     return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")
+
+
+def flow_text(casts: Sequence[FlowCast]) -> str:
+    """Implicit casts as a table, those to float64 first."""
+    if not casts:
+        return "no implicit casts: every operation was given one dtype"
+    rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]
+    for cast in casts:
+        change = f"{dtypes.badge(cast.source)} → {dtypes.badge(cast.target)}"
+        name = printable(cast.module, 200) or "the model"
+        rows.append(
+            (
+                name,
+                cast.operation,
+                change,
+                f"{cast.elements:,}",
+                str(cast.count),
+                "raises" if cast.torch_raises else "promotes",
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(6)]
+    return "\n".join(
+        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}}  {e:>{widths[4]}}  {f}"
+        for a, b, c, d, e, f in rows
+    )

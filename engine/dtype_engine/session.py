@@ -13,13 +13,14 @@ from torch import nn
 from . import memory
 from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, UserError
-from .forward import reference_name
+from .flow import summed
+from .forward import Passes, reference_name
 from .inputs import Inputs, from_values, make_inputs
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
 from .options import Options
-from .readings import CastNotes, DriftReport, MemoryReading, Seconds
+from .readings import CastNotes, DriftReport, FlowCast, MemoryReading, Seconds
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .storage import torch_dtype
 from .tree import Tree
@@ -145,6 +146,13 @@ class Session:
             seconds=Seconds(found.reference_seconds, found.candidate_seconds, found.reused),
             notices=(*self.model.notices, *found.notices),
         )
+
+    def flow(self, cancelled: Cancelled = _never) -> tuple[FlowCast, ...]:
+        """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
+        if self.inputs is None:
+            raise NoForward(self.no_forward or "the model can't be run")
+        with Passes(self.model, torch_dtype(self.options.compute), cancelled) as passes:
+            return summed(passes.flow(self.inputs.batches[0]))
 
     def memory(self) -> MemoryReading:
         """Memory now; `peak_rss_bytes` since the last measurement began."""

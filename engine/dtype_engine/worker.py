@@ -39,6 +39,8 @@ class Worker:
         self._changed = threading.Condition()
         self._recipe = Recipe()
         self._waiting = True
+        self._flow = False
+        self._measure = True
         self._closed = False
         self._stop_now = threading.Event()
         self._stopped_by_user = False
@@ -62,10 +64,16 @@ class Worker:
         """Measure the recipe in force once more."""
         self.set_recipe(self._recipe)
 
+    def flow(self) -> None:
+        """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
+        with self._changed:
+            self._flow = True
+            self._changed.notify_all()
+
     def cancel(self) -> None:
         """Stop what is under way; the recipe stays, with the casts made so far completed at the next command."""
         with self._changed:
-            self._waiting = False
+            self._waiting = self._flow = False
             self._stopped_by_user = True
             self._stop_now.set()
 
@@ -98,7 +106,7 @@ class Worker:
             if recipe is None:
                 break
             self._busy.set()
-            self._apply_and_measure(self._session, recipe)
+            self._guarded(recipe, self._apply_and_measure if self._measure else self._tell_flow, self._session)
         self._busy.clear()
         self._emit(events.Idle())
 
@@ -124,35 +132,44 @@ class Worker:
     def _next(self) -> Recipe | None:
         """Wait for a command; the recipe to go for, or None to end."""
         with self._changed:
-            if not self._waiting and not self._closed:
+            if not self._waiting and not self._flow and not self._closed:
                 self._busy.clear()
                 self._emit(events.Idle())
-            while not self._waiting and not self._closed:
+            while not self._waiting and not self._flow and not self._closed:
                 self._changed.wait()
-            self._waiting = False
+            self._measure, self._waiting = self._waiting, False
             self._stopped_by_user = False
             self._stop_now.clear()
             return None if self._closed else self._recipe
 
+    def _tell_flow(self, session: Session, recipe: Recipe) -> None:
+        self._flow = False
+        session.apply(recipe, cancelled=self._stop_now.is_set)
+        self._emit(events.Flowed(recipe, session.flow(self._stop_now.is_set)))
+
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
-        try:
-            told = _Throttle()
-            session.apply(
-                recipe,
-                on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
+        told = _Throttle()
+        session.apply(
+            recipe,
+            on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
+            cancelled=cancelled,
+        )
+        self._emit(events.Memory(recipe, session.memory()))
+        self._emit(events.CastDone(recipe, session.lost_values(cancelled)))
+        if session.no_forward is None:
+            report = session.drift(
+                on_progress=lambda run, done, total: self._emit(events.Measuring(recipe, run, done, total)),
+                on_modules=lambda modules: self._emit(events.ModulesMeasured(recipe, modules)),
                 cancelled=cancelled,
             )
-            self._emit(events.Memory(recipe, session.memory()))
-            self._emit(events.CastDone(recipe, session.lost_values(cancelled)))
-            if session.no_forward is None:
-                report = session.drift(
-                    on_progress=lambda run, done, total: self._emit(events.Measuring(recipe, run, done, total)),
-                    on_modules=lambda modules: self._emit(events.ModulesMeasured(recipe, modules)),
-                    cancelled=cancelled,
-                )
-                self._emit(events.Measured(recipe, report))
-            self._emit(events.Memory(recipe, session.memory()))
+            self._emit(events.Measured(recipe, report))
+        self._emit(events.Memory(recipe, session.memory()))
+
+    def _guarded(self, recipe: Recipe, run: Callable[[Session, Recipe], None], session: Session) -> None:
+        """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""
+        try:
+            run(session, recipe)
         except Cancelled:
             if self._stopped_by_user:
                 self._emit(events.Stopped(recipe))

@@ -30,6 +30,9 @@ class NotingEngine:
     def measure(self) -> None:
         self.commands.append("measure")
 
+    def flow(self) -> None:
+        self.commands.append("flow")
+
     def cancel(self) -> None:
         self.commands.append("cancel")
 

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine import dtypes, events
-from dtype_engine.readings import MemoryReading, ModuleDrift
+from dtype_engine.readings import FlowCast, MemoryReading, ModuleDrift
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.tree import TensorInfo, Tree
 from dtype_tui.app import DIGITS, DtypeApp
@@ -476,3 +476,17 @@ def test_every_binding_has_its_action() -> None:
             name = binding.action.partition("(")[0]
             holder, _, name = name.rpartition(".")
             assert hasattr(DtypeApp if holder == "app" else owner, f"action_{name}"), binding
+
+
+async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("f")
+        assert engine(app).commands[-1] == "flow"
+        cast = FlowCast("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
+        await say(app, pilot, ready(app), events.Flowed(app.experiment.recipe, (cast,)))
+        text = screen(app)
+        for words in ("model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises"):
+            assert words in text
+        await pilot.press("escape")
+        await say(app, pilot, events.Flowed(Recipe((Rule("*", "float64"),)), (cast,)))
+        assert not isinstance(app.screen, Overlay), "that was another recipe's"

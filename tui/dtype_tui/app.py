@@ -23,7 +23,7 @@ from dtype_engine.tree import Tree
 
 from .cells import bar
 from .experiment import Experiment
-from .screens import details, help_screen
+from .screens import details, flow_screen, help_screen
 from .widgets.module_tree import ModuleTree
 from .widgets.panes import SidePanes, worst_modules
 from .widgets.prompts import CastPrompt, FilterPrompt
@@ -45,6 +45,7 @@ class Engine(Protocol):
     def start(self) -> None: ...
     def set_recipe(self, recipe: Recipe) -> None: ...
     def measure(self) -> None: ...
+    def flow(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
 
@@ -63,6 +64,7 @@ class DtypeApp(App[None]):
         Binding("ctrl+r", "redo", "Redo"),
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("m", "measure", "Measure again"),
+        Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("w", "worst", "Go to the module that drifts most"),
         Binding("slash", "filter", "Filter by name"),
         Binding("n", "match(1)", "Next match", show=False),
@@ -219,6 +221,8 @@ class DtypeApp(App[None]):
         elif isinstance(event, events.Measured):
             experiment.report = event.report
             experiment.modules = {reading.name: reading for reading in event.report.modules}
+        elif isinstance(event, events.Flowed):
+            self.push_screen(flow_screen(event.casts))
         elif isinstance(event, events.Failed):
             experiment.failure, experiment.failed_module = event.message, event.module
             self._say(event.message, "error")
@@ -321,6 +325,12 @@ class DtypeApp(App[None]):
         self.experiment.report, self.experiment.modules = None, {}
         self.engine.measure()
         self._show_all()
+
+    def action_flow(self) -> None:
+        if self.experiment.no_forward:
+            self._say(self.experiment.no_forward, "warning")
+        else:
+            self.engine.flow()
 
     def action_stop(self) -> None:
         if self.tree_view.filter_text:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 from rich.table import Table
@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
+from dtype_engine.readings import FlowCast
 from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text
 from dtype_engine.text import printable
 
@@ -124,3 +125,24 @@ def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words
     for title, text in words:
         grid.add_row(Text(title, style="bold"), text)
     return Overlay("Help", grid)
+
+
+def flow_screen(casts: Sequence[FlowCast]) -> Overlay:
+    """The implicit casts of one forward pass, those to float64 first."""
+    if not casts:
+        return Overlay("Dtype flow", Text("No implicit casts: every operation was given one dtype."))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    for _ in range(2):
+        grid.add_column(no_wrap=True)
+    for _ in range(2):
+        grid.add_column(no_wrap=True, justify="right")
+    grid.add_column(no_wrap=True)
+    grid.add_row("module", "operation", "from → to", "elements", "times", "plain torch", style="dim")
+    for cast in casts:
+        change = Text(f"{dtypes.badge(cast.source)} → ")
+        change.append(dtypes.badge(cast.target), style="bold" if cast.target == "float64" else "")
+        raises = Text("raises", style="bold") if cast.torch_raises else Text("promotes", style="dim")
+        name = printable(cast.module, 500) or "the model"
+        grid.add_row(name, cast.operation, change, human_count(cast.elements), str(cast.count), raises)
+    return Overlay("Dtype flow of one forward pass", grid)
