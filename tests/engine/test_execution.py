@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -12,34 +11,15 @@ from torch import nn
 from torch.nn import functional
 
 import dtype_engine as de
-from dtype_engine import Recipe, Rule
 from dtype_engine.errors import KernelError
 from dtype_engine.execution import ImplicitCast, MixedDtypes
 from dtype_engine.forward import main_output
 from dtype_engine.model.live import LiveModel
 
-PALETTES = {
-    "bf16": ["bfloat16"],
-    "fp16": ["float16"],
-    "fp32+bf16": ["float32", "bfloat16"],
-    "all computed": ["float64", "float32", "bfloat16", "float16"],
-    "fp32+bf16+fp8": ["float32", "bfloat16", "float8_e4m3fn"],
-}
 DEVICES = [
     "cpu",
     pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")),
 ]
-
-
-def random_recipe(session: Any, palette: list[str], seed: int) -> Recipe:
-    chooser = random.Random(seed)
-    return Recipe(
-        tuple(
-            Rule(name, chooser.choice(palette))
-            for name, tensor in session.tree.tensors.items()
-            if tensor.castable and tensor.persistent
-        )
-    )
 
 
 def call(module: nn.Module, inputs: Any) -> torch.Tensor:
@@ -52,9 +32,9 @@ def call(module: nn.Module, inputs: Any) -> torch.Tensor:
 def test_every_architecture_runs_in_any_mix(name: str, device: str) -> None:
     module, inputs = zoo.make(name)
     session = de.open(module.to(device), inputs=inputs)
-    for palette in PALETTES.values():
-        for seed in range(4 if len(palette) > 1 else 1):
-            session.apply(random_recipe(session, palette, seed))
+    for palette in zoo.PALETTES.values():
+        for seed in range(zoo.RECIPES if len(palette) > 1 else 1):
+            session.apply(zoo.random_recipe(session, palette, seed))
             output = session.drift().output
             assert output.nonfinite == 0
             assert output.sqnr_db > 15, "the result is near the reference"

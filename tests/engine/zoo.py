@@ -1,10 +1,12 @@
 """Small randomly initialised models of many architectures: what the execution tests run on.
 
 Each entry makes a module in float32 and inputs for it, from real transformers configurations or plain torch.
+`python tests/engine/zoo.py` prints how all of them fare in all palettes.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,8 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+
+from dtype_engine import Recipe, Rule
 
 VOCABULARY = 64
 
@@ -274,3 +278,54 @@ def make(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     module, inputs = ZOO[name].make()
     return module.eval(), inputs
+
+
+PALETTES = {
+    "bf16": ["bfloat16"],
+    "fp16": ["float16"],
+    "fp32+bf16": ["float32", "bfloat16"],
+    "all computed": ["float64", "float32", "bfloat16", "float16"],
+    "fp32+bf16+fp8": ["float32", "bfloat16", "float8_e4m3fn"],
+}
+RECIPES = 4
+
+
+def random_recipe(session: Any, palette: list[str], seed: int) -> Recipe:
+    chooser = random.Random(seed)
+    return Recipe(
+        tuple(
+            Rule(name, chooser.choice(palette))
+            for name, tensor in session.tree.tensors.items()
+            if tensor.castable and tensor.persistent
+        )
+    )
+
+
+def main() -> None:
+    """Print architectures x palettes: the lowest SQNR over the recipes, or what went wrong."""
+    import dtype_engine as de
+
+    print(f"{'architecture':<20} {'family':<19}" + "".join(f"{name:>16}" for name in PALETTES) + "   dB")
+    finished = kernel_errors = other = 0
+    for name, entry in ZOO.items():
+        module, inputs = make(name)
+        session = de.open(module, inputs=inputs)
+        cells = []
+        for palette in PALETTES.values():
+            worst: list[float] = []
+            for seed in range(RECIPES if len(palette) > 1 else 1):
+                session.apply(random_recipe(session, palette, seed))
+                try:
+                    worst.append(session.drift().output.sqnr_db)
+                    finished += 1
+                except de.KernelError:
+                    kernel_errors += 1
+                except de.UserError:
+                    other += 1
+            cells.append(f"{min(worst):.1f}" if worst else "failed")
+        print(f"{name:<20} {entry.family:<19}" + "".join(f"{cell:>16}" for cell in cells))
+    print(f"{len(ZOO)} architectures: {finished} runs finished, {kernel_errors} kernel errors, {other} other failures")
+
+
+if __name__ == "__main__":
+    main()

@@ -75,6 +75,7 @@ def _from_checkpoint(
     with _quiet():
         import transformers
 
+        _silence_transformers()
         say("reading the configuration")
         model_class = _architecture(transformers, checkpoint, folder, options)
         say(f"loading {model_class.__name__}")
@@ -257,9 +258,11 @@ def _quiet() -> Iterator[None]:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         logging.getLogger("transformers").setLevel(logging.ERROR)
-        if "transformers" in sys.modules:
-            _silence_transformers()
-        yield
+        try:
+            yield
+        finally:
+            if "transformers" in sys.modules:  # whoever imported it
+                _silence_transformers()
 
 
 def _silence_transformers() -> None:
