@@ -133,9 +133,7 @@ def test_a_planted_nan_is_counted_where_it_arises() -> None:
     assert first.name == "transformer.h.1.mlp.c_fc"
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", "bert", "t5", "clip", "whisper", "mamba2", "mixtral", "torch_lstm", "resnet", "swin"]
-)
+@pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
     module, inputs = zoo.make(name)
     module.to(torch.bfloat16)
