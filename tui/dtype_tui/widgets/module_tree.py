@@ -60,7 +60,7 @@ class Columns:
 
 def columns_for(width: int) -> Columns:
     """What fits: the mix of dtypes is shortened first, then the parameters and the drift go."""
-    dtype = 24 if width >= 88 else 21 if width >= 76 else 13
+    dtype = 24 if width >= 76 else 13
     parameters = 8 if width >= 60 else 0
     size = 10
     drift = 12 if width >= 50 else 0
