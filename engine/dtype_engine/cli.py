@@ -140,18 +140,11 @@ def drift(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
-    device: str,
-    prompts: tuple[str, ...],
-    texts: tuple[Path, ...],
-    compute: str,
-    trust_remote_code: bool,
     as_object: bool,
+    **run_settings: Any,
 ) -> None:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
-    options = Options(
-        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
-    )
-    session = _opened(model, read_rules(casts, recipe_file), options)
+    session = _opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
     report = session.drift(on_progress=_say_progress)
     _say("")
     if as_object:
@@ -173,18 +166,11 @@ def flow(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
-    device: str,
-    prompts: tuple[str, ...],
-    texts: tuple[Path, ...],
-    compute: str,
-    trust_remote_code: bool,
     as_object: bool,
+    **run_settings: Any,
 ) -> None:
     """Every implicit cast of one forward pass: module, operation, from, to, elements."""
-    options = Options(
-        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
-    )
-    session = _opened(model, read_rules(casts, recipe_file), options)
+    session = _opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
     found = session.flow()
     if as_object:
         rules = [str(rule) for rule in session.recipe.rules]
@@ -240,12 +226,14 @@ def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Option
         require_matches(expected, recipe)
 
 
-def compute_dtype(name: str) -> str:
-    """The dtype named by --compute. Raises UserError."""
-    chosen = dtypes.parse_target(name)
+def options_from(
+    device: str, prompts: tuple[str, ...], texts: tuple[Path, ...], compute: str, trust_remote_code: bool
+) -> Options:
+    """What `run_options` gathered from the command line. Raises UserError."""
+    chosen = dtypes.parse_target(compute)
     if chosen not in dtypes.COMPUTED:
-        raise UserError(f"--compute {name}: choose one of {', '.join(dtypes.COMPUTED)}")
-    return chosen
+        raise UserError(f"--compute {compute}: choose one of {', '.join(dtypes.COMPUTED)}")
+    return Options(device=device, prompts=prompts, texts=texts, compute=chosen, trust_remote_code=trust_remote_code)
 
 
 def print_json(value: Any) -> None:

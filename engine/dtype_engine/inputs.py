@@ -94,10 +94,12 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
             "model that returns a dict or a tuple of tensors"
         )
     main = getattr(model.module, "main_input_name", "input_ids")
+    # CLIP and its kin name their token ids as the main input and can't run without a picture.
+    contrastive = hasattr(config, "vision_config") and hasattr(config, "projection_dim")
+    if main == "pixel_values" or (contrastive and "pixel_values" in _parameters(model.module)):
+        return _picture_inputs(model, config)
     if main == "input_ids":
         return _text_inputs(model, config, options)
-    if main == "pixel_values":
-        return _picture_inputs(model, config)
     raise NoForward(
         f"{model.title}: no inputs can be made for {main!r} yet; open it as file.py:Name with an example_inputs()"
     )

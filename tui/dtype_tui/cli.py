@@ -8,13 +8,14 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 
 from dtype_engine.cli import (
     cast_options,
-    compute_dtype,
     model_argument,
+    options_from,
     read_rules,
     refuse_unmatched,
     run,
@@ -23,7 +24,6 @@ from dtype_engine.cli import (
 )
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
-from dtype_engine.options import Options
 from dtype_engine.text import read_text
 
 
@@ -36,11 +36,7 @@ def command(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
-    device: str,
-    prompts: tuple[str, ...],
-    texts: tuple[Path, ...],
-    compute: str,
-    trust_remote_code: bool,
+    **run_settings: Any,
 ) -> None:
     """What happens if these layers are in another dtype?
 
@@ -53,15 +49,13 @@ def command(
     source = locate(model)
     checkpoint = source.open()
     tree = checkpoint.tree() if checkpoint is not None else None
-    for text in texts:
+    options = options_from(**run_settings)
+    for text in options.texts:
         read_text(text)
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
         raise UserError(
             "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
         )
-    options = Options(
-        device=device, prompts=prompts, texts=texts, compute=compute_dtype(compute), trust_remote_code=trust_remote_code
-    )
     if tree is not None:
         refuse_unmatched(source, tree, recipe, options)
     from dtype_engine.worker import Worker
