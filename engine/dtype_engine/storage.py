@@ -2,7 +2,8 @@
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is kept as q = round(w / s) with a float32 scale
 s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
-vector or scalar. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
+vector or scalar. A scale is never below float32's smallest normal value: smaller ones lose their bits, the smallest
+become zero. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from .readings import CastNotes
 
 _CHUNK = 1 << 22
 _IN_CACHE = 1 << 18
+_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -50,7 +52,7 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
         amax = (
             torch.nan_to_num(chunk, 0.0, 0.0, 0.0).abs().amax(dim=1) if chunk.shape[1] else chunk.new_zeros(len(chunk))
         )
-        scale = torch.where(amax > 0, amax / top, torch.ones_like(amax))
+        scale = torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
         scaled = (chunk / scale[:, None]).clamp_(-top, top)
         if dtype == "int8":
             scaled = torch.nan_to_num(scaled, 0.0).round_()
@@ -78,8 +80,8 @@ def lost_values(name: str, original: torch.Tensor, kept: torch.Tensor, dtype: st
 
     overflowed: finite values that became infinite; saturated: infinities clamped to the largest value of a
     storage-only dtype;
-    underflowed: values that became zero; nonfinite: those not finite in the original. Read in chunks that stay in
-    cache.
+    underflowed: finite values that became zero; nonfinite: those not finite in the original. Read in chunks that stay
+    in cache.
     """
     overflowed = saturated = underflowed = nonfinite = 0
     flat, cast = original.reshape(-1), kept.reshape(-1)
@@ -91,7 +93,8 @@ def lost_values(name: str, original: torch.Tensor, kept: torch.Tensor, dtype: st
         strange = before.numel() - int(finite_before.sum())
         if strange:
             nonfinite += strange
-            saturated += int((~finite_before & finite_after).sum())
+            saturated += int((torch.isinf(before) & finite_after).sum())
+            underflowed -= int((torch.isnan(before) & (after == 0)).sum())  # int8 has no NaN: it becomes 0
         overflowed += int((finite_before & ~finite_after).sum())
     if not (overflowed or saturated or underflowed or nonfinite):
         return None

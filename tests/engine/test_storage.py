@@ -1,14 +1,37 @@
+"""Scaled storage against straightforward code: one element, one row, one code at a time."""
+
 from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from dtype_engine import dtypes
+from dtype_engine import dtypes, storage
 from dtype_engine.storage import bring_back, convert, lost_values
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+
+def of_every_size(count: int) -> torch.Tensor:
+    """Values over the whole range of float32, with every special one among them."""
+    generator = torch.Generator().manual_seed(3)
+    exponents = torch.rand(count, generator=generator) * 83 - 45
+    values = torch.randn(count, generator=generator).sign() * (10 ** exponents.double()).float()
+    values[::7] = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 65520.0])[torch.arange(len(values[::7])) % 6]
+    return values
+
+
+def every_value(dtype: str) -> torch.Tensor:
+    """What all codes of a storage-only dtype stand for, in float64. int8 is used symmetrically: -128 is left out."""
+    codes = torch.arange(256, dtype=torch.uint8).view(getattr(torch, dtype)).double()
+    codes = codes[torch.isfinite(codes)]
+    return codes[codes >= -127] if dtype == "int8" else codes
 
 
 @STORAGE
@@ -21,6 +44,60 @@ def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ..
     rows = weight.reshape(shape[0], -1) if len(shape) > 1 else weight.reshape(1, -1)
     for row, found in zip(rows, scale, strict=True):
         assert found.item() == pytest.approx(row.abs().max().item() / dtypes.BY_NAME[dtype].max, rel=1e-6)
+
+
+@STORAGE
+@pytest.mark.parametrize("shape", [(6, 50), (5, 4, 3), (70,)])
+def test_every_element_gets_the_nearest_value_that_the_dtype_has(dtype: str, shape: tuple[int, ...]) -> None:
+    weight = normal(*shape)
+    kept, scale = convert(weight, dtype)
+    assert scale is not None
+    by_row = (
+        (weight.reshape(shape[0], -1), kept.reshape(shape[0], -1)) if len(shape) > 1 else (weight[None], kept[None])
+    )
+    for row, codes, step in zip(*by_row, scale.double(), strict=True):
+        errors = (every_value(dtype)[:, None] * step - row.double()).abs()
+        found = (codes.double() * step - row.double()).abs()
+        assert bool((found <= errors.min(0).values * (1 + 1e-5) + 1e-9 * step).all())
+
+
+@STORAGE
+@pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, target: torch.dtype) -> None:
+    kept, scale = convert(normal(4, 9), dtype)
+    assert scale is not None
+    by_hand = [
+        [np.float32(value) * np.float32(s) for value in row] for row, s in zip(kept.tolist(), scale, strict=True)
+    ]
+    back = bring_back(kept, scale, target)
+    assert back.dtype == target
+    assert torch.equal(back, torch.tensor(np.array(by_hand, dtype=np.float32)).to(target))
+
+
+@STORAGE
+def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = of_every_size(600).reshape(30, 20)
+    kept, scale = convert(weight, dtype)
+    lost = lost_values("w", weight, kept, dtype)
+    monkeypatch.setattr(storage, "_CHUNK", 70)
+    monkeypatch.setattr(storage, "_IN_CACHE", 70)
+    in_parts, scale_in_parts = convert(weight, dtype)
+    assert scale is not None
+    assert scale_in_parts is not None
+    assert torch.equal(in_parts.view(torch.uint8), kept.view(torch.uint8))
+    assert torch.equal(scale_in_parts, scale)
+    assert lost_values("w", weight, kept, dtype) == lost
+
+
+@STORAGE
+def test_channels_too_small_for_a_scale_of_their_own_do_not_become_nan(dtype: str) -> None:
+    weight = torch.tensor([[1e-44, 0.0, -1e-45], [1e-40, 5e-41, 0.0], [2e-38, 1e-38, 0.0], [0.0, 0.0, 0.0]])
+    kept, scale = convert(weight, dtype)
+    assert scale is not None
+    back = bring_back(kept, scale, torch.float32)
+    smallest = torch.finfo(torch.float32).tiny
+    assert bool(((back - weight).abs() <= smallest).all())
+    assert bool((back[weight == 0] == 0).all())
 
 
 @STORAGE
@@ -52,7 +129,21 @@ def test_zeros_and_infinities(dtype: str) -> None:
     assert (lost.saturated, lost.nonfinite) == (2, 2)
 
 
-def test_lost_values_against_counting_one_by_one() -> None:
+@pytest.mark.parametrize("dtype", dtypes.TARGETS)
+def test_lost_values_of_every_dtype_against_counting_one_by_one(dtype: str) -> None:
+    weight = of_every_size(400).reshape(8, 50)
+    kept, _ = convert(weight, dtype)
+    lost = lost_values("w", weight, kept, dtype)
+    pairs = list(zip(weight.ravel().tolist(), kept.double().ravel().tolist(), strict=True))
+    assert lost is not None
+    assert (lost.name, lost.dtype) == ("w", dtype)
+    assert lost.overflowed == sum(math.isfinite(a) and not math.isfinite(b) for a, b in pairs)
+    assert lost.underflowed == sum(math.isfinite(a) and a != 0 and b == 0 for a, b in pairs)
+    assert lost.saturated == sum(math.isinf(a) and math.isfinite(b) for a, b in pairs)
+    assert lost.nonfinite == sum(not math.isfinite(a) for a, _ in pairs)
+
+
+def test_lost_values_of_known_figures() -> None:
     weight = torch.tensor([1.0, 70000.0, -1e9, 1e-9, 0.0, math.nan, math.inf, 65504.0, 6e-8])
     half = weight.half()
     lost = lost_values("w", weight, half, "float16")
