@@ -11,14 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
 from . import dtypes
 from .errors import UserError
-from .options import Options
-from .readings import as_json
+from .options import Options, RunSettings
+from .readings import Generation, as_json
 from .recipe import Recipe, Rule, make_plan, require_matches
 from .tree import Tree
 
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 BAD_INPUT, INTERRUPTED = 2, 130
+_AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 model_argument = click.argument("model", required=False)
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
@@ -50,6 +51,14 @@ run_options = [
         default="float32",
         show_default=True,
         help="What storage-only weights compute in without an activation.",
+    ),
+    click.option("--autocast", metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
+    click.option(
+        "--float-inputs",
+        type=click.Choice(["given", "model"]),
+        default="given",
+        show_default=True,
+        help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
     ),
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
 ]
@@ -135,24 +144,35 @@ def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None,
 @model_argument
 @with_options(cast_options)
 @with_options(run_options)
+@click.option(
+    "--generate",
+    "tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also let both write N tokens, greedily, and show where they part.",
+)
 @json_option
 def drift(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
+    tokens: int | None,
     as_object: bool,
     **run_settings: Any,
 ) -> None:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
     session = _opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
     report = session.drift(on_progress=_say_progress)
+    texts = session.generate(tokens, lambda which, done, most: _say(f"{which}: {done} tokens")) if tokens else ()
     _say("")
     if as_object:
-        print_json(as_json(report))
+        print_json(as_json(report) | ({"generated": [_generation(text) for text in texts]} if tokens else {}))
         return
-    from .report_text import drift_text
+    from .report_text import drift_text, generation_text
 
     click.echo(drift_text(report))
+    for text in texts:
+        click.echo(generation_text(text))
     for notice in report.notices:
         click.echo(f"dtype-engine: note: {notice}", err=True)
 
@@ -179,6 +199,46 @@ def flow(
     from .report_text import flow_text
 
     click.echo(flow_text(found))
+
+
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@with_options(run_options)
+@click.option(
+    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
+)
+@json_option
+def speed(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    repeats: int,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
+    session = _opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    report = session.speed(lambda what, done, total: _say(f"timing {what}: {done} of {total}"), repeats=repeats)
+    _say("")
+    if as_object:
+        print_json(as_json(report))
+        return
+    from .report_text import speed_text
+
+    click.echo(speed_text(report))
+    for notice in report.notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+def _generation(text: Generation) -> dict[str, Any]:
+    """One generation as JSON: what was written, and the first token that differs (null when none does)."""
+    return {
+        "prompt": text.prompt,
+        "reference": as_json(text.reference) | {"text": text.reference.text},
+        "candidate": as_json(text.candidate) | {"text": text.candidate.text},
+        "first_difference": text.same_tokens if text.differs else None,
+    }
 
 
 def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
@@ -227,13 +287,28 @@ def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Option
 
 
 def options_from(
-    device: str, prompts: tuple[str, ...], texts: tuple[Path, ...], compute: str, trust_remote_code: bool
+    device: str,
+    prompts: tuple[str, ...],
+    texts: tuple[Path, ...],
+    compute: str,
+    autocast: str | None,
+    float_inputs: Literal["given", "model"],
+    trust_remote_code: bool,
 ) -> Options:
     """What `run_options` gathered from the command line. Raises UserError."""
     chosen = dtypes.parse_target(compute)
     if chosen not in dtypes.COMPUTED:
         raise UserError(f"--compute {compute}: choose one of {', '.join(dtypes.COMPUTED)}")
-    return Options(device=device, prompts=prompts, texts=texts, compute=chosen, trust_remote_code=trust_remote_code)
+    cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
+    if autocast is not None and cast is None:
+        raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
+    return Options(
+        device=device,
+        prompts=prompts,
+        texts=texts,
+        settings=RunSettings(chosen, cast, float_inputs),
+        trust_remote_code=trust_remote_code,
+    )
 
 
 def print_json(value: Any) -> None:

@@ -16,6 +16,7 @@ from .forward import Candidate, Passes, RunsOtherwise, main_output
 from .inputs import Batch, Inputs
 from .metrics import OutputComparison, sqnr_db
 from .model.live import LiveModel
+from .options import RunSettings
 from .readings import ModuleDrift, OutputDrift
 from .reuse import Trace
 
@@ -76,7 +77,7 @@ class DriftMeter:
 
     model: LiveModel
     inputs: Inputs
-    compute: torch.dtype = torch.float32
+    settings: RunSettings = field(default_factory=RunSettings)
     budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
     reuse: bool = True
     _first_use: dict[str, int] = field(default_factory=dict)
@@ -92,11 +93,11 @@ class DriftMeter:
         cancelled: Callable[[], bool] = lambda: False,
     ) -> Measurement:
         """Run what has to be run and compare. `on_progress` hears ("reference" | "candidate", module calls done,
-        of how many, None while unknown); `on_modules` the readings so far, at most ten times a second.
+        of how many, None while unknown); `on_modules` the readings that changed, at most ten times a second.
 
         Raises NoForward, KernelError, Cancelled.
         """
-        with Passes(self.model, self.compute, cancelled) as passes:
+        with Passes(self.model, self.settings, cancelled) as passes:
             passes.first_use = self._first_use
             return self._measure(passes, on_progress, on_modules)
 
@@ -203,6 +204,7 @@ class _Comparer:
         self._on_progress = on_progress
         self._on_modules = on_modules
         self._calls = 0
+        self._untold: set[str] = set()
         self._told = time.perf_counter()
         self._last: tuple[torch.Tensor, int, torch.Tensor, _Sums] | None = None
 
@@ -223,6 +225,7 @@ class _Comparer:
         """Add one call's sums to its module's."""
         if reading is not None:
             _merge(self.found.setdefault(module, _Sums()), reading)
+            self._untold.add(module)
         self._tell()
 
     def _tell(self) -> None:
@@ -231,8 +234,9 @@ class _Comparer:
         if now - self._told >= _TELL_EVERY_S:
             self._told = now
             self._on_progress(self._calls)
-            both = {name: _merged(self._before.get(name), new) for name, new in self.found.items()}
-            self._on_modules(_readings(self._before | both))
+            news = {name: _merged(self._before.get(name), self.found[name]) for name in self._untold}
+            self._untold.clear()
+            self._on_modules(_readings(news))
 
 
 class _Recorder:

@@ -1,11 +1,13 @@
 """The table of dtypes: their names everywhere, bits, range, and whether one can compute in them.
 
-Names are torch's. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types),
+Names are torch's; `@tensor` behind a storage-only one says that a whole tensor shares one scale, where otherwise
+every output channel has its own. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types),
 checked in the tests against `torch.finfo`. This module never imports torch.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
@@ -15,6 +17,9 @@ from .errors import UserError
 
 STORED = "stored"
 """In place of a dtype in a rule: leave the tensor as the checkpoint has it."""
+
+
+PER_TENSOR = "@tensor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,12 @@ class DType:
     max: float = 0.0
     tiny: float = 0.0
     storage_only: bool = False
+    one_scale: bool = False
+
+    @property
+    def torch_name(self) -> str:
+        """The name of torch's own dtype that the values are kept in."""
+        return self.name.removesuffix(PER_TENSOR)
 
 
 def _float(name: str, badge: str, safetensors: str, exponent: int, mantissa: int, top: float, tiny: float) -> DType:
@@ -62,12 +73,20 @@ _TABLE = (
     DType("complex128", "c128", 128, "complex", None),
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in _TABLE}
+PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
+
+_ONE_SCALE = tuple(
+    dataclasses.replace(dtype, name=dtype.name + PER_TENSOR, badge=dtype.badge + "@t", safetensors=None, one_scale=True)
+    for dtype in _TABLE
+    if dtype.name in PER_CHANNEL_SCALES
+)
+
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_ONE_SCALE)}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTED = ("float64", "float32", "bfloat16", "float16")
 """The dtypes a forward pass computes in, largest first."""
-STORAGE_ONLY = ("float8_e4m3fn", "float8_e5m2", "int8")
+STORAGE_ONLY = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _ONE_SCALE))
 """Kept with a scale and brought back to a computed dtype when used."""
 TARGETS = COMPUTED + STORAGE_ONLY
 """Everything a rule may cast to, besides `STORED`."""
@@ -78,6 +97,7 @@ _ALIASES = {
     "e4m3fn": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn", "float8_e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2",
     "fp8_e5m2": "float8_e5m2", "keep": STORED, "original": STORED,
 }  # fmt: skip
+_SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
 def info(name: str) -> DType:
@@ -96,12 +116,19 @@ def parse_target(text: str) -> str:
 
     Returns a name of `TARGETS`, or `STORED`. Raises UserError with the nearest name otherwise.
     """
-    word = text.strip().lower().removeprefix("torch.")
+    whole = text.strip().lower().removeprefix("torch.")
+    word, at, scale = whole.partition("@")
     names = (
         _ALIASES | {BY_NAME[name].badge: name for name in TARGETS} | {name: name for name in TARGETS} | {STORED: STORED}
     )
-    if word in names:
-        return names[word]
+    if at and word in names:
+        if names[word] not in PER_CHANNEL_SCALES or scale not in _SCALES:
+            raise UserError(
+                f"unknown dtype {text.strip()!r}: only {', '.join(PER_CHANNEL_SCALES)} have scales, @channel or @tensor"
+            )
+        return names[word] + _SCALES[scale]
+    if whole in names:
+        return names[whole]
     if word in BY_NAME:
         raise UserError(f"can't cast to {word}: weights may be {', '.join(TARGETS)}, or {STORED}")
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
@@ -109,12 +136,13 @@ def parse_target(text: str) -> str:
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
 
 
-def scale_count(shape: tuple[int, ...]) -> int:
-    """How many float32 scales a storage-only tensor of this shape carries.
+def scale_count(shape: tuple[int, ...], dtype: str) -> int:
+    """How many float32 scales a tensor of this shape carries in a storage-only dtype.
 
-    One per output channel (the first dimension) for matrices and above, one for a vector or scalar.
+    One per output channel (the first dimension) for matrices and above, one for a vector or scalar; one for all where
+    the dtype is `@tensor`.
     """
-    return shape[0] if len(shape) >= 2 else 1
+    return shape[0] if len(shape) >= 2 and not BY_NAME[dtype].one_scale else 1
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
@@ -122,5 +150,5 @@ def stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
     row = BY_NAME[dtype]
     size = math.prod(shape) * row.bits // 8
     if dtype in STORAGE_ONLY:
-        size += 4 * scale_count(shape)
+        size += 4 * scale_count(shape, dtype)
     return size

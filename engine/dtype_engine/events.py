@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .readings import CastNotes, DriftReport, FlowCast, MemoryReading, ModuleDrift
+from .readings import CastNotes, DriftReport, FlowCast, Generation, MemoryReading, ModuleDrift, SpeedReport
 from .recipe import Recipe
 from .tree import Tree
 
@@ -70,8 +70,19 @@ class Measuring:
 
 
 @dataclass(frozen=True, slots=True)
+class Working:
+    """Something else that takes time is under way: `what`, in a few words, and `done` of `total` steps of it."""
+
+    recipe: Recipe
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModulesMeasured:
-    """Drift of modules as the candidate's pass goes by, over the inputs so far; newer readings replace older ones."""
+    """Drift of some modules as the candidate's pass goes by, over the inputs so far. A module's newer reading replaces its
+    older one."""
 
     recipe: Recipe
     modules: tuple[ModuleDrift, ...]
@@ -91,6 +102,22 @@ class Flowed:
 
     recipe: Recipe
     casts: tuple[FlowCast, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Generated:
+    """What reference and candidate wrote, as asked for."""
+
+    recipe: Recipe
+    texts: tuple[Generation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """How long forward passes take, as asked for."""
+
+    recipe: Recipe
+    report: SpeedReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +158,10 @@ Event = (
     | Measuring
     | ModulesMeasured
     | Measured
+    | Working
     | Flowed
+    | Generated
+    | Timed
     | Failed
     | Stopped
     | Memory

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .errors import KernelError
 from .model.live import Weight
@@ -94,8 +95,9 @@ class MixedDtypes(TorchFunctionMode):
     """The four rules, for the weights as they are now.
 
     weights: by `id` of the tensor in the module. compute: where a storage-only weight meets no activation.
-    device: named in errors. record: hears every implicit cast, where given. `module` is kept current by the caller's
-    hooks.
+    device: named in errors. record: hears every implicit cast, where given. autocast: the caller has `torch.autocast` on,
+    whose own casts come first; the rules serve where torch would still refuse. `module` is kept current by the caller's
+    hooks, and `operation` is what torch is being called for.
     """
 
     def __init__(
@@ -104,13 +106,16 @@ class MixedDtypes(TorchFunctionMode):
         compute: torch.dtype,
         device: torch.device,
         record: Callable[[ImplicitCast], None] | None = None,
+        autocast: bool = False,
     ) -> None:
         super().__init__()
         self.weights = weights
         self.compute = compute
         self.device = device
         self.record = record
+        self.autocast = autocast
         self.module = ""
+        self.operation = ""
         self.acted = False
 
     def __torch_function__(
@@ -135,6 +140,31 @@ class MixedDtypes(TorchFunctionMode):
                 args, kwargs = _replaced(args, kwargs, {id(t): self._brought_back(t, self.compute) for t in stored})
             return func(*args, **kwargs)
         target = self._target(name, tensors, stored, kwargs)
+        if self.autocast:
+            back = {id(tensor): self._brought_back(tensor, target or self.compute) for tensor in stored}
+            self.acted = self.acted or bool(back)
+            self.operation = name if kwargs.get("dtype") is None else ""
+            with_values, named = _replaced(args, kwargs, back)
+            try:
+                return func(*with_values, **named)
+            except RuntimeError:  # autocast knows neither float64 nor recurrent layers on the CPU
+                self.operation = ""
+                with torch.autocast(self.device.type, enabled=False):
+                    return self._by_rules(func, name, tensors, stored, target, args, kwargs)
+            finally:
+                self.operation = ""
+        return self._by_rules(func, name, tensors, stored, target, args, kwargs)
+
+    def _by_rules(
+        self,
+        func: Any,
+        name: str,
+        tensors: list[torch.Tensor],
+        stored: list[torch.Tensor],
+        target: torch.dtype | None,
+        args: Arguments,
+        kwargs: dict[str, Any],
+    ) -> Any:
         if target is None and not stored:
             return _call(func, name, args, kwargs, self)
         casts: dict[int, torch.Tensor] = {}
@@ -203,6 +233,39 @@ class MixedDtypes(TorchFunctionMode):
                 self.module, name, dtype_name(tensor.dtype), dtype_name(target), tensor.numel(), name in _REFUSES_MIXED
             )
         )
+
+
+class AutocastCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
+
+    def __init__(self, rules: MixedDtypes) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rules = rules
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rules, target = self.rules, kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and rules.operation and rules.record is not None:
+            source = args[0]
+            if (
+                target is not None
+                and target != source.dtype
+                and source.is_floating_point()
+                and target.is_floating_point
+            ):
+                rules.record(
+                    ImplicitCast(
+                        rules.module,
+                        rules.operation,
+                        dtype_name(source.dtype),
+                        dtype_name(target),
+                        source.numel(),
+                        False,
+                    )
+                )
+        return func(*args, **kwargs)
 
 
 class Widened(TorchFunctionMode):

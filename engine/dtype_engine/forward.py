@@ -5,19 +5,23 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
 
+from . import dtypes
 from .errors import Cancelled, NoForward, UserError
-from .execution import FirstUses, ImplicitCast, MixedDtypes, Widened, recurrent_arguments
+from .execution import AutocastCasts, FirstUses, ImplicitCast, MixedDtypes, Widened, recurrent_arguments
 from .inputs import Batch
 from .model.live import LiveModel
+from .options import RunSettings
 from .reuse import Trace, copied, finished
-from .storage import dtype_name
+from .storage import dtype_name, torch_dtype
+
+Result = TypeVar("Result")
 
 
 class RunsOtherwise(Exception):
@@ -35,11 +39,19 @@ class Watcher(Protocol):
 
 
 class Passes:
-    """Runs a live model, watched and stoppable between two modules. Its hooks are on the modules while it is open."""
+    """Runs a live model, watched and stoppable between two modules. Its hooks are on the modules while it is open.
 
-    def __init__(self, model: LiveModel, compute: torch.dtype, cancelled: Callable[[], bool]) -> None:
+    watch: without it the only hook is the one that stops a pass; nothing is watched, and nothing costs time.
+    """
+
+    def __init__(
+        self, model: LiveModel, settings: RunSettings, cancelled: Callable[[], bool], watch: bool = True
+    ) -> None:
         self.model = model
-        self.compute = compute
+        self.settings = settings
+        self.compute = torch_dtype(settings.compute)
+        self.autocast = torch_dtype(settings.autocast) if settings.autocast else None
+        self.watch = watch
         self.cancelled = cancelled
         self.first_use: dict[str, int] = {}
         self._handles: list[Any] = []
@@ -47,15 +59,23 @@ class Passes:
 
     def __enter__(self) -> Passes:
         for name, module in self.model.module.named_modules():
-            if name:
+            if not name:
+                continue
+            if self.watch:
                 self._handles.append(module.register_forward_pre_hook(self._before(name)))
                 self._handles.append(module.register_forward_hook(self._after(name)))
+            else:
+                self._handles.append(module.register_forward_pre_hook(self._stop))
         return self
 
     def __exit__(self, *exception: object) -> None:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def plainly(self) -> Passes:
+        """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
+        return Passes(self.model, RunSettings(), self.cancelled, self.watch)
 
     def candidate(self, batch: Batch, watcher: Watcher, room: int, earlier: Trace | None = None) -> Candidate:
         """Run the model as it is cast now; outputs of `earlier` stand in for what is the same. Keeps up to `room` bytes
@@ -67,21 +87,39 @@ class Passes:
         when plain running fails where the four rules may help.
         """
         model = self.model
-        batch = batch.on(model.device)
+        batch = self.candidate_batch(batch)
         uniform = model.uniform_dtype()
-        rules = MixedDtypes(model.by_id, self.compute, model.device)
-        dtypes = {name: weight.dtype for name, weight in model.weights.items()}
-        if uniform is None or uniform in model.needs_rules:
-            return self._candidate(batch, rules, watcher, Trace(dtypes, "rules", room), earlier, None)
-        if uniform in model.rules_idle:
-            return self._candidate(batch, None, watcher, Trace(dtypes, "rules", room), earlier, uniform)
-        ran = self._candidate(batch, None, watcher, Trace(dtypes, f"plain {uniform}", room), earlier, uniform)
-        if uniform not in model.rules_busy and not ran.reused:
-            under_rules, _ = self._run(batch, rules, _Deaf(), None, {})
+        way = (uniform, self.settings)
+        rules = self._rules()
+        now = {name: weight.dtype for name, weight in model.weights.items()}
+        as_rules = f"rules, {self.settings}"
+        if uniform is None or way in model.needs_rules:
+            return self._candidate(batch, rules, watcher, Trace(now, as_rules, room), earlier)
+        if way in model.rules_idle:
+            return self._candidate(batch, None, watcher, Trace(now, as_rules, room), earlier)
+        as_plain = f"plain {uniform}, {self.settings}"
+        ran = self._candidate(batch, None, watcher, Trace(now, as_plain, room), earlier)
+        if way not in model.rules_busy and not ran.reused:
+            under_rules, _ = self._run(self._module_on(batch), rules, _Deaf(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
-            (model.rules_idle if same else model.rules_busy).add(uniform)
-            ran.trace.kind = "rules" if same else ran.trace.kind
+            (model.rules_idle if same else model.rules_busy).add(way)
+            ran.trace.kind = as_rules if same else as_plain
         return ran
+
+    def _rules(self, record: Callable[[ImplicitCast], None] | None = None) -> MixedDtypes:
+        return MixedDtypes(
+            self.model.by_id, self.compute, self.model.device, record, autocast=self.autocast is not None
+        )
+
+    def _input_dtype(self) -> torch.dtype | None:
+        """What floating inputs of the candidate are cast to; None to leave them as given."""
+        if self.settings.float_inputs == "given":
+            return None
+        first = next((weight.dtype for weight in self.model.weights.values() if weight.info.castable), "float32")
+        return torch_dtype(first) if first in dtypes.COMPUTED else self.compute
+
+    def _module_on(self, batch: Batch) -> Callable[[], Any]:
+        return lambda: self.model.module(*batch.args, **batch.kwargs)
 
     def _candidate(
         self,
@@ -90,27 +128,73 @@ class Passes:
         watcher: Watcher,
         trace: Trace,
         earlier: Trace | None,
-        uniform: torch.dtype | None,
     ) -> Candidate:
         stand_ins: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
             stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use))
         try:
-            output, seconds = self._run(batch, mode, watcher, trace, stand_ins, earlier)
+            output, seconds = self._run(
+                self._module_on(batch), mode, watcher, trace, stand_ins, earlier, autocast=self.autocast
+            )
         except (Cancelled, UserError):
             raise
         except Exception:
             if mode is not None:
                 raise
-            self.model.needs_rules.add(uniform)
+            self.model.needs_rules.add((self.model.uniform_dtype(), self.settings))
             raise RunsOtherwise from None
         return Candidate(output, seconds, trace, bool(stand_ins))
+
+    def as_cast(self, call: Callable[[], Result]) -> tuple[Result, float, bool]:
+        """Anything that calls the module, as it is cast now: the result, seconds, and whether it needed the rules.
+
+        Raises NoForward, KernelError, Cancelled.
+        """
+        way = (self.model.uniform_dtype(), self.settings)
+        if way[0] is not None and way not in self.model.needs_rules:
+            try:
+                return (*self._run(call, None, _Deaf(), None, {}, autocast=self.autocast), False)
+            except (Cancelled, UserError):
+                raise
+            except Exception:
+                self.model.needs_rules.add(way)
+        return (*self._run(call, self._rules(), _Deaf(), None, {}, autocast=self.autocast), True)
+
+    def as_reference(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """The same in the reference's way: the weights as stored, in float32. Raises as `as_cast` does."""
+        if self._plain_reference():
+            try:
+                with _originals(self.model):
+                    return self._run(call, None, _Deaf(), None, {})
+            except (Cancelled, UserError):
+                raise
+            except Exception:
+                self.model.needs_rules.add("reference")
+        return self._run(call, Widened(self.model.by_id, self.model.device), _Deaf(), None, {})
+
+    def candidate_batch(self, batch: Batch) -> Batch:
+        """A batch as the candidate gets it."""
+        return batch.on(self.model.device, self._input_dtype())
+
+    def reference_batch(self, batch: Batch) -> Batch:
+        """A batch as the reference gets it: floating inputs in float32 (float64 where the weights are stored in it)."""
+        return batch.on(self.model.device, torch.float64 if self._stored() == {"float64"} else torch.float32)
+
+    def _stored(self) -> set[str]:
+        return {weight.info.dtype for weight in self.model.weights.values() if weight.info.castable}
+
+    def _plain_reference(self) -> bool:
+        """Whether the reference is the stored tensors, run plainly."""
+        model = self.model
+        in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
+        return self._stored() <= {"float32"} and in_place and "reference" not in model.needs_rules
 
     def flow(self, batch: Batch) -> list[ImplicitCast]:
         """Run the model as it is cast now under the four rules; every implicit cast, in order. Raises as `candidate` does."""
         casts: list[ImplicitCast] = []
-        rules = MixedDtypes(self.model.by_id, self.compute, self.model.device, casts.append)
-        self._run(batch.on(self.model.device), rules, _Deaf(), None, {})
+        rules = self._rules(casts.append)
+        run = self._module_on(self.candidate_batch(batch))
+        self._run(run, rules, _Deaf(), None, {}, autocast=self.autocast, within=AutocastCasts(rules))
         return casts
 
     def reference(self, batch: Batch, watcher: Watcher) -> tuple[Any, float]:
@@ -120,40 +204,47 @@ class Passes:
         set of weights. Notes when each weight is first used. Raises as `candidate` does.
         """
         model = self.model
-        stored = {weight.info.dtype for weight in model.weights.values() if weight.info.castable}
-        floats = torch.float64 if stored == {"float64"} else torch.float32
-        batch = batch.on(model.device, floats)
-        in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
-        if stored <= {"float32"} and in_place and "reference" not in model.needs_rules:
+        call = self._module_on(self.reference_batch(batch))
+        if self._plain_reference():
             try:
                 with _originals(model):
-                    ran = self._run(batch, None, watcher, None, {})
+                    ran = self._run(call, None, watcher, None, {})
                     if not self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
-                        self._run(batch, FirstUses(model.by_id), _Deaf(), None, {})
+                        self._run(call, FirstUses(model.by_id), _Deaf(), None, {})
                     return ran
             except (Cancelled, UserError):
                 raise
             except Exception:
                 model.needs_rules.add("reference")
                 raise RunsOtherwise from None
-        return self._run(batch, Widened(model.by_id, model.device), watcher, None, {})
+        return self._run(call, Widened(model.by_id, model.device), watcher, None, {})
 
     def _run(
         self,
-        batch: Batch,
+        call: Callable[[], Result],
         mode: MixedDtypes | Widened | FirstUses | None,
         watcher: Watcher,
         trace: Trace | None,
         stand_ins: dict[tuple[str, int], int],
         earlier: Trace | None = None,
-    ) -> tuple[Any, float]:
+        autocast: torch.dtype | None = None,
+        within: AutocastCasts | None = None,
+    ) -> tuple[Result, float]:
         model = self.model
         run = self._pass = _Pass(mode, watcher, trace, stand_ins, earlier)
         started = time.perf_counter()
         try:
-            with torch.no_grad(), _standing_in(model.module, run), mode if mode is not None else nullcontext():
-                output = model.module(*batch.args, **batch.kwargs)
+            with ExitStack() as contexts:
+                contexts.enter_context(torch.no_grad())
+                contexts.enter_context(_standing_in(model.module, run))
+                if autocast is not None:
+                    contexts.enter_context(torch.autocast(model.device.type, autocast))
+                    if within is not None:
+                        contexts.enter_context(within)
+                if mode is not None:
+                    contexts.enter_context(mode)
+                output = call()
         except (Cancelled, UserError):
             raise
         except torch.OutOfMemoryError as error:
@@ -173,6 +264,10 @@ class Passes:
                 self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
         return output, time.perf_counter() - started - run.aside
 
+    def _stop(self, module: nn.Module, args: Any) -> None:
+        if self.cancelled():
+            raise Cancelled
+
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any) -> Any:
             run = self._pass
@@ -186,7 +281,7 @@ class Passes:
             if mode is None:
                 return None
             mode.module = name
-            if isinstance(mode, MixedDtypes) and isinstance(module, nn.RNNBase):
+            if isinstance(mode, MixedDtypes) and not mode.autocast and isinstance(module, nn.RNNBase):
                 return recurrent_arguments(module, args, mode.compute)
             return None
 
@@ -308,14 +403,15 @@ def _answering(run: _Pass, name: str, forward: Callable[..., Any]) -> Callable[.
 def _originals(model: LiveModel) -> Iterator[None]:
     """The stored data in place of the cast one, for a while. Only pointers move."""
     changed = [weight for weight in model.weights.values() if weight.changed]
-    cast = [weight.tensor.data for weight in changed]
     try:
         for weight in changed:
+            weight.aside = weight.tensor.data
             weight.tensor.data = weight.original.to(model.device)
         yield
     finally:
-        for weight, data in zip(changed, cast, strict=True):
-            weight.tensor.data = data
+        for weight in changed:
+            if weight.aside is not None:
+                weight.tensor.data, weight.aside = weight.aside, None
 
 
 def _where(inside: list[str]) -> str:

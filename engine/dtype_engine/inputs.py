@@ -42,11 +42,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """All batches, and what they are in a few words for the screen."""
+    """All batches, and what they are in a few words for the screen.
+
+    made: they were made up here, not given as tensors. prompts: each is a prompt of the user's own.
+    """
 
     batches: tuple[Batch, ...]
     description: str
     tokenizer: Any = None
+    made: bool = True
+    prompts: bool = False
 
 
 def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
@@ -76,7 +81,7 @@ def from_values(values: Any, description: str) -> Inputs:
             raise UserError(
                 f"{description} gave a {type(value).__name__}: give a dict (keyword arguments) or a tuple (positional ones)"
             )
-    return Inputs(tuple(batches), description)
+    return Inputs(tuple(batches), description, made=False)
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:
@@ -108,7 +113,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
 def _text_inputs(model: LiveModel, config: Any, options: Options) -> Inputs:
     text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
     longest = min(TOKENS_PER_SEQUENCE, int(getattr(text_config, "max_position_embeddings", 0) or TOKENS_PER_SEQUENCE))
-    tokenizer = _tokenizer(model)
+    tokenizer = tokenizer_of(model)
     if tokenizer is None:
         if options.prompts or options.texts:
             raise UserError(
@@ -138,10 +143,10 @@ def _text_inputs(model: LiveModel, config: Any, options: Options) -> Inputs:
         f"{len(sequences)} {'default prompts' if not texts else f'sequences of your {given}'}, {positions} tokens"
     )
     batches = tuple(_token_batch(model, ids, text) for ids, text in sequences)
-    return Inputs(batches, described, tokenizer)
+    return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts)
 
 
-def _tokenizer(model: LiveModel) -> Any:
+def tokenizer_of(model: LiveModel) -> Any:
     """The tokenizer in the model's folder, or None where there is none or it can't be loaded."""
     folder = model.folder
     names = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")

@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class RunSettings:
+    """How the candidate is run; the reference knows none of it.
+
+    compute: the dtype that storage-only weights come back to where no activation says which.
+    autocast: run under `torch.autocast` in this dtype, None for not.
+    float_inputs: floating inputs as given, or in the dtype of the model's first weight, as `inputs.to(model.dtype)` does.
+    """
+
+    compute: str = "float32"
+    autocast: Literal["bfloat16", "float16"] | None = None
+    float_inputs: Literal["given", "model"] = "given"
+
+    def __str__(self) -> str:
+        parts = [f"autocast {self.autocast}"] if self.autocast else []
+        parts += ["floating inputs follow the model"] if self.float_inputs == "model" else []
+        parts += [f"storage-only weights compute in {self.compute}"] if self.compute != "float32" else []
+        return ", ".join(parts) or "defaults"
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +34,7 @@ class Options:
     device: "cpu", "cuda" or "auto" (cuda where there is one that works).
     prompts, texts: calibration text for language models; each prompt and each text file is one sequence.
     reference_bytes: budget for the reference's stored outputs; None for a quarter of the memory that is free.
-    compute: the dtype that storage-only weights come back to where no activation says which.
+    settings: how the candidate is run.
     """
 
     device: str = "auto"
@@ -22,5 +43,5 @@ class Options:
     trust_pickle: bool = False
     trust_remote_code: bool = False
     reference_bytes: int | None = None
-    compute: str = "float32"
+    settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None

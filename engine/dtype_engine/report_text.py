@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from . import dtypes
-from .readings import DriftReport, FlowCast
+from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow
 from .recipe import Plan
 from .text import printable
 from .tree import Totals, Tree
@@ -73,6 +73,66 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
     return _columns([("module", "dtype", "parameters", "bytes"), *rows])
 
 
+def generation_text(text: Generation) -> str:
+    """Both continuations, the first token that differs between brackets."""
+    lines = [f"prompt     {_one_line(text.prompt)}"]
+    for name, written in (("reference", text.reference), ("candidate", text.candidate)):
+        same = text.same_tokens
+        parts = list(written.pieces)
+        if text.differs and same < len(parts):
+            parts[same] = f"⟦{parts[same]}⟧"
+        rate = len(parts) / written.seconds if written.seconds else 0.0
+        lines.append(f"{name}  {_one_line(''.join(parts))}")
+        lines.append(f"           {len(parts)} tokens in {written.seconds:.2f} s, {rate:.1f} a second")
+    lines.append("           " + parting(text))
+    return "\n".join(lines)
+
+
+def parting(text: Generation) -> str:
+    """Where two texts part, in a sentence."""
+    if not text.differs:
+        return f"the same {len(text.reference.ids)} tokens"
+    return f"the first {text.same_tokens} tokens are the same; token {text.same_tokens + 1} differs"
+
+
+def _one_line(text: str) -> str:
+    """Made safe for a terminal, ends of lines shown as ⏎."""
+    return printable(text.replace("\n", "⏎"), 10_000)
+
+
+def speed_text(report: SpeedReport) -> str:
+    """Times side by side, each against the reference."""
+    lines = [
+        f"model      {report.model} on {report.device}, {report.threads} threads",
+        f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        f"inputs     {report.inputs}",
+    ]
+    width = max(len(row.dtypes) for row in report.rows) if report.rows else 0
+    lines += [f"{row.what:<10} {row.dtypes:<{width}}  {'  '.join(speed_cells(row, report))}" for row in report.rows]
+    return "\n".join(lines)
+
+
+def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
+    """The median with its range, tokens a second, and how it stands to the first row."""
+    cells = [
+        f"{seconds_text(row.seconds)} ({seconds_text(row.fastest)} to {seconds_text(row.slowest)}, {row.repeats} passes)"
+    ]
+    if row.tokens_per_second is not None:
+        cells.append(f"{row.tokens_per_second:,.0f} tokens/s")
+    first = report.rows[0]
+    if row is not first and row.seconds and first.seconds:
+        ratio = first.seconds / row.seconds
+        cells.append(f"{ratio:.2f} x as fast" if ratio >= 1 else f"{1 / ratio:.2f} x slower")
+    if row.under_rules:
+        cells.append("under the rules for mixed dtypes")
+    return cells
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`, `1.24 s`."""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
 def _columns(rows: list[tuple[str, str, str, str]]) -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return "\n".join(
@@ -87,6 +147,7 @@ def drift_text(report: DriftReport) -> str:
     lines = [
         f"model      {report.model} on {report.device}; reference {report.reference}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
         f"inputs     {report.inputs}",
         f"output     {report.output_name}, {output.elements:,} elements",
         f"mean |Δ|   {output.mean_abs:.4e}",

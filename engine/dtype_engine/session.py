@@ -15,14 +15,15 @@ from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, UserError
 from .flow import summed
 from .forward import Passes, reference_name
+from .generation import OnTokens, generate
 from .inputs import Inputs, from_values, make_inputs
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
-from .options import Options
-from .readings import CastNotes, DriftReport, FlowCast, MemoryReading, Seconds
+from .options import Options, RunSettings
+from .readings import CastNotes, DriftReport, FlowCast, Generation, MemoryReading, Seconds, SpeedReport
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
-from .storage import torch_dtype
+from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
 
 Cancelled = Callable[[], bool]
@@ -39,6 +40,7 @@ class Session:
         started = time.perf_counter()
         self.model = model
         self.options = options
+        self.settings: RunSettings = options.settings
         self.no_forward: str | None = None
         self.inputs = inputs
         self._history = History()
@@ -122,13 +124,12 @@ class Session:
         Raises NoForward when the model can't be run, KernelError when an operation has no kernel for a dtype, and
         Cancelled.
         """
-        if self.inputs is None:
-            raise NoForward(self.no_forward or "the model can't be run")
+        inputs = self._need_inputs()
         if self._meter is None:
-            compute = torch_dtype(self.options.compute)
-            self._meter = DriftMeter(self.model, self.inputs, compute)
+            self._meter = DriftMeter(self.model, inputs)
             if self.options.reference_bytes is not None:
                 self._meter.budget = self.options.reference_bytes
+        self._meter.settings = self.settings
         memory.forget_peak()
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
@@ -138,7 +139,8 @@ class Session:
             device=str(self.model.device),
             reference=reference_name(self.model),
             rules=tuple(map(str, self.recipe.rules)),
-            inputs=self.inputs.description,
+            settings=str(self.settings),
+            inputs=inputs.description,
             output_name=found.output_name,
             output=found.output,
             modules=found.modules,
@@ -149,10 +151,45 @@ class Session:
 
     def flow(self, cancelled: Cancelled = _never) -> tuple[FlowCast, ...]:
         """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
+        inputs = self._need_inputs()
+        with Passes(self.model, self.settings, cancelled) as passes:
+            return summed(passes.flow(inputs.batches[0]))
+
+    def generate(
+        self,
+        tokens: int = 32,
+        on_tokens: OnTokens = lambda which, done, most: None,
+        cancelled: Cancelled = _never,
+    ) -> tuple[Generation, ...]:
+        """Text or captions of reference and candidate, written greedily; see `generation.generate`."""
+        inputs = self._need_inputs()
+        with Passes(self.model, self.settings, cancelled) as passes:
+            return generate(passes, inputs, tokens, on_tokens)
+
+    def speed(
+        self,
+        on_passes: OnPasses = lambda what, done, total: None,
+        cancelled: Cancelled = _never,
+        repeats: int = REPEATS,
+    ) -> SpeedReport:
+        """Time whole forward passes in the reference's dtype, as stored, and as cast; see `speed.measure_speed`."""
+        inputs = self._need_inputs()
+        with Passes(self.model, self.settings, cancelled, watch=False) as passes:
+            rows, notices = measure_speed(passes, inputs, self._plan.dtypes, on_passes, repeats)
+        return SpeedReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            threads=torch.get_num_threads(),
+            rules=tuple(map(str, self.recipe.rules)),
+            inputs=inputs.description,
+            rows=rows,
+            notices=notices,
+        )
+
+    def _need_inputs(self) -> Inputs:
         if self.inputs is None:
             raise NoForward(self.no_forward or "the model can't be run")
-        with Passes(self.model, torch_dtype(self.options.compute), cancelled) as passes:
-            return summed(passes.flow(self.inputs.batches[0]))
+        return self.inputs
 
     def memory(self) -> MemoryReading:
         """Memory now; `peak_rss_bytes` since the last measurement began."""

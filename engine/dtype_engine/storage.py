@@ -2,8 +2,9 @@
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is kept as q = round(w / s) with a float32 scale
 s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
-vector or scalar. A scale is never below float32's smallest normal value: smaller ones lose their bits, the smallest
-become zero. It comes back as q * s, computed in float32 and rounded once to the dtype asked for.
+vector or scalar, and one for any tensor where the dtype's name ends in `@tensor`. A scale is never below float32's
+smallest normal value: smaller ones lose their bits, the smallest become zero. It comes back as q * s, computed in
+float32 and rounded once to the dtype asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a name of `dtypes`."""
-    found = getattr(torch, name)
+    found = getattr(torch, dtypes.BY_NAME[name].torch_name)
     assert isinstance(found, torch.dtype)
     return found
 
@@ -35,7 +36,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`tensor` in `dtype`, and its scale where that is a storage-only one.
 
-    The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise. A channel of
+    The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise and for `@tensor`. A channel of
     zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
     them.
     """
@@ -47,24 +48,41 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     kept = torch.empty(rows.shape, dtype=target, device=tensor.device)
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
     step = max(1, _CHUNK // max(1, rows.shape[1]))
-    for start in range(0, rows.shape[0], step):
+    starts = range(0, rows.shape[0], step)
+    whole = None
+    if dtypes.BY_NAME[dtype].one_scale:
+        largest = torch.zeros(1, device=tensor.device)
+        for start in starts:
+            largest = torch.maximum(largest, _largest(rows[start : start + step].to(torch.float32)).amax())
+        whole = _scale(largest, top)
+    for start in starts:
         chunk = rows[start : start + step].to(torch.float32)
-        amax = (
-            torch.nan_to_num(chunk, 0.0, 0.0, 0.0).abs().amax(dim=1) if chunk.shape[1] else chunk.new_zeros(len(chunk))
-        )
-        scale = torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
+        scale = _scale(_largest(chunk), top) if whole is None else whole
         scaled = (chunk / scale[:, None]).clamp_(-top, top)
-        if dtype == "int8":
+        if target == torch.int8:
             scaled = torch.nan_to_num(scaled, 0.0).round_()
         kept[start : start + step] = scaled.to(target)
         scales[start : start + step] = scale
-    return kept.view(tensor.shape), scales
+    return kept.view(tensor.shape), scales if whole is None else whole
+
+
+def _largest(rows: torch.Tensor) -> torch.Tensor:
+    """The largest finite |value| of each row: float32 [rows]."""
+    if not rows.shape[1]:
+        return rows.new_zeros(len(rows))
+    return torch.nan_to_num(rows, 0.0, 0.0, 0.0).abs().amax(dim=1)
+
+
+def _scale(amax: torch.Tensor, top: float) -> torch.Tensor:
+    """amax / top; 1 where all is zero."""
+    return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
 
 
 def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A storage-only tensor as values again, in `dtype`. Same shape as `kept`."""
     values = kept.to(torch.float32)
-    shape = (-1,) + (1,) * (values.ndim - 1) if values.ndim >= 2 else (1,) * values.ndim
+    per_channel = values.ndim >= 2 and len(scale) == values.shape[0]
+    shape = (-1,) + (1,) * (values.ndim - 1) if per_channel else (1,) * values.ndim
     return values.mul_(scale.view(shape)).to(dtype)
 
 

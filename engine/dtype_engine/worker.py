@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import events
 from .errors import Cancelled, KernelError, UserError
-from .options import Options
+from .options import Options, RunSettings
 from .recipe import Recipe
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 Emit = Callable[[events.Event], None]
+Task = Callable[["Session", Recipe], None]
 _MEMORY_EVERY_S = 0.25
 _CLOSE_WAIT_S = 2.0
 
@@ -38,9 +40,9 @@ class Worker:
         self._session: Session | None = None
         self._changed = threading.Condition()
         self._recipe = Recipe()
+        self._settings = options.settings
         self._waiting = True
-        self._flow = False
-        self._measure = True
+        self._asked: deque[Task] = deque()
         self._closed = False
         self._stop_now = threading.Event()
         self._stopped_by_user = False
@@ -64,16 +66,33 @@ class Worker:
         """Measure the recipe in force once more."""
         self.set_recipe(self._recipe)
 
+    def set_settings(self, settings: RunSettings) -> None:
+        """Run candidates in another way from now on, and measure the recipe in force so."""
+        self._settings = settings
+        self.measure()
+
     def flow(self) -> None:
         """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
+        self._ask(self._tell_flow)
+
+    def generate(self, tokens: int) -> None:
+        """Let reference and candidate write, after what is under way."""
+        self._ask(lambda session, recipe: self._tell_text(session, recipe, tokens))
+
+    def speed(self) -> None:
+        """Time forward passes, after what is under way."""
+        self._ask(self._tell_speed)
+
+    def _ask(self, task: Task) -> None:
         with self._changed:
-            self._flow = True
+            self._asked.append(task)
             self._changed.notify_all()
 
     def cancel(self) -> None:
         """Stop what is under way; the recipe stays, with the casts made so far completed at the next command."""
         with self._changed:
-            self._waiting = self._flow = False
+            self._waiting = False
+            self._asked.clear()
             self._stopped_by_user = True
             self._stop_now.set()
 
@@ -102,11 +121,12 @@ class Worker:
         except Exception as error:
             self._emit(events.OpenFailed(f"{self._source.title}: opening it failed: {type(error).__name__}: {error}"))
         while self._session is not None:
-            recipe = self._next()
-            if recipe is None:
+            command = self._next()
+            if command is None:
                 break
             self._busy.set()
-            self._guarded(recipe, self._apply_and_measure if self._measure else self._tell_flow, self._session)
+            self._session.settings = self._settings
+            self._guarded(*command, self._session)
         self._busy.clear()
         self._emit(events.Idle())
 
@@ -129,23 +149,44 @@ class Worker:
         )
         return session
 
-    def _next(self) -> Recipe | None:
-        """Wait for a command; the recipe to go for, or None to end."""
+    def _next(self) -> tuple[Recipe, Task] | None:
+        """Wait for a command: the recipe to go for and what to do with it, or None to end. Measuring goes first."""
         with self._changed:
-            if not self._waiting and not self._flow and not self._closed:
+            if not self._waiting and not self._asked and not self._closed:
                 self._busy.clear()
                 self._emit(events.Idle())
-            while not self._waiting and not self._flow and not self._closed:
+            while not self._waiting and not self._asked and not self._closed:
                 self._changed.wait()
-            self._measure, self._waiting = self._waiting, False
             self._stopped_by_user = False
             self._stop_now.clear()
-            return None if self._closed else self._recipe
+            if self._closed:
+                return None
+            if self._waiting:
+                self._waiting = False
+                return self._recipe, self._apply_and_measure
+            return self._recipe, self._asked.popleft()
 
     def _tell_flow(self, session: Session, recipe: Recipe) -> None:
-        self._flow = False
         session.apply(recipe, cancelled=self._stop_now.is_set)
         self._emit(events.Flowed(recipe, session.flow(self._stop_now.is_set)))
+
+    def _tell_text(self, session: Session, recipe: Recipe, tokens: int) -> None:
+        cancelled, told = self._stop_now.is_set, _Throttle()
+        session.apply(recipe, cancelled=cancelled)
+
+        def on_tokens(which: str, done: int, most: int) -> None:
+            told(lambda: self._emit(events.Working(recipe, f"generating: {which}", done, most)))
+
+        self._emit(events.Generated(recipe, session.generate(tokens, on_tokens, cancelled)))
+
+    def _tell_speed(self, session: Session, recipe: Recipe) -> None:
+        cancelled = self._stop_now.is_set
+        session.apply(recipe, cancelled=cancelled)
+
+        def on_passes(what: str, done: int, total: int) -> None:
+            self._emit(events.Working(recipe, f"timing: {what}", done, total))
+
+        self._emit(events.Timed(recipe, session.speed(on_passes, cancelled)))
 
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
@@ -166,7 +207,7 @@ class Worker:
             self._emit(events.Measured(recipe, report))
         self._emit(events.Memory(recipe, session.memory()))
 
-    def _guarded(self, recipe: Recipe, run: Callable[[Session, Recipe], None], session: Session) -> None:
+    def _guarded(self, recipe: Recipe, run: Task, session: Session) -> None:
         """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""
         try:
             run(session, recipe)

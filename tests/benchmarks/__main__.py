@@ -178,6 +178,83 @@ def measuring(folder: Path) -> list[Row]:
     return rows
 
 
+def reference(folder: Path) -> list[Row]:
+    """What a reference pass of a bfloat16 checkpoint adds to the process's own memory, beside the activations.
+
+    The activations are what the same model, really in float32, adds in a plain pass.
+    """
+    import torch
+
+    import dtype_engine as de
+    from dtype_engine.forward import Passes
+    from dtype_engine.model.live import give_memory_back
+    from dtype_engine.options import RunSettings
+
+    session = de.open(str(folder))
+    assert session.inputs is not None
+    batch = session.inputs.batches[0]
+    largest = max(weight.original.numel() * 4 for weight in session.model.weights.values())
+
+    class Deaf:
+        def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+            return None
+
+        def replay(self, module: str, reading: object) -> None:
+            return None
+
+    def run() -> None:
+        with Passes(session.model, RunSettings(), lambda: False) as passes:
+            passes.reference(batch, Deaf())
+
+    def plain() -> None:
+        with torch.no_grad():
+            session.model.module(*batch.args, **batch.kwargs)
+
+    grown = most_anonymous(run)
+    session.cast("*", "float32")
+    activations = most_anonymous(plain)
+    session.undo()
+    give_memory_back()
+    return [
+        Row("activations of a float32 pass", activations / 2**20, "MiB"),
+        Row("anonymous memory a reference pass adds", grown / 2**20, "MiB"),
+        Row(
+            "the same / (2 x the largest tensor in float32 + activations)",
+            grown / (2 * largest + activations),
+            "x",
+            1.0,
+        ),
+    ]
+
+
+def most_anonymous(run: Callable[[], object]) -> int:
+    """The most anonymous memory that `run` adds to the process, looked at a thousand times a second; after a warm-up."""
+    import threading
+
+    from dtype_engine.model.live import give_memory_back
+
+    def anonymous() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    run()
+    give_memory_back()
+    before = most = anonymous()
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not done.wait(0.001):
+            most = max(most, anonymous())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    run()
+    done.set()
+    watcher.join()
+    return most - before
+
+
 def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
     """The same meter, reference outputs and all, that runs every candidate in full."""
     import dataclasses
@@ -266,15 +343,18 @@ def screen(folder: Path) -> list[Row]:
     return rows
 
 
+SECTIONS = {"casting": casting, "reference": reference, "measuring": measuring, "screen": screen}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", choices=["casting", "measuring", "screen", []], help="all, or just these")
-    chosen = parser.parse_args().only or ["casting", "measuring", "screen"]
+    parser.add_argument("only", nargs="*", choices=[*SECTIONS, []], help="all, or just these")
+    chosen = parser.parse_args().only or list(SECTIONS)
     missed = False
     with tempfile.TemporaryDirectory() as scratch:
         folder = llama(Path(scratch) / "llama")
         for name in chosen:
-            for row in {"casting": casting, "measuring": measuring, "screen": screen}[name](folder):
+            for row in SECTIONS[name](folder):
                 missed = missed or row.missed
                 budget = f"  at most {row.budget:g}" if row.budget is not None else ""
                 print(

@@ -14,7 +14,7 @@ from dtype_engine.storage import convert
     "row", [row for row in dtypes.BY_NAME.values() if row.kind == "float"], ids=lambda row: row.name
 )
 def test_ranges_are_torchs(row: dtypes.DType) -> None:
-    dtype = getattr(torch, row.name, None)
+    dtype = getattr(torch, row.torch_name, None)
     if dtype is None or row.bits < 8:
         pytest.skip("this torch has no such dtype")
     info = torch.finfo(dtype)
@@ -27,12 +27,15 @@ def test_every_name_people_use_is_read() -> None:
     for text, name in {
         "bf16": "bfloat16", "torch.bfloat16": "bfloat16", "half": "float16", " FP16 ": "float16", "f32": "float32",
         "float": "float32", "double": "float64", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "i8": "int8",
-        "stored": dtypes.STORED, "keep": dtypes.STORED,
+        "stored": dtypes.STORED, "keep": dtypes.STORED, "fp8@tensor": "float8_e4m3fn@tensor", "fp8@t": "float8_e4m3fn@tensor",
+        "int8@tensor": "int8@tensor", "e5m2@channel": "float8_e5m2",
     }.items():  # fmt: skip
         assert dtypes.parse_target(text) == name
 
 
-@pytest.mark.parametrize("text", ["bfloat17", "", "int64", "bool", "float8_e8m0fnu"])
+@pytest.mark.parametrize(
+    "text", ["bfloat17", "", "int64", "bool", "float8_e8m0fnu", "bf16@tensor", "fp8@row", "@tensor", "fp8@"]
+)
 def test_what_is_no_target_is_refused_in_a_sentence(text: str) -> None:
     with pytest.raises(UserError) as caught:
         dtypes.parse_target(text)

@@ -11,7 +11,7 @@ import torch
 from dtype_engine import dtypes, storage
 from dtype_engine.storage import bring_back, convert, lost_values
 
-STORAGE = pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
 
 
 def normal(*shape: int) -> torch.Tensor:
@@ -44,6 +44,22 @@ def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ..
     rows = weight.reshape(shape[0], -1) if len(shape) > 1 else weight.reshape(1, -1)
     for row, found in zip(rows, scale, strict=True):
         assert found.item() == pytest.approx(row.abs().max().item() / dtypes.BY_NAME[dtype].max, rel=1e-6)
+
+
+@STORAGE
+@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), (), (0, 4), (3000, 2000)])
+def test_one_scale_for_a_tensor_is_that_of_its_values_in_a_row(dtype: str, shape: tuple[int, ...]) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    kept, scale = convert(weight, dtype + "@tensor")
+    in_a_row, expected = convert(weight.reshape(-1), dtype)
+    assert scale is not None
+    assert expected is not None
+    assert torch.equal(scale, expected)
+    assert scale.shape == (1,)
+    assert torch.equal(kept.reshape(-1).view(torch.uint8), in_a_row.view(torch.uint8))
+    back = bring_back(kept, scale, torch.float32)
+    assert back.shape == weight.shape
+    assert torch.equal(back.reshape(-1), bring_back(in_a_row, expected, torch.float32))
 
 
 @STORAGE

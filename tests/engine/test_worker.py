@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine import Options, Recipe, Rule, events
+from dtype_engine import Options, RunSettings, Recipe, Rule, events
 from dtype_engine.model.source import Source, locate
 from dtype_engine.worker import Worker
 
@@ -75,6 +75,20 @@ def test_measurements_belong_to_the_recipe_they_carry(demo: Heard) -> None:
         assert isinstance(event, events.Measured)
         assert event.report.rules == tuple(map(str, recipe.rules))
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
+
+
+def test_text_and_times_are_told_for_the_recipe_in_force(demo: Heard) -> None:
+    demo.worker.set_recipe(HALF)
+    demo.worker.generate(3)
+    demo.worker.speed()
+    text = demo.wait_for(lambda event: isinstance(event, events.Generated))
+    assert text.recipe == HALF  # type: ignore[union-attr]
+    assert len(text.texts[0].candidate.ids) == 3  # type: ignore[union-attr]
+    times = demo.wait_for(lambda event: isinstance(event, events.Timed))
+    assert times.report.rules == ("*=float16",)  # type: ignore[union-attr]
+    assert any(isinstance(event, events.Working) and event.what == "timing: reference" for event in demo.events)
+    demo.worker.set_settings(RunSettings(autocast="bfloat16"))
+    demo.wait_for(lambda event: isinstance(event, events.Measured) and event.report.settings == "autocast bfloat16")
 
 
 def test_esc_stops_a_measurement_and_the_session_goes_on() -> None:

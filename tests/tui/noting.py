@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from dtype_engine import events
 from dtype_engine.model.source import locate
+from dtype_engine.options import RunSettings
 from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.recipe import Recipe
 from dtype_engine.tree import Tree
@@ -20,6 +21,7 @@ class NotingEngine:
     emit: Callable[[events.Event], None]
     recipes: list[Recipe] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
+    settings: list[RunSettings] = field(default_factory=list)
 
     def start(self) -> None:
         self.commands.append("start")
@@ -32,6 +34,15 @@ class NotingEngine:
 
     def flow(self) -> None:
         self.commands.append("flow")
+
+    def set_settings(self, settings: RunSettings) -> None:
+        self.settings.append(settings)
+
+    def generate(self, tokens: int) -> None:
+        self.commands.append(f"generate {tokens}")
+
+    def speed(self) -> None:
+        self.commands.append("speed")
 
     def cancel(self) -> None:
         self.commands.append("cancel")
@@ -50,11 +61,26 @@ def make_app(tree: Tree | None = None, title: str = "demo") -> DtypeApp:
     return DtypeApp(title, tree if tree is not None else demo_tree(), NotingEngine)
 
 
-def report(recipe: Recipe, mean_abs: float = 1.25e-3, modules: tuple[ModuleDrift, ...] = ()) -> DriftReport:
+def report(
+    recipe: Recipe,
+    mean_abs: float = 1.25e-3,
+    modules: tuple[ModuleDrift, ...] = (),
+    settings: str = "defaults",
+) -> DriftReport:
     output = OutputDrift(
         100, mean_abs, 0.5, 0.01, 40.0, 0.999, 0, 973, 2.5e-4, 1e-5, 2e-4, 9e-4, 1.5e-3, 2e-3, 3e-3, 0.98, 0.004
     )
     rules = tuple(map(str, recipe.rules))
     return DriftReport(
-        "demo", "cpu", "float32", rules, "prompts", "logits", output, modules, MemoryReading(), Seconds(0.1, 0.2)
+        "demo",
+        "cpu",
+        "float32",
+        rules,
+        settings,
+        "prompts",
+        "logits",
+        output,
+        modules,
+        MemoryReading(),
+        Seconds(0.1, 0.2),
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -11,11 +12,21 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine import dtypes, events
-from dtype_engine.readings import FlowCast, MemoryReading, ModuleDrift
+from dtype_engine.options import RunSettings
+from dtype_engine.readings import (
+    FlowCast,
+    Generation,
+    MemoryReading,
+    ModuleDrift,
+    SpeedReport,
+    SpeedRow,
+    Written,
+)
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.tree import TensorInfo, Tree
 from dtype_tui.app import DIGITS, DtypeApp
 from dtype_tui.screens import Overlay
+from dtype_tui.settings_screen import SettingsScreen
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes import DriftPane, MemoryPane, RecipePane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
@@ -100,7 +111,7 @@ async def test_moving_opening_and_closing(app: DtypeApp) -> None:
         assert tree.current.name == "model.norm"
         await pilot.press("G")
         assert tree.cursor == len(tree.rows) - 1
-        await pilot.press("g")
+        await pilot.press("less_than_sign")
         assert tree.cursor == 0
 
 
@@ -470,7 +481,7 @@ async def test_ninety_thousand_tensors_open_filter_and_cast() -> None:
 
 
 def test_every_binding_has_its_action() -> None:
-    for owner in (DtypeApp, ModuleTree, CastPrompt, FilterPrompt):
+    for owner in (DtypeApp, ModuleTree, CastPrompt, FilterPrompt, SettingsScreen):
         for binding in owner.BINDINGS:
             assert isinstance(binding, Binding)
             name = binding.action.partition("(")[0]
@@ -490,3 +501,79 @@ async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
         await pilot.press("escape")
         await say(app, pilot, events.Flowed(Recipe((Rule("*", "float64"),)), (cast,)))
         assert not isinstance(app.screen, Overlay), "that was another recipe's"
+
+
+def generation(reference: str, candidate: str, same: int) -> Generation:
+    pieces = [tuple(text) for text in (reference, candidate)]
+    assert pieces[0][:same] == pieces[1][:same]
+    return Generation("import os\n", *(Written(tuple(map(ord, text)), text, 0.5) for text in pieces))
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_generated_text_stands_side_by_side_with_the_first_difference_marked(
+    app: DtypeApp, size: tuple[int, int]
+) -> None:
+    async with running(app, size) as pilot:
+        await pilot.press("g")
+        assert engine(app).commands[-1] == "generate 48"
+        await say(app, pilot, ready(app), events.Working(app.experiment.recipe, "generating: candidate", 3, 48))
+        assert "generating: candidate" in screen(app)
+        texts = (generation("def run\x1b[2J", "def rat\x1b[2J", 5),)
+        await say(app, pilot, events.Generated(app.experiment.recipe, texts))
+        text = screen(app)
+        for words in ("reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"):
+            assert words in text
+        assert "\x1b[2J" not in text
+        await pilot.press("escape")
+        assert not isinstance(app.screen, Overlay)
+
+
+async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        await pilot.press("t")
+        assert engine(app).commands[-1] == "speed"
+        rows = (
+            SpeedRow("reference", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
+            SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
+        )
+        report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
+        await say(app, pilot, ready(app), events.Timed(app.experiment.recipe, report))
+        text = screen(app)
+        for words in (
+            "500.0 ms",
+            "400.0 ms to 600.0 ms",
+            "2,000",
+            "0.25 x",
+            "does not run in plain torch",
+            "2 threads",
+        ):
+            assert words in text
+
+
+async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await say(app, pilot, dataclasses.replace(ready(app), no_forward="no architecture"))
+        await pilot.press("g", "t", "f")
+        assert engine(app).commands == ["start"]
+
+
+async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:
+    async with running(app, SMALL) as pilot:
+        await say(app, pilot, ready(app), events.Measured(app.experiment.recipe, report(app.experiment.recipe)))
+        await pilot.press("comma", "right", "down", "right")
+        await pilot.pause()
+        assert "[bf16]" in screen(app)
+        assert "[follow the model]" in screen(app)
+        await pilot.press("enter")
+        await pilot.pause()
+        chosen = RunSettings(autocast="bfloat16", float_inputs="model")
+        assert engine(app).settings == [chosen]
+        assert app.experiment.report is None
+        late = events.Measured(app.experiment.recipe, report(app.experiment.recipe))
+        await say(app, pilot, late)
+        assert app.experiment.report is None, "that was measured under other settings"
+        await say(app, pilot, events.Measured(late.recipe, report(late.recipe, settings=str(chosen))))
+        assert app.experiment.report is not None
+        assert "autocast bfloat16" in screen(app)
+        await pilot.press("comma", "right", "escape")
+        assert engine(app).settings == [chosen], "Esc leaves everything as it was"

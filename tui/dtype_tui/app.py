@@ -17,13 +17,15 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from dtype_engine import dtypes, events
+from dtype_engine.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
 from .cells import bar
 from .experiment import Experiment
-from .screens import details, flow_screen, help_screen
+from .screens import details, flow_screen, generation_screen, help_screen, speed_screen
+from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
 from .widgets.panes import SidePanes, worst_modules
 from .widgets.prompts import CastPrompt, FilterPrompt
@@ -31,8 +33,9 @@ from .widgets.prompts import CastPrompt, FilterPrompt
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
+GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
-_ONLY_THE_NEWEST = (events.ModulesMeasured, events.Measuring, events.Memory, events.Casting, events.Loading)
+_ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
 
 
 def _digit_words(dtype: str) -> str:
@@ -45,7 +48,10 @@ class Engine(Protocol):
     def start(self) -> None: ...
     def set_recipe(self, recipe: Recipe) -> None: ...
     def measure(self) -> None: ...
+    def set_settings(self, settings: RunSettings) -> None: ...
     def flow(self) -> None: ...
+    def generate(self, tokens: int) -> None: ...
+    def speed(self) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
 
@@ -65,6 +71,9 @@ class DtypeApp(App[None]):
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("m", "measure", "Measure again"),
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
+        Binding("g", "generate", "Generate text with both, side by side"),
+        Binding("t", "speed", "Time forward passes"),
+        Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("w", "worst", "Go to the module that drifts most"),
         Binding("slash", "filter", "Filter by name"),
         Binding("n", "match(1)", "Next match", show=False),
@@ -76,10 +85,14 @@ class DtypeApp(App[None]):
     ]
 
     def __init__(
-        self, title: str, tree: Tree | None, engine: Callable[[Callable[[events.Event], None]], Engine]
+        self,
+        title: str,
+        tree: Tree | None,
+        engine: Callable[[Callable[[events.Event], None]], Engine],
+        settings: RunSettings | None = None,
     ) -> None:
         super().__init__()
-        self.experiment = Experiment(title, tree if tree is not None else Tree(()))
+        self.experiment = Experiment(title, tree if tree is not None else Tree(()), settings=settings or RunSettings())
         self._has_tree = tree is not None
         self._arrived: deque[events.Event] = deque()
         self.engine = engine(self._arrived.append)
@@ -217,10 +230,17 @@ class DtypeApp(App[None]):
             self._busy, self._activity = True, f"measuring: {event.run}"
             self._share = event.done / event.total if event.total else None
         elif isinstance(event, events.ModulesMeasured):
-            experiment.modules = {reading.name: reading for reading in event.modules}
+            experiment.modules.update((reading.name, reading) for reading in event.modules)
         elif isinstance(event, events.Measured):
-            experiment.report = event.report
-            experiment.modules = {reading.name: reading for reading in event.report.modules}
+            if event.report.settings == str(experiment.settings):
+                experiment.report = event.report
+                experiment.modules = {reading.name: reading for reading in event.report.modules}
+        elif isinstance(event, events.Working):
+            self._busy, self._activity, self._share = True, event.what, event.done / event.total
+        elif isinstance(event, events.Generated):
+            self.push_screen(generation_screen(event.texts))
+        elif isinstance(event, events.Timed):
+            self.push_screen(speed_screen(event.report))
         elif isinstance(event, events.Flowed):
             self.push_screen(flow_screen(event.casts))
         elif isinstance(event, events.Failed):
@@ -322,15 +342,38 @@ class DtypeApp(App[None]):
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def action_measure(self) -> None:
-        self.experiment.report, self.experiment.modules = None, {}
+        self.experiment.forget_readings()
         self.engine.measure()
         self._show_all()
 
     def action_flow(self) -> None:
+        self._ask_engine("tracing casts", self.engine.flow)
+
+    def action_generate(self) -> None:
+        self._ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
+
+    def action_speed(self) -> None:
+        self._ask_engine("timing", self.engine.speed)
+
+    def _ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
+        """Ask for something that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
             self._say(self.experiment.no_forward, "warning")
         else:
-            self.engine.flow()
+            ask()
+            if not self._busy:
+                self._busy, self._activity, self._share = True, activity, None
+                self._show_status()
+
+    def action_settings(self) -> None:
+        self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)
+
+    def _settings_chosen(self, settings: RunSettings | None) -> None:
+        if settings is None or settings == self.experiment.settings:
+            return
+        self.experiment.set_settings(settings)
+        self.engine.set_settings(settings)
+        self._show_all()
 
     def action_stop(self) -> None:
         if self.tree_view.filter_text:
@@ -366,6 +409,7 @@ class DtypeApp(App[None]):
             ("Casting and measuring", _described(self.BINDINGS)),
             ("In the tree", _described(ModuleTree.BINDINGS)),
             ("In the cast prompt", _described(CastPrompt.BINDINGS)),
+            ("In the settings", _described(SettingsScreen.BINDINGS)),
         ]
         self.push_screen(help_screen(sections, words))
 
@@ -414,8 +458,9 @@ def _described(bindings: Iterable[BindingType]) -> Iterator[tuple[str, str]]:
 def _key(name: str) -> str:
     """A key as it stands on the keyboard."""
     named = {
-        "slash": "/", "question_mark": "?", "escape": "Esc", "enter": "Enter", "tab": "Tab", "shift+tab": "Shift+Tab",
-        "left_square_bracket": "[", "right_square_bracket": "]", "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End",
-        "up": "↑", "down": "↓", "left": "←", "right": "→", "space": "Space",
+        "slash": "/", "less_than_sign": "<", "greater_than_sign": ">", "comma": ",", "question_mark": "?", "escape": "Esc",
+        "enter": "Enter", "tab": "Tab", "shift+tab": "Shift+Tab", "left_square_bracket": "[", "right_square_bracket": "]",
+        "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End", "up": "↑", "down": "↓", "left": "←", "right": "→",
+        "space": "Space",
     }  # fmt: skip
     return named.get(name, name.replace("ctrl+", "Ctrl+"))

@@ -20,7 +20,7 @@ BEST_DB = 80.0
 
 def colour(dtype: str) -> str:
     """A colour of the terminal's own palette for a dtype."""
-    return COLOURS.get(dtype, "default")
+    return COLOURS.get(dtype.removesuffix(dtypes.PER_TENSOR), "default")
 
 
 def name_cell(text: str, width: int) -> str:

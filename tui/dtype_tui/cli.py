@@ -68,7 +68,7 @@ def command(
         workers.append(Worker(source, options, emit))
         return workers[0]
 
-    app = DtypeApp(source.title, tree, start_worker)
+    app = DtypeApp(source.title, tree, start_worker, options.settings)
     app.start_with(recipe)
     app.run()
     if any(worker.alive for worker in workers):

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dtype_engine import dtypes
+from dtype_engine.options import RunSettings
 from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
 from dtype_engine.tree import TensorInfo, Totals, Tree
@@ -20,6 +21,7 @@ class Experiment:
     title: str
     tree: Tree
     history: History = field(default_factory=History)
+    settings: RunSettings = field(default_factory=RunSettings)
     plan: Plan = field(init=False)
     totals: dict[str, Totals] = field(init=False)
     report: DriftReport | None = None
@@ -45,7 +47,17 @@ class Experiment:
     def _replan(self) -> None:
         self.plan = make_plan(self.tree, self.recipe)
         self.totals = self.tree.totals(self.plan.dtypes)
-        self.report, self.modules, self.notes = None, {}, ()
+        self.notes = ()
+        self.forget_readings()
+
+    def set_settings(self, settings: RunSettings) -> None:
+        """Candidates run in another way: what was read before is not theirs."""
+        self.settings = settings
+        self.forget_readings()
+
+    def forget_readings(self) -> None:
+        """The figures on the screen are no longer those of what is in force."""
+        self.report, self.modules = None, {}
         self.failed_module = self.failure = None
 
     def replace_tree(self, tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""Screens over the main one: a node's details, and the help."""
+"""Boxes of text over the main screen: a node's details, the help, and what was asked of the engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
-from dtype_engine.readings import FlowCast
-from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text
+from dtype_engine.readings import FlowCast, Generation, SpeedReport, Written
+from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text
 from dtype_engine.text import printable
 
 from .experiment import Experiment
@@ -146,3 +146,64 @@ def flow_screen(casts: Sequence[FlowCast]) -> Overlay:
         name = printable(cast.module, 500) or "the model"
         grid.add_row(name, cast.operation, change, human_count(cast.elements), str(cast.count), raises)
     return Overlay("Dtype flow of one forward pass", grid)
+
+
+def generation_screen(texts: Sequence[Generation]) -> Overlay:
+    """What both wrote, side by side; the first token that differs stands between brackets."""
+    grid = Table.grid(padding=(0, 2), expand=True)
+    grid.add_column(ratio=1, overflow="fold")
+    grid.add_column(ratio=1, overflow="fold")
+    for number, text in enumerate(texts):
+        if number:
+            grid.add_row("", "")
+        grid.add_row(Text("reference", style="bold"), Text("candidate", style="bold"))
+        grid.add_row(_written(text, text.reference), _written(text, text.candidate))
+        grid.add_row(*(Text(_pace(written), style="dim") for written in (text.reference, text.candidate)))
+        grid.add_row(Text(parting(text), style="bold" if text.differs else ""), "")
+    return Overlay("Greedy text after the first prompt" if len(texts) == 1 else "Greedy text after each prompt", grid)
+
+
+def _written(text: Generation, written: Written) -> Text:
+    """The prompt's last line, dim, and what follows it, safe for a terminal, line by line."""
+    shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
+    for place, piece in enumerate(written.pieces):
+        if text.differs and place == text.same_tokens:
+            shown.append(f"⟦{_safe_lines(piece)}⟧", style="bold reverse")
+        else:
+            shown.append(_safe_lines(piece), style="not dim")
+    return shown
+
+
+def _safe_lines(text: str) -> str:
+    return "\n".join(printable(line, 2000) for line in text.split("\n"))
+
+
+def _pace(written: Written) -> str:
+    rate = len(written.ids) / written.seconds if written.seconds else 0.0
+    return f"{len(written.ids)} tokens, {seconds_text(written.seconds)}, {rate:.0f}/s"
+
+
+def speed_screen(report: SpeedReport) -> Overlay:
+    """Times of forward passes, each against the reference's."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for _ in range(4):
+        grid.add_column(no_wrap=True, justify="right")
+    tokens = any(row.tokens_per_second for row in report.rows)
+    grid.add_row("", "dtypes", "median", "fastest to slowest", "tokens/s" if tokens else "", "speed", style="dim")
+    first = report.rows[0] if report.rows else None
+    for row in report.rows:
+        rate = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second is not None else ""
+        ratio = f"{first.seconds / row.seconds:.2f} x" if first is not None and row.seconds else ""
+        spread = f"{seconds_text(row.fastest)} to {seconds_text(row.slowest)}"
+        grid.add_row(Text(row.what, style="bold"), row.dtypes, seconds_text(row.seconds), spread, rate, ratio)
+    words = Text(f"\nafter a warm-up; {report.inputs}; {report.device}, {report.threads} threads", style="dim")
+    if any(row.under_rules for row in report.rows):
+        words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
+    for notice in report.notices:
+        words.append(f"\n{notice}")
+    whole = Table.grid()
+    whole.add_row(grid)
+    whole.add_row(words)
+    return Overlay("Forward passes over all inputs, timed", whole)

@@ -39,6 +39,8 @@ class Weight:
     dtype: str
     scale: torch.Tensor | None = None
     lost: CastNotes | Literal["unknown"] | None = None
+    aside: torch.Tensor | None = None
+    """The cast data, while the original stands in its place for a reference pass."""
 
     @property
     def changed(self) -> bool:
@@ -59,7 +61,8 @@ class Weight:
     @property
     def nbytes(self) -> int:
         """Bytes it takes now, the scales included."""
-        return self.tensor.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+        held = self.tensor if self.aside is None else self.aside
+        return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
 @dataclass

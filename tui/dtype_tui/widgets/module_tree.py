@@ -85,8 +85,8 @@ class ModuleTree(ScrollView, can_focus=True):
         Binding("tab", "app.next_pane", "Next pane, where they take turns", show=False),
         Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
         Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
-        Binding("home,g", "end(-1)", "First line", show=False),
-        Binding("end,G", "end(1)", "Last line", show=False),
+        Binding("home,less_than_sign", "end(-1)", "First line", show=False),
+        Binding("end,G,greater_than_sign", "end(1)", "Last line", show=False),
         Binding("right_square_bracket", "sibling(1)", "Next sibling", show=False),
         Binding("left_square_bracket", "sibling(-1)", "Previous sibling", show=False),
     ]

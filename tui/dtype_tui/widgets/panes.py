@@ -12,6 +12,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine import dtypes
+from dtype_engine.options import RunSettings
 from dtype_engine.readings import DriftReport, ModuleDrift
 from dtype_engine.report_text import decibels, human_bytes
 from dtype_engine.text import printable
@@ -107,6 +108,8 @@ class DriftPane(Pane):
             grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
+        if report.settings != str(RunSettings()):
+            grid.add_row("settings", report.settings)
         grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
         if report.seconds.reference is not None and report.seconds.candidate is not None:
             partly = "the changed part: " if report.seconds.reused else ""

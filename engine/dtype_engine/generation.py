@@ -1,0 +1,148 @@
+"""What reference and candidate write: greedy text or captions, token by token, and where they part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .errors import Cancelled, NoForward
+from .forward import Passes
+from .inputs import Batch, Inputs, tokenizer_of
+from .model.live import LiveModel
+from .readings import Generation, Written
+
+PROMPT_TOKENS = 32
+OnTokens = Callable[[str, int, int], None]
+"""Hears ("reference" | "candidate", tokens written so far, at most how many)."""
+
+
+def generate(passes: Passes, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
+    """Let reference and candidate continue every prompt that the user gave, else the first sequence, greedily, by at most
+    `tokens`. Calibration text is cut to its first `PROMPT_TOKENS`; pictures are captioned.
+
+    Raises NoForward for a model that writes nothing; else as a measurement does.
+    """
+    module = passes.model.module
+    can = getattr(module, "can_generate", None)
+    if not hasattr(module, "generate") or (can is not None and not can() and not _own_generate(module)):
+        raise NoForward(
+            f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
+        )
+    tokenizer = inputs.tokenizer or tokenizer_of(passes.model)
+    batches = inputs.batches if inputs.prompts else inputs.batches[:1]
+    found = []
+    for batch in batches:
+        prompt = _prompt(batch, inputs)
+        reference = _write(passes, "reference", passes.reference_batch(prompt), tokenizer, tokens, on_tokens)
+        candidate = _write(passes, "candidate", passes.candidate_batch(prompt), tokenizer, tokens, on_tokens)
+        found.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
+    return tuple(found)
+
+
+def _own_generate(module: Any) -> bool:
+    """Captioners such as BLIP write a `generate` of their own around the language model inside them."""
+    from transformers import GenerationMixin
+
+    return type(module).generate is not GenerationMixin.generate
+
+
+def _prompt(batch: Batch, inputs: Inputs) -> Batch:
+    """What to give to `generate`: the batch without what only a single pass takes."""
+    kwargs = {
+        name: value for name, value in batch.kwargs.items() if name not in ("use_cache", "decoder_input_ids", "labels")
+    }
+    if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
+        # The ids beside a synthetic picture mean nothing: the caption starts from the picture alone.
+        kwargs = {"pixel_values": kwargs["pixel_values"]}
+    elif not inputs.prompts and inputs.made and "decoder_input_ids" not in batch.kwargs:
+        kwargs = {
+            name: value[:, :PROMPT_TOKENS] if isinstance(value, torch.Tensor) and value.ndim == 2 else value
+            for name, value in kwargs.items()
+        }
+    return Batch(batch.args, kwargs)
+
+
+def _write(passes: Passes, which: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens) -> Written:
+    from transformers import StoppingCriteria, StoppingCriteriaList
+
+    began: list[int] = []
+
+    class Told(StoppingCriteria):  # type: ignore[misc]
+        """Never stops the writing by itself: tells how far it is, and lets the user stop it."""
+
+        def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
+            if passes.cancelled():
+                raise Cancelled
+            if not began:
+                began.append(input_ids.shape[1] - 1)
+            on_tokens(which, input_ids.shape[1] - began[0], tokens)
+            return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+    module: Any = passes.model.module
+
+    def call() -> torch.Tensor:
+        began.clear()
+        written: torch.Tensor = module.generate(
+            *prompt.args,
+            **prompt.kwargs,
+            **_greedy(passes.model, tokens),
+            stopping_criteria=StoppingCriteriaList([Told()]),
+        )
+        return written
+
+    if which == "reference":
+        sequences, seconds = passes.as_reference(call)
+    else:
+        sequences, seconds, _ = passes.as_cast(call)
+    ids = sequences[0, began[0] if began else 0 :].tolist()
+    return Written(tuple(ids), pieces(tokenizer, ids), seconds)
+
+
+def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:
+    """The generation settings: the model's own, without sampling, beams or penalties of chance."""
+    own = getattr(model.module, "generation_config", None)
+    if own is None or _own_generate(model.module):
+        return {"max_new_tokens": tokens, "do_sample": False, "num_beams": 1}
+    config = copy.deepcopy(own)
+    for name, value in {
+        "do_sample": False, "num_beams": 1, "max_new_tokens": tokens, "max_length": None, "min_length": 0, "temperature": None,
+        "top_k": None, "top_p": None, "min_p": None, "typical_p": None, "num_return_sequences": 1,
+        "return_dict_in_generate": False,
+    }.items():  # fmt: skip
+        setattr(config, name, value)
+    if config.pad_token_id is None:
+        ends = config.eos_token_id
+        config.pad_token_id = ends[0] if isinstance(ends, list) else ends if ends is not None else 0
+    if config.decoder_start_token_id is None and config.bos_token_id is None:
+        config.decoder_start_token_id = config.pad_token_id
+    return {"generation_config": config}
+
+
+def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
+    """What each token adds to the text. A token in the middle of a character adds nothing; the one that ends it adds all.
+
+    Without a tokenizer the ids themselves.
+    """
+    if tokenizer is None:
+        return tuple(f" {token}" for token in ids)
+    found: list[str] = []
+    shown = ""
+    for count in range(1, len(ids) + 1):
+        text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        whole = text.rstrip("\ufffd") if count < len(ids) else text
+        grown = whole.startswith(shown)
+        found.append(whole[len(shown) :] if grown else "")
+        shown = whole if grown else shown
+    return tuple(found)
+
+
+def _prompt_text(prompt: Batch, tokenizer: Any) -> str:
+    ids = prompt.kwargs.get("input_ids", prompt.args[0] if prompt.args else None)
+    picture = "a picture" if "pixel_values" in prompt.kwargs else ""
+    if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
+        return picture or "the given input"
+    text = "".join(pieces(tokenizer, ids[0].tolist()))
+    return f"{picture}; {text}" if picture else text

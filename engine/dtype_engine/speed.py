@@ -1,0 +1,131 @@
+"""How long forward passes take: the model in the reference's dtype, as stored, and as cast now."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+
+import psutil
+import torch
+
+from . import dtypes
+from .forward import Passes
+from .inputs import Batch, Inputs
+from .model.live import LiveModel
+from .readings import SpeedRow
+from .recipe import tensor_bytes
+
+REPEATS = 5
+_LONG_ENOUGH_S = 30.0
+OnPasses = Callable[[str, int, int], None]
+"""Hears (what is timed, passes done, of how many)."""
+
+
+def measure_speed(
+    passes: Passes, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
+) -> tuple[tuple[SpeedRow, ...], tuple[str, ...]]:
+    """Time whole passes over all inputs: one to warm up, then `repeats` (fewer, but never under 3, when they take long);
+    the median, the fastest and the slowest. The rows, and notices for a row that had to be left out.
+
+    The float32 row is the model really cast to float32, as a user would run it, not the reference's way of widening each
+    weight as it is used. Afterwards the model is cast as planned. `passes` must not be watching. Raises NoForward,
+    KernelError, Cancelled.
+    """
+    model = passes.model
+    reference = _reference_dtypes(model)
+    stored = {name: weight.info.dtype for name, weight in model.weights.items()}
+    wanted: list[tuple[str, Mapping[str, str]]] = [("reference", reference)]
+    wanted += [("as stored", stored)] if stored not in (reference, dict(planned)) else []
+    wanted += [("candidate", planned)]
+    rows, notices = [], []
+    try:
+        for what, casts in wanted:
+            if what != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
+                notices.append(
+                    f"{what}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
+                )
+                continue
+            model.apply(casts, cancelled=passes.cancelled)
+            rows.append(_timed(passes, inputs, what, _mix(model, casts), what == "candidate", on_passes, repeats))
+    finally:
+        model.apply(planned)
+    return tuple(rows), tuple(notices)
+
+
+def _timed(
+    passes: Passes, inputs: Inputs, what: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
+) -> SpeedRow:
+    """One row. The reference and the stored model run without the candidate's settings."""
+    ways = passes if candidate else passes.plainly()
+    batches = [ways.candidate_batch(batch) if candidate else passes.reference_batch(batch) for batch in inputs.batches]
+
+    def all_inputs() -> tuple[float, bool]:
+        seconds, by_rules = 0.0, False
+        for batch in batches:
+            _, took, ruled = ways.as_cast(lambda batch=batch: ways.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+            seconds += took
+            by_rules = by_rules or ruled
+        return seconds, by_rules
+
+    on_passes(what, 0, repeats + 1)
+    all_inputs()
+    times: list[float] = []
+    under_rules = False
+    started = time.perf_counter()
+    while len(times) < repeats and not (len(times) >= 3 and time.perf_counter() - started > _LONG_ENOUGH_S):
+        on_passes(what, len(times) + 1, repeats + 1)
+        seconds, under_rules = all_inputs()
+        times.append(seconds)
+    tokens = sum(_tokens(batch) for batch in batches)
+    middle = statistics.median(times)
+    settings = str(passes.settings) if candidate and passes.settings.autocast else None
+    return SpeedRow(
+        what=what,
+        dtypes=mix if settings is None else f"{mix}, {settings}",
+        seconds=middle,
+        fastest=min(times),
+        slowest=max(times),
+        repeats=len(times),
+        tokens_per_second=tokens / middle if tokens and middle else None,
+        under_rules=under_rules,
+    )
+
+
+def _tokens(batch: Batch) -> int:
+    """Token positions in one batch; 0 where the inputs are not tokens."""
+    ids = batch.kwargs.get("input_ids")
+    if ids is None and batch.args and isinstance(batch.args[0], torch.Tensor) and not batch.args[0].is_floating_point():
+        ids = batch.args[0]
+    return int(ids.numel()) if isinstance(ids, torch.Tensor) else 0
+
+
+def _reference_dtypes(model: LiveModel) -> dict[str, str]:
+    """Every castable weight in float32; float64 stays."""
+    return {
+        name: "float32" if weight.info.castable and weight.info.dtype != "float64" else weight.info.dtype
+        for name, weight in model.weights.items()
+    }
+
+
+def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
+    """How many bytes are missing to hold the model in these dtypes, what is held now counted as free."""
+    needed = sum(
+        tensor_bytes(weight.info, casts[name])
+        for name, weight in model.weights.items()
+        if casts[name] != weight.info.dtype
+    )
+    held = sum(weight.nbytes for weight in model.weights.values() if weight.changed)
+    free = psutil.virtual_memory().available
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    return max(0, needed - held - int(0.9 * free))
+
+
+def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
+    """The dtypes of the weights that have a say, by badge, those with the most bytes first."""
+    sizes: dict[str, int] = {}
+    for name, weight in model.weights.items():
+        if weight.info.castable and weight.info.persistent:
+            sizes[casts[name]] = sizes.get(casts[name], 0) + tensor_bytes(weight.info, casts[name])
+    return " + ".join(dtypes.badge(name) for name in sorted(sizes, key=lambda name: -sizes[name]))

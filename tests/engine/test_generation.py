@@ -1,0 +1,106 @@
+"""Greedy text of both sides, against transformers' own `generate` on models cast by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+
+import dtype_engine as de
+from dtype_engine.errors import Cancelled, NoForward
+from dtype_engine.generation import pieces
+from dtype_engine.readings import Generation, Written
+
+
+def test_reference_and_candidate_write_what_plain_transformers_writes() -> None:
+    session = de.open()
+    session.cast("*", "bfloat16")
+    (text,) = session.generate(12)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from dtype_engine.model.source import DEMO
+    from dtype_engine.prompts import DEFAULT_PROMPTS
+
+    tokenizer = AutoTokenizer.from_pretrained(DEMO)
+    ids = tokenizer(DEFAULT_PROMPTS[0], return_tensors="pt")["input_ids"][:, :32]
+    for dtype, written in ((torch.float32, text.reference), (torch.bfloat16, text.candidate)):
+        model = AutoModelForCausalLM.from_pretrained(DEMO, dtype=dtype).eval()
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, 32:]
+        assert list(written.ids) == expected.tolist()
+        assert written.text == tokenizer.decode(expected)
+
+
+def test_a_mix_that_torch_refuses_writes_too_and_the_users_prompts_are_continued_whole() -> None:
+    prompt = "def read(path):\n" * 20
+    session = de.open(None, options=de.Options(prompts=(prompt, "import os")))
+    session.cast("*.mlp", "float16")
+    session.cast("*.q_proj", "fp8@tensor")
+    told: list[tuple[str, int, int]] = []
+    texts = session.generate(6, lambda *step: told.append(step))
+    assert [text.prompt.replace("<s>", "") for text in texts] == [prompt, "import os"]
+    assert all(len(text.candidate.ids) == 6 for text in texts)
+    assert ("candidate", 6, 6) in told
+
+
+@pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
+def test_models_of_every_kind_write(name: str) -> None:
+    module, inputs = zoo.make(name)
+    session = de.open(module, inputs=inputs)
+    exact = session.generate(4)[0]
+    assert not exact.differs
+    session.apply(zoo.random_recipe(session, zoo.PALETTES["all computed"], 1))
+    (text,) = session.generate(4)
+    assert len(text.candidate.ids) >= 1
+    assert text.reference.ids == exact.reference.ids
+
+
+def test_a_captioner_describes_the_synthetic_picture(tmp_path: Path) -> None:
+    module, _ = zoo.make("blip")
+    module.save_pretrained(tmp_path / "blip")
+    session = de.open(str(tmp_path / "blip"))
+    session.cast("vision_model", "bfloat16")
+    (text,) = session.generate(5)
+    assert text.prompt == "a picture"
+    pixels = session.inputs.batches[0].kwargs["pixel_values"]  # type: ignore[union-attr]
+    with torch.no_grad():
+        expected = module.generate(pixels, max_new_tokens=5, do_sample=False, num_beams=1)[0].tolist()  # type: ignore[operator]
+    assert list(text.reference.ids) == expected[-len(text.reference.ids) :]
+
+
+def test_a_model_that_writes_nothing_says_so(tinynet: Any) -> None:
+    with pytest.raises(NoForward, match="TinyNet does not generate text"):
+        tinynet.generate(4)
+
+
+def test_writing_stops_within_a_token(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama()))
+    written: list[int] = []
+    with pytest.raises(Cancelled):
+        session.generate(50, lambda which, done, most: written.append(done), lambda: len(written) >= 3)
+    assert max(written) <= 4
+    assert session.drift().output.max_abs == 0
+
+
+def test_the_first_token_that_differs() -> None:
+    def written(*ids: int) -> Written:
+        return Written(ids, tuple(map(str, ids)), 1.0)
+
+    assert Generation("", written(1, 2, 3), written(1, 2, 4)).same_tokens == 2
+    assert Generation("", written(1, 2), written(1, 2, 4)).same_tokens == 2
+    assert Generation("", written(1, 2), written(1, 2, 4)).differs
+    assert not Generation("", written(1, 2), written(1, 2)).differs
+
+
+def test_pieces_of_half_characters_wait_for_the_rest() -> None:
+    class Bytes:
+        def decode(self, ids: list[int], **rest: Any) -> str:
+            return bytes(ids).decode("utf-8", errors="replace")
+
+    text = "aé😀z"
+    found = pieces(Bytes(), list(text.encode()))
+    assert "".join(found) == text
+    assert found == ("a", "", "é", "", "", "", "😀", "z")

@@ -1,0 +1,110 @@
+"""The settings of a run, against plain torch under the same settings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.forward import Passes, RunsOtherwise, main_output
+from dtype_engine.options import RunSettings
+
+
+class Heard:
+    """A watcher that keeps nothing."""
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        return None
+
+    def replay(self, module: str, reading: Any) -> None:
+        return None
+
+
+def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
+    assert session.inputs is not None
+    with Passes(session.model, settings, lambda: False) as passes:
+        for _ in range(2):
+            try:
+                return main_output(passes.candidate(session.inputs.batches[0], Heard(), 0).output)[1]
+            except RunsOtherwise:
+                continue
+    raise AssertionError("twice otherwise")
+
+
+@pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", ["llama", "bert", "vit", "blip", "resnet", "t5"])
+def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
+    module, inputs = zoo.make(name)
+    plain = copy.deepcopy(module)
+    session = de.open(module, inputs=inputs)
+    call = session.inputs.batches[0]  # type: ignore[union-attr]
+    with torch.no_grad(), torch.autocast("cpu", getattr(torch, autocast)):
+        expected = main_output(plain(*call.args, **call.kwargs))[1]
+    assert torch.equal(candidate(session, RunSettings(autocast=autocast)), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "blip", "torch_lstm", "mixtral"])
+def test_any_mix_runs_under_autocast(name: str) -> None:
+    module, inputs = zoo.make(name)
+    session = de.open(module, inputs=inputs)
+    session.settings = RunSettings(autocast="bfloat16")
+    for seed, palette in enumerate(zoo.PALETTES.values()):
+        session.apply(zoo.random_recipe(session, palette, seed))
+        report = session.drift()
+        assert report.output.nonfinite == 0
+        assert report.output.sqnr_db > 0
+        assert report.settings == "autocast bfloat16"
+
+
+def test_a_change_of_settings_runs_everything_again() -> None:
+    session = de.open()
+    session.drift()
+    session.settings = RunSettings(autocast="bfloat16")
+    changed = session.drift()
+    assert not changed.seconds.reused
+    assert changed.output.max_abs > 0
+    session.settings = RunSettings()
+    assert session.drift().output.max_abs == 0
+
+
+class Asked(nn.Module):
+    """Says in its output which dtype its input came in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen.append(x.dtype)
+        return self.layer(x)
+
+
+def test_floating_inputs_follow_the_model_when_asked() -> None:
+    module = Asked()
+    session = de.open(module, inputs=(torch.randn(3, 2),))
+    session.cast("*", "bfloat16")
+    candidate(session, RunSettings())
+    assert set(module.seen) == {torch.float32}
+    module.seen.clear()
+    found = candidate(session, RunSettings(float_inputs="model"))
+    assert set(module.seen) == {torch.bfloat16}
+    assert found.dtype == torch.bfloat16
+    session.cast("*", "int8")
+    module.seen.clear()
+    candidate(session, RunSettings(float_inputs="model", compute="float16"))
+    assert set(module.seen) == {torch.float16}
+
+
+def test_casts_that_autocast_makes_are_in_the_flow() -> None:
+    session = de.open(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), inputs=(torch.randn(2, 4),))
+    assert session.flow() == ()
+    session.settings = RunSettings(autocast="bfloat16")
+    found = {(cast.module, cast.operation, cast.source, cast.target, cast.elements) for cast in session.flow()}
+    assert found == {("0", "linear", "float32", "bfloat16", 8 + 12 + 3)}
+    assert not any(cast.torch_raises for cast in session.flow())

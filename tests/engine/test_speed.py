@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dtype_engine as de
+from dtype_engine.errors import Cancelled
+
+
+def test_rows_are_the_reference_what_is_stored_and_the_candidate(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama(dtype="bfloat16")))
+    session.cast("*.mlp", "float16")
+    planned = dict(session.plan.dtypes)
+    told: list[tuple[str, int, int]] = []
+    report = session.speed(lambda *step: told.append(step), repeats=3)
+    assert [(row.what, row.dtypes) for row in report.rows] == [
+        ("reference", "f32"), ("as stored", "bf16"), ("candidate", "f16 + bf16"),
+    ]  # fmt: skip
+    assert [row.under_rules for row in report.rows] == [False, False, True]
+    for row in report.rows:
+        assert row.repeats == 3
+        assert 0 < row.fastest <= row.seconds <= row.slowest
+        assert row.tokens_per_second == pytest.approx(4 * 128 / row.seconds)
+    assert ("reference", 0, 4) in told
+    assert {name: weight.dtype for name, weight in session.model.weights.items()} == planned
+
+
+def test_nothing_stored_is_timed_twice(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama(dtype="float32")))
+    assert [row.what for row in session.speed(repeats=3).rows] == ["reference", "candidate"]
+
+
+def test_stopping_leaves_the_model_as_it_was_cast(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama(dtype="float32")))
+    session.cast("*", "bfloat16")
+    seen: list[Any] = []
+    with pytest.raises(Cancelled):
+        session.speed(lambda *step: seen.append(step), lambda: len(seen) > 1)
+    assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"bfloat16"}
+
+
+def test_what_does_not_fit_is_left_out_and_said(
+    make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import psutil
+
+    session = de.open(str(make_llama(dtype="bfloat16")))
+    memory = psutil.virtual_memory()
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory._replace(available=100))
+    report = session.speed(repeats=3)
+    assert [row.what for row in report.rows] == ["candidate"]
+    assert "reference: not timed" in report.notices[0]
+
+
+def test_inputs_that_are_no_tokens_have_no_tokens_a_second() -> None:
+    session = de.open(torch.nn.Linear(3, 2), inputs=(torch.randn(4, 3),))
+    assert all(row.tokens_per_second is None for row in session.speed(repeats=3).rows)
