@@ -14,7 +14,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .errors import Cancelled, KernelError, NoForward, PatternError, UserError
-from .options import Options
+from .options import Options, RunSettings
 from .recipe import Recipe, Rule
 
 if TYPE_CHECKING:
@@ -25,7 +25,18 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["Cancelled", "KernelError", "NoForward", "Options", "PatternError", "Recipe", "Rule", "UserError", "open"]
+__all__ = [
+    "Cancelled",
+    "KernelError",
+    "NoForward",
+    "Options",
+    "PatternError",
+    "Recipe",
+    "Rule",
+    "RunSettings",
+    "UserError",
+    "open",
+]
 
 
 def open(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine import Options, RunSettings, Recipe, Rule, events
+from dtype_engine import Options, Recipe, Rule, RunSettings, events
 from dtype_engine.model.source import Source, locate
 from dtype_engine.worker import Worker
 
