@@ -40,7 +40,14 @@ cast_options = [
         help="A recipe file; --cast rules come after its own.",
     ),
 ]
+find_options = [
+    click.option(
+        "--trust-pickle", is_flag=True, help="Load pickles that hold more than tensors; they can run any code."
+    ),
+    click.option("--download", is_flag=True, help="Fetch MODEL from the Hugging Face hub when it is not in the cache."),
+]
 run_options = [
+    *find_options,
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
     click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
     click.option(
@@ -59,6 +66,12 @@ run_options = [
         default="given",
         show_default=True,
         help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
+    ),
+    click.option(
+        "--weights",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
     ),
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
 ]
@@ -91,12 +104,20 @@ def cli() -> None:
 @cli.command()
 @model_argument
 @with_options(cast_options)
+@with_options(find_options)
 @json_option
-def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None, as_object: bool) -> None:
+def inspect(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    trust_pickle: bool,
+    download: bool,
+    as_object: bool,
+) -> None:
     """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
     from .model.source import locate
 
-    source = locate(model)
+    source = locate(model, trust_pickle, download)
     checkpoint = source.open()
     if checkpoint is not None:
         tree = checkpoint.tree()
@@ -111,7 +132,7 @@ def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None,
     tensors = [
         {
             "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
-            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases),
+            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.fixed,
         }
         for tensor in tree.tensors.values()
     ]  # fmt: skip
@@ -231,6 +252,42 @@ def speed(
         click.echo(f"dtype-engine: note: {notice}", err=True)
 
 
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@with_options(find_options)
+@json_option
+def weights(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    trust_pickle: bool,
+    download: bool,
+    as_object: bool,
+) -> None:
+    """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
+    from .model.source import locate
+
+    source = locate(model, trust_pickle, download)
+    checkpoint = source.open()
+    if checkpoint is None:
+        raise UserError(f"{source.title} is code, not a checkpoint: give the file or folder of its weights")
+    tree = checkpoint.tree()
+    recipe = read_rules(casts, recipe_file)
+    require_matches(tree, recipe)
+    plan = make_plan(tree, recipe)
+    from .weight_errors import round_trips
+
+    found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: _say(f"weights: {done} of {total}")))
+    _say("")
+    if as_object:
+        print_json({"model": source.title, "rules": [str(rule) for rule in recipe.rules], "weights": as_json(found)})
+        return
+    from .report_text import weights_text
+
+    click.echo(weights_text(found))
+
+
 def _generation(text: Generation) -> dict[str, Any]:
     """One generation as JSON: what was written, and the first token that differs (null when none does)."""
     return {
@@ -245,7 +302,7 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
     """A session with a recipe in force whose rules all take something."""
     from .model.source import locate
 
-    source = locate(model)
+    source = locate(model, options.trust_pickle, options.download)
     checkpoint = source.open()
     if checkpoint is not None:
         refuse_unmatched(source, checkpoint.tree(), recipe, options)
@@ -293,7 +350,10 @@ def options_from(
     compute: str,
     autocast: str | None,
     float_inputs: Literal["given", "model"],
+    weights: Path | None,
     trust_remote_code: bool,
+    trust_pickle: bool,
+    download: bool,
 ) -> Options:
     """What `run_options` gathered from the command line. Raises UserError."""
     chosen = dtypes.parse_target(compute)
@@ -307,7 +367,10 @@ def options_from(
         prompts=prompts,
         texts=texts,
         settings=RunSettings(chosen, cast, float_inputs),
+        weights=weights,
         trust_remote_code=trust_remote_code,
+        trust_pickle=trust_pickle,
+        download=download,
     )
 
 

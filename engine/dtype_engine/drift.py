@@ -285,6 +285,8 @@ def _compared(reference: torch.Tensor, energy: float, candidate: torch.Tensor) -
     if candidate.shape != reference.shape:
         # Experts see other tokens when the routing changes: there is nothing to compare element by element.
         return _Sums(comparable=False)
+    if candidate.dtype == reference.dtype and torch.equal(candidate, reference):
+        return _Sums(energy)
     delta = candidate.detach().to(reference.dtype, copy=True).sub_(reference)
     noise = _energy(delta)
     nonfinite = 0

@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .readings import CastNotes, DriftReport, FlowCast, Generation, MemoryReading, ModuleDrift, SpeedReport
+from .readings import (
+    CastNotes,
+    DriftReport,
+    FlowCast,
+    Generation,
+    MemoryReading,
+    ModuleDrift,
+    SpeedReport,
+    WeightReading,
+)
 from .recipe import Recipe
 from .tree import Tree
 
@@ -18,6 +27,14 @@ class Loading:
     """The model is being opened; `step` says what is done now, in a few words."""
 
     step: str
+
+
+@dataclass(frozen=True, slots=True)
+class HeadersRead:
+    """All headers of the checkpoint are read; `tree` takes the place of what was seen at first glance."""
+
+    tree: Tree
+    notices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +138,15 @@ class Timed:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightLookedAt:
+    """The values of one tensor, as asked for."""
+
+    recipe: Recipe
+    name: str
+    reading: WeightReading
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -151,6 +177,7 @@ class Idle:
 
 Event = (
     Loading
+    | HeadersRead
     | ModelReady
     | OpenFailed
     | Casting
@@ -162,6 +189,7 @@ Event = (
     | Flowed
     | Generated
     | Timed
+    | WeightLookedAt
     | Failed
     | Stopped
     | Memory

@@ -34,13 +34,18 @@ class Options:
     device: "cpu", "cuda" or "auto" (cuda where there is one that works).
     prompts, texts: calibration text for language models; each prompt and each text file is one sequence.
     reference_bytes: budget for the reference's stored outputs; None for a quarter of the memory that is free.
+    weights: a checkpoint to load into the module of a Python file.
+    download: fetch a model that is not in the local cache.
+    trust_pickle, trust_remote_code: run code that comes with the model, as the user says it is safe.
     settings: how the candidate is run.
     """
 
     device: str = "auto"
     prompts: tuple[str, ...] = ()
     texts: tuple[Path, ...] = ()
+    weights: Path | None = None
     trust_pickle: bool = False
+    download: bool = False
     trust_remote_code: bool = False
     reference_bytes: int | None = None
     settings: RunSettings = field(default_factory=RunSettings)

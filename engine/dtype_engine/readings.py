@@ -95,6 +95,48 @@ class CastNotes:
 
 
 @dataclass(frozen=True, slots=True)
+class WeightError:
+    """What casting one tensor to `dtype` and back does to its values.
+
+    Errors are of the value that comes back against the stored one, over all elements. Counts are of elements: overflowed
+    (finite, then infinite), saturated (infinite, then the dtype's largest), underflowed (not zero, then zero), subnormal in the
+    dtype (there with fewer bits), nonfinite (before the cast).
+    """
+
+    name: str
+    stored: str
+    dtype: str
+    elements: int
+    mean_abs: float
+    max_abs: float
+    rel_l2: float
+    sqnr_db: float
+    overflowed: int
+    saturated: int
+    underflowed: int
+    subnormal: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExponentHistogram:
+    """How many of a tensor's values have which exponent, floor(log2 |x|): pairs (exponent, count), smallest first."""
+
+    name: str
+    counts: tuple[tuple[int, int], ...]
+    zeros: int
+    nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class WeightReading:
+    """All there is to know of one tensor's values: their exponents, and the round-trip error in several dtypes."""
+
+    exponents: ExponentHistogram
+    errors: tuple[WeightError, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryReading:
     """Memory, in bytes, by the definitions of the help.
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from . import dtypes
-from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow
+from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow, WeightError
 from .recipe import Plan
 from .text import printable
 from .tree import Totals, Tree
@@ -98,6 +98,42 @@ def parting(text: Generation) -> str:
 def _one_line(text: str) -> str:
     """Made safe for a terminal, ends of lines shown as ⏎."""
     return printable(text.replace("\n", "⏎"), 10_000)
+
+
+def weights_text(found: Sequence[WeightError]) -> str:
+    """One line a tensor that changes, those that lose most last."""
+    if not found:
+        return "no tensor changes: give a cast that takes some, such as --cast '*=float16'"
+    head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
+    rows: list[tuple[str, ...]] = [head]
+    for error in sorted(found, key=lambda error: -error.sqnr_db):
+        counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
+        rows.append(
+            (
+                printable(error.name, 100),
+                f"{dtypes.badge(error.stored)}→{dtypes.badge(error.dtype)}",
+                decibels(error.sqnr_db),
+                f"{error.max_abs:.3e}",
+                f"{error.mean_abs:.3e}",
+                *(share_text(count, error.elements) for count in counts),
+            )
+        )
+    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < 2 else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+
+
+def share_text(count: int, whole: int) -> str:
+    """A count, with its share of the whole where there is one: `-`, `17`, `1.2 M 3.4 %`."""
+    if not count:
+        return "-"
+    share = 100 * count / whole
+    return f"{human_count(count)} {share:.1f} %" if share >= 0.1 else human_count(count)
 
 
 def speed_text(report: SpeedReport) -> str:

@@ -7,8 +7,10 @@ as soon as there is one (`dtype_engine.model`), which adds module classes, tied 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal
 
 from . import dtypes
@@ -20,7 +22,9 @@ Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 class TensorInfo:
     """One tensor of the model as it is stored, before any cast.
 
-    `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`.
+    `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
+    has the bytes of a dtype that only its format knows (GGUF's blocks), `fixed` says why a tensor is never cast where its
+    dtype alone does not (it is part of a quantised weight). `numel` elements, `nbytes` bytes as stored.
     """
 
     name: str
@@ -28,16 +32,18 @@ class TensorInfo:
     dtype: str
     kind: Kind = "parameter"
     aliases: tuple[str, ...] = ()
+    packed_bytes: int | None = None
+    fixed: str | None = None
+    numel: int = field(init=False, repr=False, compare=False)
+    nbytes: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as stored."""
-        return self.numel * dtypes.BY_NAME[self.dtype].bits // 8 if self.dtype in dtypes.BY_NAME else 0
+    def __post_init__(self) -> None:
+        # Summed over and over, for trees of 90 000 tensors on the way to the next frame: worked out once.
+        numel = math.prod(self.shape)
+        known = dtypes.BY_NAME.get(self.dtype)
+        nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
+        object.__setattr__(self, "numel", numel)
+        object.__setattr__(self, "nbytes", nbytes)
 
     @property
     def persistent(self) -> bool:
@@ -47,7 +53,7 @@ class TensorInfo:
     @property
     def castable(self) -> bool:
         """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast."""
-        return self.dtype in dtypes.COMPUTED
+        return self.fixed is None and self.dtype in dtypes.COMPUTED
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,13 +63,18 @@ class TensorInfo:
 
 @dataclass(slots=True)
 class Module:
-    """A node of the tree. `tensors` are its own, by local name; a tied alias shows the tensor it is tied to."""
+    """A node of the tree. `tensors` are its own, by local name; a tied alias shows the tensor it is tied to.
+
+    `first` and `end`: the tensors at or below it, as places in `Tree.order`.
+    """
 
     name: str
     class_name: str | None = None
     children: dict[str, Module] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
     island: str | None = None
+    first: int = 0
+    end: int = 0
 
     @property
     def label(self) -> str:
@@ -82,10 +93,6 @@ class Totals:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
         self.nbytes[dtype] = self.nbytes.get(dtype, 0) + nbytes
 
-    def merge(self, other: Totals) -> None:
-        for dtype, elements in other.elements.items():
-            self.add(dtype, elements, other.nbytes[dtype])
-
     @property
     def total_elements(self) -> int:
         return sum(self.elements.values())
@@ -101,14 +108,64 @@ class Totals:
         return sorted(shares, key=lambda share: (-share[1], share[0]))
 
 
+class NodeTotals(Mapping[str, Totals]):
+    """Totals of every module of a tree, by name, each worked out when it is asked for.
+
+    Two running sums per dtype over `Tree.order`: a module's totals are differences of them.
+    """
+
+    def __init__(self, tree: Tree, planned: Mapping[str, str] | None) -> None:
+        self._tree = tree
+        self._planned = planned
+        self._places: dict[str, list[int]] = {}
+        self._elements: dict[str, list[int]] = {}
+        self._nbytes: dict[str, list[int]] = {}
+        for place, tensor in enumerate(tree.order):
+            if not tensor.persistent:
+                continue
+            dtype, size = self._under_plan(tensor)
+            if dtype not in self._places:
+                self._places[dtype], self._elements[dtype], self._nbytes[dtype] = [], [0], [0]
+            self._places[dtype].append(place)
+            self._elements[dtype].append(self._elements[dtype][-1] + tensor.numel)
+            self._nbytes[dtype].append(self._nbytes[dtype][-1] + size)
+
+    def _under_plan(self, tensor: TensorInfo) -> tuple[str, int]:
+        dtype = tensor.dtype if self._planned is None else self._planned.get(tensor.name, tensor.dtype)
+        return dtype, tensor.nbytes if dtype == tensor.dtype else dtypes.stored_bytes(tensor.shape, dtype)
+
+    def __getitem__(self, module: str) -> Totals:
+        node = self._tree.modules[module]
+        found = Totals()
+        for dtype, places in self._places.items():
+            first, end = bisect_left(places, node.first), bisect_left(places, node.end)
+            if end > first:
+                elements, nbytes = self._elements[dtype], self._nbytes[dtype]
+                found.add(dtype, elements[end] - elements[first], nbytes[end] - nbytes[first])
+        for tensor in self._tree.tied_into(module):
+            if tensor.persistent:
+                dtype, size = self._under_plan(tensor)
+                found.add(dtype, tensor.numel, size)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tree.modules)
+
+    def __len__(self) -> int:
+        return len(self._tree.modules)
+
+
 class Tree:
     """A model's modules and tensors by name.
 
-    `modules` and `tensors` are in the model's own order. `tensors` holds every distinct tensor once;
-    `canonical` answers for every name that a tied weight goes by.
+    `modules` and `tensors` are in the model's own order; with `by_number` numbered modules are in that of their numbers.
+    `tensors` holds every distinct tensor once; `canonical` answers for every name that a tied weight goes by; `order` has the
+    tensors as they are shown, depth first.
     """
 
-    def __init__(self, tensors: Iterable[TensorInfo], classes: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, tensors: Iterable[TensorInfo], classes: Mapping[str, str] | None = None, by_number: bool = False
+    ) -> None:
         self.has_classes = classes is not None
         classes = classes or {}
         self.root = Module("", classes.get(""))
@@ -123,6 +180,33 @@ class Tree:
                 self._canonical[name] = tensor.name
                 parent, _, local = name.rpartition(".")
                 self._module(parent, classes).tensors[local] = tensor
+        self._tied = [tensor for tensor in self.tensors.values() if tensor.aliases]
+        self.order: list[TensorInfo] = []
+        if by_number:
+            for module in self.modules.values():
+                if len(module.children) > 1 and all(label.isdecimal() and len(label) < 19 for label in module.children):
+                    module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
+        self._put_in_order()
+
+    def _put_in_order(self) -> None:
+        """Note the distinct tensors as they are shown, depth first, and where in that order each module's are."""
+        stack: list[tuple[Module, bool]] = [(self.root, False)]
+        while stack:
+            node, done = stack.pop()
+            if done:
+                node.end = len(self.order)
+                continue
+            node.first = len(self.order)
+            if self._tied:
+                prefix = f"{node.name}." if node.name else ""
+                self.order += [tensor for local, tensor in node.tensors.items() if tensor.name == prefix + local]
+            else:
+                self.order += node.tensors.values()
+            if node.children:
+                stack.append((node, True))
+                stack += [(child, False) for child in reversed(node.children.values())]
+            else:
+                node.end = len(self.order)
 
     def _module(self, name: str, classes: Mapping[str, str]) -> Module:
         found = self.modules.get(name)
@@ -141,13 +225,19 @@ class Tree:
         return self.tensors[found] if found is not None else None
 
     def below(self, module: str) -> Iterator[TensorInfo]:
-        """Every distinct tensor in the subtree of a module, in order."""
-        seen: set[str] = set()
-        for node in self.walk(module):
-            for tensor in node.tensors.values():
-                if tensor.name not in seen:
-                    seen.add(tensor.name)
-                    yield tensor
+        """Every distinct tensor in the subtree of a module, in order, those last that it holds by another name only."""
+        node = self.modules[module]
+        yield from self.order[node.first : node.end]
+        yield from self.tied_into(module)
+
+    def tied_into(self, module: str) -> list[TensorInfo]:
+        """Tied weights that a module holds by a further name and not by their own."""
+        inside = f"{module}." if module else ""
+        return [
+            tensor
+            for tensor in self._tied
+            if not tensor.name.startswith(inside) and any(name.startswith(inside) for name in tensor.aliases)
+        ]
 
     def walk(self, module: str = "") -> Iterator[Module]:
         """A module and all below it, depth first, as they are shown."""
@@ -157,39 +247,14 @@ class Tree:
             yield node
             stack.extend(reversed(node.children.values()))
 
-    @property
+    @cached_property
     def stored_bytes(self) -> int:
         """Bytes of parameters and persistent buffers as stored, tied ones once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.persistent)
 
-    def totals(self, planned: Mapping[str, str] | None = None) -> dict[str, Totals]:
+    def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
         """Sums per module of parameters and persistent buffers, under planned dtypes by tensor name, else as stored."""
-        result = {name: Totals() for name in self.modules}
-        for tensor in self.tensors.values():
-            if not tensor.persistent:
-                continue
-            dtype = planned.get(tensor.name, tensor.dtype) if planned is not None else tensor.dtype
-            size = tensor.nbytes if dtype == tensor.dtype else dtypes.stored_bytes(tensor.shape, dtype)
-            result[tensor.name.rpartition(".")[0]].add(dtype, tensor.numel, size)
-        # A module follows its parent in `modules`, so backwards every subtree is complete before it is added up.
-        for name in reversed(self.modules):
-            if name:
-                result[name.rpartition(".")[0]].merge(result[name])
-        for tensor in self.tensors.values():
-            if tensor.aliases and tensor.persistent:
-                self._add_tied(tensor, planned, result)
-        return result
-
-    def _add_tied(self, tensor: TensorInfo, planned: Mapping[str, str] | None, result: dict[str, Totals]) -> None:
-        """Count a tied weight in the modules that hold only its other names too."""
-        dtype = planned.get(tensor.name, tensor.dtype) if planned is not None else tensor.dtype
-        size = tensor.nbytes if dtype == tensor.dtype else dtypes.stored_bytes(tensor.shape, dtype)
-        counted = set(ancestors(tensor.name))
-        for alias in tensor.aliases:
-            for module in ancestors(alias):
-                if module not in counted:
-                    counted.add(module)
-                    result[module].add(dtype, tensor.numel, size)
+        return NodeTotals(self, planned)
 
 
 def ancestors(name: str) -> Iterator[str]:
@@ -204,8 +269,4 @@ def from_tensors(tensors: Iterable[TensorInfo]) -> Tree:
 
     Files often list tensors by the alphabet; numbered modules are put in the order of their numbers.
     """
-    tree = Tree(tensors)
-    for module in tree.modules.values():
-        if len(module.children) > 1 and all(label.isdigit() for label in module.children):
-            module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
-    return tree
+    return Tree(tensors, by_number=True)

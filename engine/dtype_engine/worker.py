@@ -13,16 +13,19 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import events
-from .errors import Cancelled, KernelError, UserError
+from .errors import Cancelled, KernelError, NoForward, UserError
+from .model.room import no_room
 from .options import Options, RunSettings
 from .recipe import Recipe
+from .text import printable
 
 if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
     from .model.source import Source
     from .session import Session
 
 Emit = Callable[[events.Event], None]
-Task = Callable[["Session", Recipe], None]
+Task = Callable[[Recipe], None]
 _MEMORY_EVERY_S = 0.25
 _CLOSE_WAIT_S = 2.0
 
@@ -30,11 +33,15 @@ _CLOSE_WAIT_S = 2.0
 class Worker:
     """Opens `source` in the background, then casts and measures as it is told. `emit` is called from its threads.
 
-    After opening it applies and measures the recipe it was given last (at first the empty one).
+    After opening it applies and measures the recipe it was given last (at first the empty one). `read_headers`: the caller
+    has not seen all of the checkpoint's headers and wants the tree of them first. Where there is no live model, questions
+    about the tensors themselves are answered all the same.
     """
 
-    def __init__(self, source: Source, options: Options, emit: Emit) -> None:
+    def __init__(self, source: Source, options: Options, emit: Emit, read_headers: bool = False) -> None:
         self._source = source
+        self._read_headers = read_headers
+        self._checkpoint: Checkpoint | None = None
         self._options = options
         self._emit = emit
         self._session: Session | None = None
@@ -73,15 +80,19 @@ class Worker:
 
     def flow(self) -> None:
         """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
-        self._ask(self._tell_flow)
+        self._ask(self._with_session(self._tell_flow))
 
     def generate(self, tokens: int) -> None:
         """Let reference and candidate write, after what is under way."""
-        self._ask(lambda session, recipe: self._tell_text(session, recipe, tokens))
+        self._ask(self._with_session(lambda session, recipe: self._tell_text(session, recipe, tokens)))
 
     def speed(self) -> None:
         """Time forward passes, after what is under way."""
-        self._ask(self._tell_speed)
+        self._ask(self._with_session(self._tell_speed))
+
+    def look_at(self, name: str, targets: tuple[str, ...]) -> None:
+        """Read one tensor's values, after what is under way: exponents, and the error of a cast to each of `targets`."""
+        self._ask(lambda recipe: self._tell_weight(recipe, name, targets))
 
     def _ask(self, task: Task) -> None:
         with self._changed:
@@ -120,18 +131,27 @@ class Worker:
             self._emit(events.OpenFailed(str(error)))
         except Exception as error:
             self._emit(events.OpenFailed(f"{self._source.title}: opening it failed: {type(error).__name__}: {error}"))
-        while self._session is not None:
+        while self._session is not None or self._checkpoint is not None:
             command = self._next()
             if command is None:
                 break
             self._busy.set()
-            self._session.settings = self._settings
-            self._guarded(*command, self._session)
+            if self._session is not None:
+                self._session.settings = self._settings
+            self._guarded(*command)
         self._busy.clear()
         self._emit(events.Idle())
 
     def _open(self) -> Session:
         started = time.perf_counter()
+        if self._source.kind == "checkpoint":
+            self._emit(events.Loading("reading the headers"))
+            self._checkpoint = self._source.open()
+            assert self._checkpoint is not None
+            if self._read_headers:
+                self._emit(events.HeadersRead(self._checkpoint.tree(), self._checkpoint.notices))
+            if reason := no_room(self._checkpoint):
+                raise NoForward(f"{self._source.title}: {reason}")
         self._emit(events.Loading("importing torch"))
         from .session import open_session
 
@@ -163,7 +183,7 @@ class Worker:
                 return None
             if self._waiting:
                 self._waiting = False
-                return self._recipe, self._apply_and_measure
+                return self._recipe, self._with_session(self._apply_and_measure)
             return self._recipe, self._asked.popleft()
 
     def _tell_flow(self, session: Session, recipe: Recipe) -> None:
@@ -207,10 +227,28 @@ class Worker:
             self._emit(events.Measured(recipe, report))
         self._emit(events.Memory(recipe, session.memory()))
 
-    def _guarded(self, recipe: Recipe, run: Task, session: Session) -> None:
+    def _with_session(self, run: Callable[[Session, Recipe], None]) -> Task:
+        """A task that needs the live model; where there is none it does nothing: the caller has been told so."""
+
+        def task(recipe: Recipe) -> None:
+            if self._session is not None:
+                run(self._session, recipe)
+
+        return task
+
+    def _tell_weight(self, recipe: Recipe, name: str, targets: tuple[str, ...]) -> None:
+        from .weight_errors import look_at
+
+        if self._checkpoint is None:
+            raise UserError("the values of a model made by code are not read from a file")
+        self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
+        reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
+        self._emit(events.WeightLookedAt(recipe, name, reading))
+
+    def _guarded(self, recipe: Recipe, run: Task) -> None:
         """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""
         try:
-            run(session, recipe)
+            run(recipe)
         except Cancelled:
             if self._stopped_by_user:
                 self._emit(events.Stopped(recipe))

@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dtype_engine.checkpoint import open_checkpoint
@@ -122,7 +120,7 @@ def test_folders_that_are_no_model_say_what_was_looked_for(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"neither model\.safetensors nor"):
         open_checkpoint(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="PyTorch pickle"):
+    with pytest.raises(UserError, match="no PyTorch file"):
         open_checkpoint(tmp_path)
 
 
@@ -222,28 +220,3 @@ def test_a_cycle_of_links(tmp_path: Path) -> None:
     (tmp_path / "b").symlink_to(tmp_path / "model.safetensors")
     with pytest.raises(UserError):
         open_checkpoint(tmp_path)
-
-
-GOOD = header_bytes(
-    {"a.w": entry(0, 8, (2, 1)), "b": entry(8, 8, (0,), "BF16"), "c": entry(8, 10, (), "F16")}, b"0123456789"
-)
-
-
-@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), max_size=4), st.integers(0, len(GOOD)))
-def test_mutated_files_are_read_or_refused(tmp_path: Path, changes: list[tuple[int, int]], cut: int) -> None:
-    content = bytearray(GOOD)
-    for place, value in changes:
-        content[place] = value
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(bytes(content[:cut]) if cut < len(GOOD) // 2 else bytes(content))
-    found, refusal = None, ""
-    try:
-        found = open_checkpoint(path)
-    except UserError as error:
-        refusal = str(error)
-    assert refusal.isprintable()
-    if found is not None:
-        assert all(
-            0 <= tensor.start <= tensor.start + tensor.nbytes <= len(content) for tensor in found.tensors.values()
-        )

@@ -121,7 +121,7 @@ def test_bad_input_is_one_line_and_status_2(
 
 
 def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(model: str | None) -> None:
+    def interrupted(model: str | None, *how: bool) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("dtype_engine.model.source.locate", interrupted)

@@ -78,7 +78,7 @@ def test_what_is_no_model_is_refused_in_a_sentence(model: str, says: str) -> Non
 
 
 def test_other_files_say_what_to_do(tmp_path: Path) -> None:
-    for name, says in {"a.pth": "PyTorch pickle", "a.txt": "no checkpoint"}.items():
+    for name, says in {"a.pth": "no PyTorch file", "a.gguf": "no GGUF file", "a.txt": "no checkpoint"}.items():
         (tmp_path / name).write_text("x")
         with pytest.raises(UserError, match=says):
-            locate(str(tmp_path / name))
+            locate(str(tmp_path / name)).open()

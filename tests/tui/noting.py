@@ -44,6 +44,9 @@ class NotingEngine:
     def speed(self) -> None:
         self.commands.append("speed")
 
+    def look_at(self, name: str, targets: tuple[str, ...]) -> None:
+        self.commands.append(f"look at {name}")
+
     def cancel(self) -> None:
         self.commands.append("cancel")
 

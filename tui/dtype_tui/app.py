@@ -24,13 +24,14 @@ from dtype_engine.tree import Tree
 
 from .cells import bar
 from .experiment import Experiment
-from .screens import details, flow_screen, generation_screen, help_screen, speed_screen
+from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
 from .widgets.panes import SidePanes, worst_modules
 from .widgets.prompts import CastPrompt, FilterPrompt
 
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
+LOOKED_AT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 GENERATED_TOKENS = 48
@@ -52,6 +53,7 @@ class Engine(Protocol):
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
+    def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
 
@@ -74,6 +76,7 @@ class DtypeApp(App[None]):
         Binding("g", "generate", "Generate text with both, side by side"),
         Binding("t", "speed", "Time forward passes"),
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
+        Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
         Binding("slash", "filter", "Filter by name"),
         Binding("n", "match(1)", "Next match", show=False),
@@ -90,9 +93,12 @@ class DtypeApp(App[None]):
         tree: Tree | None,
         engine: Callable[[Callable[[events.Event], None]], Engine],
         settings: RunSettings | None = None,
+        whole: bool = True,
     ) -> None:
         super().__init__()
-        self.experiment = Experiment(title, tree if tree is not None else Tree(()), settings=settings or RunSettings())
+        self.experiment = Experiment(
+            title, tree if tree is not None else Tree(()), settings=settings or RunSettings(), partial=not whole
+        )
         self._has_tree = tree is not None
         self._arrived: deque[events.Event] = deque()
         self.engine = engine(self._arrived.append)
@@ -211,10 +217,18 @@ class DtypeApp(App[None]):
             self._busy, self._activity, self._share = True, event.step, None
         elif isinstance(event, events.ModelReady):
             self._model_ready(event)
+        elif isinstance(event, events.HeadersRead):
+            experiment.partial = False
+            experiment.replace_tree(event.tree)
+            self._has_tree = True
+            self.tree_view.new_tree()
+            for notice in event.notices:
+                self._say(notice, "information")
+            self._warn_unmatched()
         elif isinstance(event, events.OpenFailed):
             self._open_error = event.message
-            experiment.no_forward = event.message
-            self._say(event.message, "error")
+            experiment.no_forward, experiment.partial = event.message, False
+            self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
         elif event.recipe != experiment.recipe:
@@ -243,6 +257,8 @@ class DtypeApp(App[None]):
             self.push_screen(speed_screen(event.report))
         elif isinstance(event, events.Flowed):
             self.push_screen(flow_screen(event.casts))
+        elif isinstance(event, events.WeightLookedAt):
+            self.push_screen(weight_screen(experiment, event.name, event.reading))
         elif isinstance(event, events.Failed):
             experiment.failure, experiment.failed_module = event.message, event.module
             self._say(event.message, "error")
@@ -361,9 +377,21 @@ class DtypeApp(App[None]):
             self._say(self.experiment.no_forward, "warning")
         else:
             ask()
-            if not self._busy:
-                self._busy, self._activity, self._share = True, activity, None
-                self._show_status()
+            self._expect(activity)
+
+    def _expect(self, activity: str) -> None:
+        """Something was asked of the engine: it is on the screen before the engine says so."""
+        if not self._busy:
+            self._busy, self._activity, self._share = True, activity, None
+            self._show_status()
+
+    def action_values(self) -> None:
+        row = self.tree_view.current
+        if row.tensor is None:
+            self._say("values are those of a tensor: go to one", "information")
+        else:
+            self.engine.look_at(row.tensor.name, LOOKED_AT)
+            self._expect("reading the values")
 
     def action_settings(self) -> None:
         self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)

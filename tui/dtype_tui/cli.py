@@ -46,10 +46,13 @@ def command(
     from dtype_engine.model.source import locate
 
     recipe = read_rules(casts, recipe_file)
-    source = locate(model)
-    checkpoint = source.open()
-    tree = checkpoint.tree() if checkpoint is not None else None
     options = options_from(**run_settings)
+    source = locate(model, options.trust_pickle, options.download)
+    tree, whole = source.glance()
+    if recipe.rules and tree is not None and not whole:
+        # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
+        checkpoint = source.open()
+        tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
     for text in options.texts:
         read_text(text)
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
@@ -65,10 +68,10 @@ def command(
     workers: list[Worker] = []
 
     def start_worker(emit: Callable[[Event], None]) -> Worker:
-        workers.append(Worker(source, options, emit))
+        workers.append(Worker(source, options, emit, read_headers=not whole))
         return workers[0]
 
-    app = DtypeApp(source.title, tree, start_worker, options.settings)
+    app = DtypeApp(source.title, tree, start_worker, options.settings, whole)
     app.start_with(recipe)
     app.run()
     if any(worker.alive for worker in workers):

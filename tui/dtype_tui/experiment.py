@@ -5,6 +5,7 @@ No widgets here and no torch: everything is looked up in, or asked of, the engin
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtype_engine import dtypes
@@ -23,7 +24,7 @@ class Experiment:
     history: History = field(default_factory=History)
     settings: RunSettings = field(default_factory=RunSettings)
     plan: Plan = field(init=False)
-    totals: dict[str, Totals] = field(init=False)
+    totals: Mapping[str, Totals] = field(init=False)
     report: DriftReport | None = None
     modules: dict[str, ModuleDrift] = field(default_factory=dict)
     notes: tuple[CastNotes, ...] = ()
@@ -35,6 +36,8 @@ class Experiment:
     inputs: str = ""
     no_forward: str | None = None
     live: bool = False
+    partial: bool = False
+    """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
 
     def __post_init__(self) -> None:
         self._replan()

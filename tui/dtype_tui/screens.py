@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
@@ -14,10 +15,11 @@ from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
-from dtype_engine.readings import FlowCast, Generation, SpeedReport, Written
-from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text
+from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReading, Written
+from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text, share_text
 from dtype_engine.text import printable
 
+from .cells import bar
 from .experiment import Experiment
 
 
@@ -90,7 +92,7 @@ def details(experiment: Experiment, node: str) -> Overlay:
                 "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
             )
         if not tensor.castable:
-            grid.add_row("", "never cast: not in a dtype that one computes in")
+            grid.add_row("never cast", tensor.fixed or f"{tensor.dtype} is not a dtype that one computes in")
         for note in experiment.notes:
             if note.name == tensor.name:
                 lost = [
@@ -207,3 +209,70 @@ def speed_screen(report: SpeedReport) -> Overlay:
     whole.add_row(grid)
     whole.add_row(words)
     return Overlay("Forward passes over all inputs, timed", whole)
+
+
+def weight_screen(experiment: Experiment, name: str, reading: WeightReading) -> Overlay:
+    """The exponents of a tensor's values over the range of every dtype, and what a cast to each would do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for _ in range(6):
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
+    for error in reading.errors:
+        counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
+        cells = [share_text(count, error.elements) for count in counts]
+        table.add_row(
+            Text(dtypes.badge(error.dtype), style="bold"), decibels(error.sqnr_db), f"{error.max_abs:.2e}", *cells
+        )
+    whole = Table.grid()
+    whole.add_row(table)
+    whole.add_row(Text(""))
+    whole.add_row(_exponents(reading))
+    tensor = experiment.tensor(name)
+    stored = f", stored {dtypes.badge(tensor.dtype)}" if tensor else ""
+    return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
+
+
+_RANGES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def _exponents(reading: WeightReading) -> Text:
+    """A histogram, a line for each power of two, with marks where a dtype has normal values (|) or subnormal ones (:)."""
+    counts = dict(reading.exponents.counts)
+    text = Text()
+    if not counts:
+        return Text("no values but zeros" if reading.exponents.zeros else "no values")
+    most = max(counts.values())
+    low, high = min(counts), max(counts)
+    step = max(1, -(-(high - low + 1) // 24))
+    text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
+    text.append("  ".join(dtypes.badge(name) for name in _RANGES) + "\n", style="dim")
+    grouped = [
+        (first, sum(counts.get(power, 0) for power in range(first, first + step)))
+        for first in range(high - (high - low) // step * step, low - step, -step)
+    ]
+    tallest = max(count for _, count in grouped) or most
+    for first, count in grouped:
+        text.append(f"2^{first:<8}{human_count(count) if count else '-':>10}  ")
+        text.append(bar(count / tallest, 24), style="cyan")
+        for name in _RANGES:
+            row = dtypes.BY_NAME[name]
+            mark = _mark(first, step, row)
+            text.append(f"  {mark:<{len(row.badge)}}", style="bold" if mark not in ("|", ":") else "dim")
+        text.append("\n")
+    text.append(
+        "| in range  : subnormal, fewer bits  0 vanishes  ∞ overflows (fp8 and int8 are scaled first)", style="dim"
+    )
+    if reading.exponents.zeros or reading.exponents.nonfinite:
+        text.append(f"\nzeros {reading.exponents.zeros:,}, not finite {reading.exponents.nonfinite:,}", style="dim")
+    return text
+
+
+def _mark(first: int, step: int, row: dtypes.DType) -> str:
+    """How a dtype keeps values from 2^first up to 2^(first + step), unscaled: the worst of them."""
+    if first + step - 1 > math.frexp(row.max)[1] - 1:
+        return "∞"
+    smallest = math.frexp(row.tiny)[1] - 1
+    if first < smallest - row.mantissa - 1:
+        return "0"
+    return ":" if first < smallest else "|"

@@ -1,21 +1,35 @@
-"""A Hugging Face folder: `config.json`, and weights in one safetensors file or in shards with an index."""
+"""Checkpoints in all the forms that people have on disk: which files they are made of, and what their headers say.
+
+A folder is, in this order: a diffusers pipeline (`model_index.json`), a PEFT adapter (`adapter_config.json`), a Hugging Face
+model (safetensors before pickles, one file or shards with an index), or whatever single checkpoint lies in it.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
+from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
 
+Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+PICKLES = (".pth", ".pt", ".bin", ".ckpt")
+_INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
+            "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
 _LARGEST_JSON = 100_000_000
+_LONG_HEADERS = 1_000_000
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -23,6 +37,9 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 class Checkpoint:
     """What a checkpoint's headers say: every tensor by name, in the files' order, and `config.json` where there is
     one.
+
+    form: which reader its files need. values: the tensors themselves where reading the headers already mapped them
+    (pickles). base: the model that an adapter was made for. notices: what a user should know, a sentence each.
     """
 
     path: Path
@@ -30,33 +47,106 @@ class Checkpoint:
     tensors: dict[str, CheckpointTensor]
     config: dict[str, Any] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
+    form: Form = "safetensors"
+    values: Mapping[str, Any] | None = None
+    base: str | None = None
+    notices: tuple[str, ...] = ()
 
     def tree(self) -> Tree:
         """The tree of its tensor names; module classes and ties are not known from headers."""
-        return from_tensors(
-            TensorInfo(tensor.name, tensor.shape, tensor.dtype, _kind(tensor.name)) for tensor in self.tensors.values()
-        )
+        fixed = parts_of_quantised(self.tensors, self.config)
+        with _without_collecting():
+            return from_tensors(
+                TensorInfo(
+                    tensor.name,
+                    tensor.shape,
+                    tensor.dtype,
+                    _kind(tensor.name),
+                    packed_bytes=tensor.nbytes if tensor.packed else None,
+                    fixed=fixed.get(tensor.name),
+                )
+                for tensor in self.tensors.values()
+            )
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors, as stored."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 def _kind(name: str) -> Kind:
     return "buffer" if name.endswith(_BUFFERS) else "parameter"
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Read the headers of a checkpoint folder or of one safetensors file.
+def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
+    """Read the headers of a checkpoint folder or file.
 
-    Nothing but headers, the index and `config.json` is read. Raises UserError: what is wrong, in which file.
+    Of safetensors and GGUF files nothing but headers is read, of pickles nothing that could run code; they need torch.
+    Raises UserError: what is wrong, in which file.
     """
+    with _without_collecting():
+        return _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+
+
+def needs_torch(path: Path) -> bool:
+    """Whether the names in a checkpoint can only be read with torch: it is a pickle."""
     if path.is_dir():
-        return _open_folder(path)
+        try:
+            files = _weight_files(path)
+        except UserError:
+            return False
+        return any(file.suffix in PICKLES for file in files)
+    return path.suffix in PICKLES
+
+
+def first_glance(path: Path) -> Tree | None:
+    """The tree of a large checkpoint's first shard, for a screen that can't wait for all the headers; None where all of
+    them are read as quickly.
+    """
+    try:
+        if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
+            return None
+        first = min(entry.name for entry in os.scandir(path) if entry.name.endswith(".safetensors"))
+        return Checkpoint(path, (), read_header(_inside(path, first))[0]).tree()
+    except (OSError, ValueError, UserError):
+        return None
+
+
+def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
+    if path.suffix in PICKLES:
+        return _of_pickles(path, (path,), None, trust_pickle)
+    if path.suffix == ".gguf":
+        from .gguf_file import read_gguf
+
+        tensors, metadata = read_gguf(path)
+        return Checkpoint(path, (path,), tensors, None, metadata, "gguf")
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None
     return Checkpoint(path, (path,), tensors, config, metadata)
 
 
-def _open_folder(folder: Path) -> Checkpoint:
+def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
+    if (folder / "model_index.json").is_file():
+        return _open_pipeline(folder)
+    config_file = folder / "config.json"
+    config = read_json(config_file) if config_file.exists() else None
     files = _weight_files(folder)
+    if any(file.suffix in PICKLES for file in files):
+        return _of_pickles(folder, files, config, trust_pickle)
+    if files[0].suffix == ".gguf":
+        return _open_file(files[0], trust_pickle)
+    tensors, metadata = _of_shards(folder, files)
+    if (folder / "adapter_config.json").is_file() and config is None:
+        base = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "an unnamed model")
+        notice = (
+            f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
+        )
+        return Checkpoint(folder, files, tensors, None, metadata, "adapter", base=base, notices=(notice,))
+    return Checkpoint(folder, files, tensors, config, metadata)
+
+
+def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
@@ -67,31 +157,77 @@ def _open_folder(folder: Path) -> Checkpoint:
             )
         tensors |= found
         metadata |= said
-    config_file = folder / "config.json"
-    return Checkpoint(folder, files, tensors, read_json(config_file) if config_file.exists() else None, metadata)
+    return tensors, metadata
+
+
+def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
+    from .pickles import read_pickles
+
+    tensors, values, notices = read_pickles(files, trust_pickle)
+    return Checkpoint(path, files, tensors, config, form="pickle", values=values, notices=notices)
+
+
+def _open_pipeline(folder: Path) -> Checkpoint:
+    """A diffusers folder: the components that have weights are the top of the tree."""
+    index = read_json(folder / "model_index.json")
+    tensors: dict[str, CheckpointTensor] = {}
+    files: list[Path] = []
+    left_out: list[str] = []
+    for component, named in index.items():
+        place = folder / component
+        if component.startswith("_") or not isinstance(named, list) or not place.is_dir():
+            continue
+        _inside(folder, component, "model_index.json")
+        try:
+            found = _weight_files(place)
+        except NoWeights:
+            continue
+        if any(file.suffix in PICKLES for file in found):
+            left_out.append(component)
+            continue
+        inside, _ = _of_shards(place, found)
+        tensors |= {f"{component}.{name}": tensor.renamed(f"{component}.{name}") for name, tensor in inside.items()}
+        files += found
+    if not tensors:
+        raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
+    notices = (
+        (f"not shown, since their weights are pickles: {', '.join(map(printable, left_out))}",) if left_out else ()
+    )
+    metadata = {"pipeline": str(index.get("_class_name", ""))}
+    return Checkpoint(folder, tuple(files), tensors, None, metadata, "diffusers", notices=notices)
+
+
+class NoWeights(UserError):
+    """A folder has no weights in any form that is known."""
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
-    index = folder / INDEX
-    if index.exists():
-        return _shards(folder, index)
-    if (folder / SINGLE).exists():
-        return (_inside(folder, SINGLE),)
+    for name in _INDEXES:
+        if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
+            return _shards(folder, folder / name)
+    for name in _SINGLES:
+        if (folder / name).exists():
+            return (_inside(folder, name),)
     try:
         present = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         raise UserError(f"can't read {folder}: {error.strerror}") from None
-    loose = [name for name in present if name.endswith(".safetensors")]
-    if len(loose) == 1:
-        return (_inside(folder, loose[0]),)
-    if loose:
-        raise UserError(f"{folder} has {len(loose)} safetensors files and no {INDEX}; name one of them")
-    pickles = [name for name in present if name.endswith((".bin", ".pth", ".pt", ".ckpt"))]
-    if pickles:
-        raise UserError(
-            f"{folder} holds its weights as {printable(pickles[0])}, a PyTorch pickle; convert it to safetensors first"
-        )
-    raise UserError(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}")
+    for suffixes, what in (
+        ((".safetensors",), "safetensors files"),
+        (PICKLES, "PyTorch files"),
+        ((".gguf",), "GGUF files"),
+    ):
+        loose = [name for name in present if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
+        if len(loose) == 1:
+            return (_inside(folder, loose[0]),)
+        if loose:
+            raise UserError(
+                f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
+            )
+    raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
+
+
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")
 
 
 def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
@@ -103,29 +239,28 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
     names = list(dict.fromkeys(weight_map.values()))
-    return tuple(_inside(folder, name) for name in names)
+    return tuple(_inside(folder, name, index.name) for name in names)
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """The file of this name in the folder. An index is untrusted: it may not point anywhere else, by name or by link.
 
     The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` beside them.
     """
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
-        raise UserError(f"{folder / INDEX}: {printable(name)!r} is not the name of a file in this folder")
+        raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
     path = folder / name
     try:
         real = path.resolve(strict=True)
+        root = folder.resolve()
     except FileNotFoundError:
         raise UserError(
             f"shard {printable(name)} is missing in {folder}; fetch it again or name a complete folder"
         ) from None
-    except (OSError, RuntimeError):
-        raise UserError(f"can't follow {path}: it is a link that leads nowhere") from None
-    allowed = [folder.resolve()]
-    if folder.resolve().parent.name == "snapshots":
-        allowed.append(folder.resolve().parent.parent / "blobs")
-    if not any(real.is_relative_to(root) for root in allowed):
+    except (OSError, RuntimeError, ValueError):
+        raise UserError(f"can't follow {printable(str(path), 500)}: it is a link that leads nowhere") from None
+    allowed = [root, *(parent.parent / "blobs" for parent in (root, *root.parents) if parent.name == "snapshots")]
+    if not any(real.is_relative_to(place) for place in allowed):
         raise UserError(f"{path} is a link out of its folder, which a checkpoint may not have")
     return path
 
@@ -133,6 +268,8 @@ def _inside(folder: Path, name: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises UserError that names the file."""
     try:
+        if not path.is_file():
+            raise UserError(f"{path} is not a regular file")
         if os.path.getsize(path) > _LARGEST_JSON:
             raise UserError(f"{path}: over {_LARGEST_JSON} bytes are too many for this file")
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -143,3 +280,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path} is not a JSON object")
     return data
+
+
+@contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Leave the garbage collector off: it would look through hundreds of thousands of new objects, again and again, to
+    find that none is garbage, and double the time that 90 000 tensors take.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()

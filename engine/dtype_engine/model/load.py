@@ -23,12 +23,15 @@ import torch
 from torch import nn
 
 from .. import dtypes
-from ..checkpoint import Checkpoint, CheckpointTensor
+from ..checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from ..checkpoint.pickles import load_pickle
 from ..errors import NoForward, UserError
 from ..options import Options
 from ..storage import dtype_name, torch_dtype
+from ..tensor_reader import read_all
 from ..tree import Tree
 from .live import LiveModel, inventory
+from .room import no_room
 from .source import Source
 
 Say = Callable[[str], None]
@@ -56,10 +59,27 @@ def load(source: Source, options: Options, say: Say = lambda step: None) -> Live
     """
     device = pick_device(options.device)
     if source.kind == "python":
-        return _from_python(source, device, say)
+        return _from_python(source, options, device, say)
+    if options.weights is not None:
+        raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
     assert checkpoint is not None
+    if reason := no_room(checkpoint):
+        raise NoForward(reason)
+    if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
+        whole = load_pickle(checkpoint.path, trust=True)
+        if isinstance(whole, nn.Module):
+            return LiveModel.wrap(whole, source.title, device)
+    if checkpoint.form in _NO_ARCHITECTURE:
+        raise NoForward(f"{source.title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     return _from_checkpoint(checkpoint, source, options, device, say)
+
+
+_NO_ARCHITECTURE = {
+    "gguf": "GGUF files are for llama.cpp; open the checkpoint that this one was made from to run it here",
+    "diffusers": "a pipeline has several models that call each other; open one of its folders to run it here",
+    "adapter": "an adapter alone is no model; merge it into its base model and open that to run it here",
+}
 
 
 def _from_checkpoint(
@@ -67,9 +87,14 @@ def _from_checkpoint(
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.config is None:
+        instead = (
+            f", or open the model's own code with file.py:Name --weights {checkpoint.path.name}"
+            if checkpoint.form == "pickle"
+            else ""
+        )
         raise NoForward(
             f"{source.title}: no forward pass, because there is no config.json beside the weights that says which "
-            "architecture they belong to; planning works"
+            f"architecture they belong to{instead}; planning works"
         )
     say("importing transformers")
     with _quiet():
@@ -86,7 +111,7 @@ def _from_checkpoint(
                 dtype=torch_dtype(dtype),
                 output_loading_info=True,
                 local_files_only=True,
-                use_safetensors=True,
+                use_safetensors=checkpoint.form == "safetensors",
                 trust_remote_code=options.trust_remote_code,
             )
         except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
@@ -94,7 +119,7 @@ def _from_checkpoint(
                 f"{source.title}: transformers can't load {model_class.__name__}: {_first_line(error)}"
             ) from error
     _restore_stored(module, checkpoint)
-    notices = []
+    notices = list(checkpoint.notices)
     if missing := sorted(found.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     if unused := sorted(found.get("unexpected_keys") or ()):
@@ -181,12 +206,42 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint) -> None:
         from safetensors import safe_open
 
         for file, tensors in changed.items():
+            if checkpoint.values is not None:
+                for tensor, stored in tensors:
+                    tensor.data = checkpoint.values[stored.name]
+                continue
             with safe_open(file, framework="pt") as opened:
                 for tensor, stored in tensors:
                     tensor.data = opened.get_tensor(stored.name)
 
 
-def _from_python(source: Source, device: torch.device, say: Say) -> LiveModel:
+def _load_weights(module: nn.Module, file: Path, trust: bool, title: str) -> tuple[str, ...]:
+    """Put a checkpoint's tensors into a module, mapped and in the dtypes they are stored in. Returns notices."""
+    checkpoint = open_checkpoint(file, trust)
+    values = read_all(checkpoint)
+    own = set(module.state_dict())
+    if not own & set(values) and all(name.startswith("module.") for name in values):
+        values = {
+            name.removeprefix("module."): tensor for name, tensor in values.items()
+        }  # saved by DistributedDataParallel
+    try:
+        found = module.load_state_dict(values, strict=False, assign=True)
+    except RuntimeError as error:
+        reason = _first_line(error).replace("RuntimeError: ", "")
+        raise UserError(f"{file} does not fit {title}: {reason}") from None
+    if len(found.missing_keys) == len(own):
+        raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
+    notices = list(checkpoint.notices)
+    if found.missing_keys:
+        notices.append(f"{len(found.missing_keys)} weights are not in {file.name}, first {found.missing_keys[0]}")
+    if found.unexpected_keys:
+        notices.append(
+            f"{len(found.unexpected_keys)} tensors of {file.name} are not used, first {found.unexpected_keys[0]}"
+        )
+    return tuple(notices)
+
+
+def _from_python(source: Source, options: Options, device: torch.device, say: Say) -> LiveModel:
     """A class or function of the user's own that gives an `nn.Module`, and `example_inputs()` beside it."""
     assert source.attribute is not None
     say(f"importing {source.path or source.module}")
@@ -207,10 +262,16 @@ def _from_python(source: Source, device: torch.device, say: Say) -> LiveModel:
             raise UserError(f"{source.title}: calling {source.attribute}() failed: {_first_line(error)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
+    notices: tuple[str, ...] = ()
+    if options.weights is not None:
+        say(f"reading {options.weights}")
+        notices = _load_weights(module, options.weights, options.trust_pickle, source.title)
     return LiveModel.wrap(
         module,
         source.title,
         device,
+        notices=notices,
+        files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
     )

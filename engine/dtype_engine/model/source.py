@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint import PICKLES, Checkpoint, first_glance, needs_torch, open_checkpoint
 from ..errors import UserError
 from ..text import printable
+from ..tree import Tree
 
 DEMO = Path(__file__).parent.parent / "demo"
-_PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_WANTED = ["*.safetensors", "*.json", "*.txt", "*.model", "*.py", "*.jinja"]
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -29,23 +30,42 @@ class Source:
     path: Path | None = None
     module: str | None = None
     attribute: str | None = None
+    trust_pickle: bool = False
 
     def open(self) -> Checkpoint | None:
         """The checkpoint's headers; None for a Python source, which has none. Raises UserError."""
-        return open_checkpoint(self.path) if self.kind == "checkpoint" and self.path is not None else None
+        if self.kind != "checkpoint" or self.path is None:
+            return None
+        return open_checkpoint(self.path, self.trust_pickle)
+
+    def glance(self) -> tuple[Tree | None, bool]:
+        """What can be shown at once: a tree, if any, and whether it is all there is.
+
+        Nothing of a Python source or a pickle, which need torch; of a very large checkpoint the tree of its first shard; of
+        any other the whole tree. Raises UserError.
+        """
+        if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
+            return None, False
+        first = first_glance(self.path)
+        if first is not None:
+            return first, False
+        checkpoint = self.open()
+        assert checkpoint is not None
+        return checkpoint.tree(), True
 
 
-def locate(model: str | None) -> Source:
+def locate(model: str | None, trust_pickle: bool = False, download: bool = False) -> Source:
     """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging
-    Face id in the local cache, or None for the built-in demo. Raises UserError that says what was looked for.
+    Face id in the local cache (or, with `download`, on the hub), or None for the built-in demo. Raises UserError that says
+    what was looked for.
     """
     if model is None:
         return Source("checkpoint", "demo", DEMO)
     path = Path(model).expanduser()
     if path.is_dir():
-        return Source("checkpoint", printable(path.resolve().name), path)
-    if path.exists():
-        return _file(path)
+        return Source("checkpoint", printable(path.resolve().name), path, trust_pickle=trust_pickle)
+    if path.exists() or path.is_symlink():
+        return _file(path, trust_pickle)
     before, colon, attribute = model.rpartition(":")
     if colon and before:
         return _python(before, attribute)
@@ -53,19 +73,24 @@ def locate(model: str | None) -> Source:
         raise UserError(f"there is no file {model}")
     if _HUB_ID.fullmatch(model) and (snapshot := _cached(model)) is not None:
         return Source("checkpoint", model, snapshot)
+    if download and _HUB_ID.fullmatch(model):
+        return Source("checkpoint", model, _downloaded(model))
     raise UserError(
-        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache ({_cache()})"
+        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache ({_cache()}); "
+        "--download fetches one"
     )
 
 
-def _file(path: Path) -> Source:
-    if path.suffix == ".safetensors":
-        return Source("checkpoint", printable(path.name), path)
+def _file(path: Path, trust_pickle: bool) -> Source:
+    if path.suffix in (".safetensors", ".gguf", *PICKLES):
+        return Source("checkpoint", printable(path.name), path, trust_pickle=trust_pickle)
     if path.suffix == ".py":
         raise UserError(f"{path} is a Python file: add the class or function that makes the model, as in {path}:Name")
-    if path.suffix in _PICKLES:
-        raise UserError(f"{path} is a PyTorch pickle; convert it to safetensors first")
-    raise UserError(f"{path} is no checkpoint: give a folder, a .safetensors file, or file.py:Name")
+    if not path.is_file():
+        raise UserError(f"{path} is not a regular file")
+    raise UserError(
+        f"{path} is no checkpoint: give a folder, a .safetensors, .pth, .bin or .gguf file, or file.py:Name"
+    )
 
 
 def _python(place: str, attribute: str) -> Source:
@@ -89,6 +114,18 @@ def _python(place: str, attribute: str) -> Source:
     if found is None:
         raise UserError(f"there is no Python module {place} here; give its file as file.py:{attribute}")
     return Source("python", f"{place}:{attribute}", module=place, attribute=attribute)
+
+
+def _downloaded(model: str) -> Path:
+    """Fetch a model into the cache, with huggingface_hub's own progress on standard error. Raises UserError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_WANTED))
+    except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{printable(model)} could not be fetched: {reason}") from None
 
 
 def _cache() -> Path:

@@ -16,9 +16,9 @@ from .rules import Recipe, Rule
 class Selection:
     """What one pattern takes of a tree.
 
-    `modules` were matched themselves; `tensors` are the castable tensors taken, each once, by their
-    canonical names; `fixed` counts those that it matched and that are never cast (integers, booleans, and
-    non-persistent buffers that it does not name).
+    `modules` were matched themselves, those left out that lie inside another; `tensors` are the castable tensors
+    taken, each once, by their canonical names; `fixed` counts those that it matched and that are never cast (integers,
+    booleans, parts of quantised weights, and non-persistent buffers that it does not name).
     """
 
     modules: frozenset[str]
@@ -35,23 +35,28 @@ def select(tree: Tree, pattern: Pattern | str) -> Selection:
     modules: set[str] = set()
     taken: dict[str, None] = {}
     fixed: set[str] = set()
-    stack: list[tuple[Module, bool]] = [(tree.root, False)]
+    stack: list[Module] = [tree.root]
     while stack:
-        node, inside = stack.pop()
-        matched = compiled.matches_class(node.class_name) or (node.name != "" and compiled.matches(node.name))
-        if matched:
+        node = stack.pop()
+        if compiled.matches_class(node.class_name) or (node.name != "" and compiled.matches(node.name)):
+            # All below it is taken too, whatever its names are.
             modules.add(node.name)
-        inside = inside or matched
+            for tensor in tree.below(node.name):
+                if tensor.castable and (tensor.persistent or any(map(compiled.singles_out, tensor.names))):
+                    taken[tensor.name] = None
+                else:
+                    fixed.add(tensor.name)
+            continue
         prefix = f"{node.name}." if node.name else ""
         for local, tensor in node.tensors.items():
             name = prefix + local
-            if not (inside or compiled.matches(name)):
+            if not compiled.matches(name):
                 continue
             if tensor.castable and (tensor.persistent or compiled.singles_out(name)):
                 taken[tensor.name] = None
             else:
                 fixed.add(tensor.name)
-        stack.extend((child, inside) for child in reversed(node.children.values()))
+        stack.extend(reversed(node.children.values()))
     return Selection(frozenset(modules), tuple(taken), len(fixed - taken.keys()))
 
 
@@ -108,7 +113,12 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
     """Bytes of parameters and persistent buffers, tied ones once, in their planned dtypes, scales included."""
-    return sum(tensor_bytes(tensor, planned[name]) for name, tensor in tree.tensors.items() if tensor.persistent)
+    changed = 0
+    for name, dtype in planned.items():
+        tensor = tree.tensors[name]
+        if dtype != tensor.dtype and tensor.persistent:
+            changed += tensor_bytes(tensor, dtype) - tensor.nbytes
+    return tree.stored_bytes + changed
 
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:

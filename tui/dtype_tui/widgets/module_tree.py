@@ -23,10 +23,13 @@ from textual.strip import Strip
 from dtype_engine import dtypes
 from dtype_engine.readings import ModuleDrift
 from dtype_engine.report_text import human_count
-from dtype_engine.tree import Module, TensorInfo
+from dtype_engine.tree import Module, TensorInfo, Tree, ancestors
 
 from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
 from ..experiment import Experiment, Preview
+
+MOST_MATCHES = 1000
+"""Matches of a filter that are shown: nobody walks through more, and they come after every key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,8 @@ class ModuleTree(ScrollView, can_focus=True):
         self.filter_text = ""
         self.matches: list[str] = []
         self._match_set: frozenset[str] = frozenset()
+        self._named: Tree | None = None
+        self._listed: tuple[list[str], list[str]] = ([], [])
         self._opened: set[str] = {""}
         self._open_first_levels()
         self.rebuild()
@@ -145,9 +150,9 @@ class ModuleTree(ScrollView, can_focus=True):
         return rows
 
     def _filtered_rows(self) -> list[Row]:
-        """The nodes that match, and those above them."""
+        """The first nodes that match, and those above them."""
         shown: set[str] = {""}
-        for name in self.matches:
+        for name in self.matches[:MOST_MATCHES]:
             while name not in shown:
                 shown.add(name)
                 name = name.rpartition(".")[0]
@@ -167,14 +172,27 @@ class ModuleTree(ScrollView, can_focus=True):
             self.matches = []
         else:
             wanted = self.filter_text.lower()
-            names = [name for name in (*self.experiment.tree.modules, *self.experiment.tree.tensors) if name]
+            names, lowered = self._names()
             if any(character in wanted for character in "*?["):
-                glob = re.compile(translate(wanted))
-                self.matches = [name for name in names if glob.match(name.lower())]
+                found = re.compile(translate(wanted)).match
+                self.matches = [name for name, low in zip(names, lowered, strict=True) if found(low)]
             else:
-                self.matches = [name for name in names if wanted in name.lower()]
+                self.matches = [name for name, low in zip(names, lowered, strict=True) if wanted in low]
         self._match_set = frozenset(self.matches)
         self.rebuild()
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Every name in the order of the tree, and the same in lower case: made once a tree."""
+        tree = self.experiment.tree
+        if self._named is not tree:
+            names = [
+                name
+                for node in tree.walk()
+                for name in (node.name, *(row.name for row in _tensor_rows(node, 0) if not row.alias))
+                if name
+            ]
+            self._named, self._listed = tree, (names, [name.lower() for name in names])
+        return self._listed
 
     def next_match(self, step: int) -> bool:
         """Go to the next or previous match; False when there is none."""
@@ -349,7 +367,7 @@ class ModuleTree(ScrollView, can_focus=True):
             elements, size = totals.total_elements, totals.total_bytes
         else:
             elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
-        counted = elements > 0 and not row.alias
+        counted = elements > 0 and not row.alias and not (experiment.partial and row.tensor is None)
         if columns.parameters:
             segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", _PLAIN))
         segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
@@ -362,7 +380,7 @@ class ModuleTree(ScrollView, can_focus=True):
             return False
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
-        return row.name in self.preview.modules
+        return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
 
 
 _PLAIN = Style()  # never None: without colours Textual asks every segment for its style

@@ -20,6 +20,7 @@ from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.report_text import human_bytes, human_count
 
 from ..experiment import Experiment, Preview
+from .module_tree import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
 
@@ -76,7 +77,8 @@ class CastPrompt(Vertical):
         """Show the prompt for a node."""
         module = self.experiment.tree.modules.get(node)
         steps = generalisations(node, module.class_name if module else None)
-        self._steps = [step for step in steps if self._takes_something(step)] or steps[:1]
+        # Each is more general than the one before: where the first takes something, all do.
+        self._steps = steps if self._takes_something(steps[0]) else steps[:1]
         self._step = 0
         self.add_class("open")
         self._fill()
@@ -196,7 +198,8 @@ class FilterPrompt(Vertical):
 
     def _say(self) -> None:
         count = self._count()
-        words = f" {count:,} matches · Enter keeps the filter, then n and N walk · Esc clears"
+        shown = f", the first {MOST_MATCHES:,} shown" if count > MOST_MATCHES else ""
+        words = f" {count:,} matches{shown} · Enter keeps the filter, then n and N walk · Esc clears"
         self.query_one("#filter-count", Static).update(Text(words, style="dim"))
 
     def on_input_changed(self, event: Input.Changed) -> None:

@@ -1,0 +1,51 @@
+"""Round-trip errors of a whole checkpoint under a plan, tensor by tensor, straight from its files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from .checkpoint import Checkpoint
+from .errors import Cancelled, UserError
+from .readings import WeightError, WeightReading
+from .tensor_reader import Reader
+from .text import printable
+from .tree import Tree
+from .weights import exponents, round_trip
+
+
+def round_trips(
+    checkpoint: Checkpoint,
+    tree: Tree,
+    planned: Mapping[str, str],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Iterator[WeightError]:
+    """The error of every tensor that the plan changes, in the tree's order. `on_progress` hears (tensors done, of how many).
+
+    Raises UserError for a file that can't be read, Cancelled.
+    """
+    changed = [tensor for tensor in tree.order if planned[tensor.name] != tensor.dtype]
+    with Reader(checkpoint) as reader:
+        for done, tensor in enumerate(changed):
+            if cancelled():
+                raise Cancelled
+            on_progress(done, len(changed))
+            yield round_trip(tensor.name, reader[tensor.name], planned[tensor.name], cancelled)
+
+
+def look_at(
+    checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
+) -> WeightReading:
+    """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
+    if name not in checkpoint.tensors:
+        raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
+    with Reader(checkpoint) as reader:
+        tensor = reader[name]
+        if not tensor.is_floating_point() or tensor.element_size() < 2:
+            raise UserError(f"{printable(name)} is stored as {checkpoint.tensors[name].dtype}, which is never cast")
+        errors = tuple(
+            round_trip(name, tensor, target, cancelled)
+            for target in targets
+            if target != checkpoint.tensors[name].dtype
+        )
+        return WeightReading(exponents(name, tensor, cancelled), errors)

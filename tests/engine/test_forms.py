@@ -1,0 +1,313 @@
+"""One real example of every form a checkpoint has on disk, opened through the same door."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.errors import NoForward, UserError
+from dtype_engine.model.load import load
+from dtype_engine.model.source import Source, locate
+from dtype_engine.tensor_reader import Reader
+
+Make = Callable[..., Path]
+
+
+def opened(path: Path, **how: Any) -> Checkpoint:
+    checkpoint = locate(str(path), **how).open()
+    assert checkpoint is not None
+    return checkpoint
+
+
+def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    with Reader(checkpoint) as reader:
+        return {name: reader[name].clone() for name in reader}
+
+
+def why_not_run(path: Path, **how: Any) -> str:
+    with pytest.raises(NoForward) as caught:
+        load(locate(str(path), **how), de.Options())
+    return str(caught.value)
+
+
+def small() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "layer.0.weight": torch.randn(3, 2, generator=generator),
+        "layer.0.bias": torch.randn(3, generator=generator).half(),
+        "layer.1.weight": torch.randn(2, 3, generator=generator).bfloat16(),
+        "steps": torch.tensor([7]),
+    }
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == tensor.dtype and torch.equal(found[name], tensor) for name, tensor in expected.items()
+    )
+
+
+def test_a_safetensors_file(tmp_path: Path) -> None:
+    save_file(small(), tmp_path / "x.safetensors")
+    assert same(values(opened(tmp_path / "x.safetensors")), small())
+    assert "no config.json" in why_not_run(tmp_path / "x.safetensors")
+
+
+def test_a_folder_and_a_sharded_one_run(make_llama: Make) -> None:
+    for folder in (make_llama("one"), make_llama("many", max_shard_size="20KB")):
+        session = de.open(str(folder))
+        session.cast("*.mlp", "bfloat16")
+        assert session.drift().output.max_abs > 0
+
+
+@pytest.mark.parametrize("nested", [None, "state_dict", "model", "model_state_dict", "my_own_entry"])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_state_dict_nested_or_not_new_or_old(tmp_path: Path, nested: str | None, zipped: bool) -> None:
+    path = tmp_path / "x.pth"
+    held = small() if nested is None else {nested: small(), "epoch": 3, "optimizer": {"lr": 0.1}}
+    torch.save(held, path, _use_new_zipfile_serialization=zipped)
+    checkpoint = opened(path)
+    assert same(values(checkpoint), small())
+    assert checkpoint.notices == (() if nested is None else (f"x.pth: the weights are its entry {nested!r}",))
+    assert "--weights x.pth" in why_not_run(path)
+    assert list(checkpoint.tree().modules["layer"].children) == ["0", "1"]
+
+
+def test_a_state_dict_is_mapped_not_read(tmp_path: Path) -> None:
+    torch.save({"weight": torch.zeros(3_000_000)}, tmp_path / "x.pt")
+    tensor = values(opened(tmp_path / "x.pt"))["weight"]
+    assert tensor.numel() == 3_000_000
+    with Reader(opened(tmp_path / "x.pt")) as reader:
+        address = reader["weight"].data_ptr()
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        held = [
+            line for line in maps if int(line.split("-")[0], 16) <= address < int(line.split()[0].split("-")[1], 16)
+        ]
+        assert held[0].endswith("x.pt")
+
+
+def test_a_folder_of_pickles_runs(make_llama: Make) -> None:
+    from safetensors.torch import load_file
+
+    folder = make_llama("pickled", tie_word_embeddings=False)
+    tensors = load_file(folder / "model.safetensors")
+    whole = de.open(str(folder))
+    expected = whole.drift().output.elements
+    (folder / "model.safetensors").unlink()
+    names = list(tensors)
+    parts = {"pytorch_model-00001-of-00002.bin": names[::2], "pytorch_model-00002-of-00002.bin": names[1::2]}
+    for file, held in parts.items():
+        torch.save({name: tensors[name] for name in held}, folder / file)
+    weight_map = {name: file for file, held in parts.items() for name in held}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    session = de.open(str(folder))
+    assert session.drift().output.elements == expected
+    assert same(values(opened(folder)), tensors)
+
+
+class Doubler(nn.Module):
+    """A module that only exists here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        doubled: torch.Tensor = 2 * self.layer(x)
+        return doubled
+
+
+def test_a_whole_module_needs_trust(tmp_path: Path) -> None:
+    path = tmp_path / "whole.pt"
+    torch.save(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), path)
+    with pytest.raises(UserError, match=r"torch.nn.modules.container.Sequential.*only with --trust-pickle"):
+        opened(path)
+    assert set(opened(path, trust_pickle=True).tensors) == {"0.weight", "0.bias"}
+    live = load(locate(str(path), trust_pickle=True), de.Options())
+    assert type(live.module) is nn.Sequential
+
+
+class Evil:
+    """Writes a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (Path.write_text, (self.path, "owned"))
+
+
+@pytest.mark.parametrize("raw", [True, False])
+def test_a_malicious_pickle_does_nothing(tmp_path: Path, raw: bool) -> None:
+    path, witness = tmp_path / "evil.pth", tmp_path / "witness"
+    held = {"weight": torch.zeros(2), "extra": Evil(witness)}
+    if raw:
+        path.write_bytes(pickle.dumps(held))
+    else:
+        torch.save(held, path)
+    with pytest.raises(UserError) as caught:
+        opened(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not witness.exists()
+
+
+def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
+    from conftest import TINYNET
+
+    torch.manual_seed(5)
+    code = de.open(f"{TINYNET}:TinyNet")
+    state = {name: torch.randn_like(tensor) for name, tensor in code.model.module.state_dict().items()}
+    torch.save({"state_dict": {f"module.{name}": tensor for name, tensor in state.items()}}, tmp_path / "trained.pth")
+    session = de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "trained.pth"))
+    for name, tensor in state.items():
+        assert torch.equal(session.model.module.state_dict()[name], tensor)
+    session.cast("*", "bfloat16")
+    assert session.drift().output.max_abs > 0
+    torch.save({"other": torch.zeros(1)}, tmp_path / "other.pth")
+    with pytest.raises(UserError, match="has none of the tensors"):
+        de.open(f"{TINYNET}:TinyNet", options=de.Options(weights=tmp_path / "other.pth"))
+
+
+def test_a_diffusers_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "pipeline"
+    for component, file in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        (folder / component).mkdir(parents=True)
+        save_file(small(), folder / component / f"{file}.safetensors")
+    (folder / "scheduler").mkdir()
+    (folder / "model_index.json").write_text(
+        json.dumps(
+            {
+                "_class_name": "StableDiffusionPipeline", "unet": ["diffusers", "UNet2DConditionModel"],
+                "text_encoder": ["transformers", "CLIPTextModel"], "scheduler": ["diffusers", "PNDMScheduler"],
+                "safety_checker": [None, None],
+            }
+        )
+    )  # fmt: skip
+    checkpoint = opened(folder)
+    assert list(checkpoint.tree().root.children) == ["unet", "text_encoder"]
+    expected = {f"{part}.{name}": tensor for part in ("unet", "text_encoder") for name, tensor in small().items()}
+    assert same(values(checkpoint), expected)
+    assert "a pipeline has several models" in why_not_run(folder)
+
+
+def test_a_gguf_file(tmp_path: Path) -> None:
+    import gguf
+
+    path = tmp_path / "x.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    plain = np.arange(6, dtype=np.float32).reshape(2, 3)
+    writer.add_tensor("blk.0.attn_norm.weight", plain)
+    writer.add_tensor("blk.0.ffn_up.weight", plain.astype(np.float16))
+    blocks = gguf.quants.quantize(
+        np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32), gguf.GGMLQuantizationType.Q8_0
+    )
+    writer.add_tensor("blk.0.ffn_down.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    checkpoint = opened(path)
+    tree = checkpoint.tree()
+    assert {name: tensor.dtype for name, tensor in tree.tensors.items()} == {
+        "blk.0.attn_norm.weight": "float32", "blk.0.ffn_up.weight": "float16", "blk.0.ffn_down.weight": "q8_0",
+    }  # fmt: skip
+    down = tree.tensors["blk.0.ffn_down.weight"]
+    assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, False)
+    with Reader(checkpoint) as reader:
+        assert torch.equal(reader["blk.0.attn_norm.weight"], torch.from_numpy(plain))
+        with pytest.raises(UserError, match="q8_0"):
+            reader["blk.0.ffn_down.weight"]
+    assert "llama.cpp" in why_not_run(path)
+
+
+def test_an_adapter_says_which_base_it_wants(tmp_path: Path) -> None:
+    save_file({"base_model.model.q_proj.lora_A.weight": torch.zeros(2, 3)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "meta/llama"}))
+    checkpoint = opened(tmp_path)
+    assert checkpoint.base == "meta/llama"
+    assert "adapter for meta/llama" in checkpoint.notices[0]
+    assert "merge it" in why_not_run(tmp_path)
+
+
+QUANTISED = {
+    "fp8 with block scales": ({"weight": torch.float8_e4m3fn, "weight_scale_inv": torch.float32}, {}),
+    "compressed-tensors": (
+        {"weight_packed": torch.int32, "weight_scale": torch.bfloat16, "weight_shape": torch.int64},
+        {},
+    ),
+    "bitsandbytes": ({"weight": torch.uint8, "weight.absmax": torch.float32, "weight.quant_map": torch.float32}, {}),
+    "gptq, 4 bit": (
+        {"qweight": torch.int32, "qzeros": torch.int32, "scales": torch.float16, "g_idx": torch.int32},
+        {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    ),
+}
+
+
+@pytest.mark.parametrize("what", QUANTISED)
+def test_what_is_quantised_already_is_named_and_never_cast(tmp_path: Path, what: str) -> None:
+    parts, config = QUANTISED[what]
+    tensors = {f"layer.{part}": torch.zeros(2, 2).to(dtype) for part, dtype in parts.items()}
+    tensors["norm.weight"] = torch.ones(2)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tree = opened(tmp_path).tree()
+    for part in parts:
+        assert what in str(tree.tensors[f"layer.{part}"].fixed)
+        assert not tree.tensors[f"layer.{part}"].castable
+    assert tree.tensors["norm.weight"].castable
+
+
+def test_a_model_is_fetched_only_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, make_llama: Make) -> None:
+    import huggingface_hub
+
+    folder = make_llama()
+    asked: list[str] = []
+
+    def fetch(name: str, **rest: Any) -> str:
+        asked.append(name)
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(UserError, match="--download fetches one"):
+        locate("someone/llama")
+    assert asked == []
+    source = locate("someone/llama", download=True)
+    assert asked == ["someone/llama"]
+    assert source.open() is not None
+
+
+def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:
+    path = tmp_path / "huge"
+    path.mkdir()
+    header = json.dumps({"w.weight": {"dtype": "F32", "shape": [1 << 40], "data_offsets": [0, 1 << 42]}}).encode()
+    with open(path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + (1 << 42))
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    script = (
+        "import sys\nfrom dtype_engine import events, Options\nfrom dtype_engine.worker import Worker\n"
+        "from dtype_engine.model.source import locate\nimport time\nheard = []\n"
+        f"worker = Worker(locate({str(path)!r}), Options(), heard.append, read_headers=True)\nworker.start()\n"
+        "while not any(isinstance(e, events.Idle) for e in heard): time.sleep(0.01)\n"
+        "print([type(e).__name__ for e in heard], [e.message for e in heard if isinstance(e, events.OpenFailed)])\n"
+        "print('torch' in sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert "HeadersRead" in ran.stdout
+    assert "4.00 TiB" in ran.stdout
+    assert ran.stdout.strip().endswith("False")
+    assert isinstance(locate(str(path)), Source)

@@ -1,0 +1,218 @@
+"""Files that lie: 20 000 mutated headers and indexes, and every form of hostile file through the installed program.
+
+`python tests/engine/test_hostile.py 1000000` runs as many mutations as one likes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.errors import UserError
+from dtype_engine.recipe import Recipe, Rule, make_plan
+
+MUTATIONS = 20_000
+LONGEST_S = 1.0
+_STRANGE: list[Any] = [
+    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, "", "a", "\x1b[2J", "\u202e", "x" * 1000, [], [0], [[]], {}, {"a": 1},
+    [2**62, 2**62], [0, 2**63], "../../etc/passwd", "/dev/zero", "F32", "BF16", "\udcff", "a\x00b",
+]  # fmt: skip
+
+
+def header() -> dict[str, Any]:
+    return {
+        "__metadata__": {"format": "pt"},
+        "layers.0.weight": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},
+        "layers.1.weight": {"dtype": "BF16", "shape": [4], "data_offsets": [24, 32]},
+        "empty": {"dtype": "F16", "shape": [0, 5], "data_offsets": [32, 32]},
+        "scalar": {"dtype": "I64", "shape": [], "data_offsets": [32, 40]},
+    }
+
+
+def index() -> dict[str, Any]:
+    return {"metadata": {"total_size": 40}, "weight_map": dict.fromkeys(list(header())[1:], "one.safetensors")}
+
+
+def mutated(value: Any, chooser: random.Random) -> Any:
+    """A copy of a JSON value with one part of it replaced, dropped, doubled or renamed."""
+    if isinstance(value, dict) and value and chooser.random() < 0.85:
+        made = dict(value)
+        key = chooser.choice(list(made))
+        what = chooser.random()
+        if what < 0.1:
+            del made[key]
+        elif what < 0.25:
+            made[str(chooser.choice(_STRANGE))] = made[key]
+        else:
+            made[key] = mutated(made[key], chooser)
+        return made
+    if isinstance(value, list) and value and chooser.random() < 0.7:
+        copied = list(value)
+        place = chooser.randrange(len(copied))
+        copied[place] = mutated(copied[place], chooser)
+        return copied
+    return chooser.choice(_STRANGE)
+
+
+def dumped(value: Any) -> bytes:
+    return json.dumps(value).encode("utf-8", "surrogatepass")
+
+
+def flipped(content: bytes, chooser: random.Random) -> bytes:
+    """Bytes changed, cut, or put in."""
+    data = bytearray(content)
+    for _ in range(chooser.randrange(3)):
+        what = chooser.random()
+        place = chooser.randrange(len(data)) if data else 0
+        if what < 0.6 and data:
+            data[place] = chooser.randrange(256)
+        elif what < 0.8:
+            del data[place:]
+        else:
+            data[place:place] = bytes(chooser.randrange(256) for _ in range(chooser.randrange(1, 9)))
+    return bytes(data)
+
+
+def one(folder: Path, seed: int) -> str:
+    """Make one hostile folder and open it; the refusal, or nothing when it was read. Anything but UserError comes out."""
+    chooser = random.Random(seed)
+    raw = dumped(mutated(header(), chooser) if chooser.random() < 0.7 else header())
+    length = len(raw) if chooser.random() < 0.9 else chooser.choice([0, 1, len(raw) + 1, 2**31, 2**63, 2**64 - 1])
+    content = length.to_bytes(8, "little") + raw + b"\0" * (40 if chooser.random() < 0.9 else chooser.randrange(100))
+    (folder / "one.safetensors").write_bytes(flipped(content, chooser) if chooser.random() < 0.4 else content)
+    whole = dumped(mutated(index(), chooser)) if chooser.random() < 0.5 else dumped(index())
+    (folder / "model.safetensors.index.json").write_bytes(flipped(whole, chooser) if chooser.random() < 0.2 else whole)
+    checkpoint, refusal = None, ""
+    try:
+        checkpoint = open_checkpoint(folder)
+    except UserError as error:
+        refusal = str(error)
+    assert refusal == "" or refusal.isprintable(), ascii(refusal)
+    assert len(refusal) < 2000
+    if checkpoint is None:
+        return refusal
+    size = (folder / "one.safetensors").stat().st_size
+    assert all(0 <= tensor.start <= tensor.start + tensor.nbytes <= size for tensor in checkpoint.tensors.values())
+    tree = checkpoint.tree()
+    make_plan(tree, Recipe((Rule("*", "bfloat16"),)))
+    tree.totals()[""].mix()
+    return ""
+
+
+def run(count: int) -> dict[str, float]:
+    """Open `count` mutated folders; what was seen. Raises AssertionError for a hang or an allocation out of proportion."""
+    slowest = largest = 0.0
+    refused = 0
+    tracemalloc.start()
+    try:
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch)
+            for seed in range(count):
+                tracemalloc.reset_peak()
+                before = tracemalloc.get_traced_memory()[0]
+                started = time.perf_counter()
+                refused += bool(one(folder, seed))
+                slowest = max(slowest, time.perf_counter() - started)
+                largest = max(largest, tracemalloc.get_traced_memory()[1] - before)
+                assert slowest < LONGEST_S, f"seed {seed} took {slowest:.2f} s"
+                assert largest < 4_000_000, f"seed {seed} took {largest:.0f} bytes for a file of under 3000"
+    finally:
+        tracemalloc.stop()
+    return {
+        "mutations": count,
+        "refused": refused,
+        "read": count - refused,
+        "slowest_s": slowest,
+        "most_bytes": largest,
+    }
+
+
+def test_mutated_headers_and_indexes_are_read_or_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    seen = run(MUTATIONS)
+    with capsys.disabled():
+        print(f"\n{seen}")
+    assert seen["refused"] > MUTATIONS / 3
+    assert seen["read"] > MUTATIONS / 50
+
+
+def good(name: str = "weight", dtype: str = "F32") -> bytes:
+    raw = dumped({name: {"dtype": dtype, "shape": [1], "data_offsets": [0, 4]}})
+    return len(raw).to_bytes(8, "little") + raw + b"\0" * 4
+
+
+def shards(folder: Path, weight_map: Any) -> None:
+    (folder / "model.safetensors.index.json").write_bytes(dumped({"weight_map": weight_map}))
+
+
+def nothing(folder: Path) -> None:
+    return None
+
+
+HOSTILE: dict[str, Callable[[Path], object]] = {
+    "nothing": nothing,
+    "empty": lambda folder: (folder / "model.safetensors").write_bytes(b""),
+    "length of 2^63": lambda folder: (folder / "model.safetensors").write_bytes((1 << 63).to_bytes(8, "little") + b"{}"),
+    "brackets": lambda folder: (folder / "model.safetensors").write_bytes((10**6).to_bytes(8, "little") + b"[" * 10**6),
+    "unknown dtype": lambda folder: (folder / "model.safetensors").write_bytes(good(dtype="\x1b]0;owned\x07")),
+    "up and away": lambda folder: shards(folder, {"weight": "../../etc/passwd"}),
+    "absolute": lambda folder: shards(folder, {"weight": "/etc/passwd"}),
+    "missing shard": lambda folder: shards(folder, {"weight": "\x1b[2Jno.safetensors"}),
+    "link out": lambda folder: (folder / "model.safetensors").symlink_to("/etc/passwd"),
+    "cycle": lambda folder: (folder / "model.safetensors").symlink_to(folder / "model.safetensors"),
+    "fifo": lambda folder: os.mkfifo(folder / "model.safetensors"),
+    "fifo for an index": lambda folder: os.mkfifo(folder / "model.safetensors.index.json"),
+    "device": lambda folder: (folder / "model.safetensors").symlink_to("/dev/zero"),
+    "pickle of nothing": lambda folder: (folder / "pytorch_model.bin").write_bytes(b"\x80\x04N."),
+    "gguf with 2^60 tensors": lambda folder: (folder / "x.gguf").write_bytes(
+        b"GGUF" + (3).to_bytes(4, "little") + (1 << 60).to_bytes(8, "little") * 2
+    ),
+    "gguf of noise": lambda folder: (folder / "x.gguf").write_bytes(
+        b"GGUF" + (3).to_bytes(4, "little") + (1).to_bytes(8, "little") * 2 + random.Random(0).randbytes(4000)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_a_hostile_file_is_one_line_and_status_2(tmp_path: Path, what: str) -> None:
+    HOSTILE[what](tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "-c", "from dtype_engine.cli import main; main()", "inspect", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert ran.returncode == 2, ran.stderr
+    assert ran.stdout == ""
+    line = ran.stderr.removesuffix("\n")
+    assert line.startswith("dtype-engine: ")
+    assert line.isprintable(), ascii(line)
+
+
+def test_names_from_a_file_reach_the_terminal_as_text(tmp_path: Path) -> None:
+    (tmp_path / "x.safetensors").write_bytes(good("a\x1b]0;owned\x07\n\u202e[bold]" + "n" * 100_000 + ".weight"))
+    ran = subprocess.run(
+        [sys.executable, "-c", "from dtype_engine.cli import main; main()", "inspect", str(tmp_path / "x.safetensors")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert all(character.isprintable() for character in ran.stdout.replace("\n", ""))
+    assert "[bold]" in ran.stdout
+
+
+if __name__ == "__main__":
+    print(run(int(sys.argv[1]) if len(sys.argv) > 1 else MUTATIONS))

@@ -1,0 +1,168 @@
+"""Round-trip errors against whole-tensor expressions in float64, and exponents against math.frexp."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dtype_engine import dtypes, weights
+from dtype_engine.errors import Cancelled
+from dtype_engine.storage import bring_back, convert, torch_dtype
+from dtype_engine.weights import exponents, round_trip
+
+DTYPES = pytest.mark.parametrize("dtype", dtypes.TARGETS)
+
+
+def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values from 1e-45 to 1e38, zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.rand(shape, generator=generator).double() * 80 - 44
+    values = (torch.randn(shape, generator=generator).sign() * 10**powers).float()
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, torch.zeros(()), values)
+
+
+def there_and_back(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    kept, scale = convert(tensor, dtype)
+    return kept.double() if scale is None else bring_back(kept, scale, torch.float32).double()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(300, 700), (70_001,), (5, 6, 7), (), (0, 3), (3, 200_000)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_figures_are_those_of_the_whole_tensor_in_float64(
+    dtype: str, shape: tuple[int, ...], stored: torch.dtype
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(0.02).to(stored)
+    found = round_trip("w", tensor, dtype)
+    before, after = tensor.double(), there_and_back(tensor, dtype)
+    delta = after - before
+    assert found.elements == tensor.numel()
+    assert found.max_abs == pytest.approx(float(delta.abs().max()) if delta.numel() else 0.0, rel=1e-6, abs=1e-12)
+    assert found.mean_abs == pytest.approx(float(delta.abs().mean()) if delta.numel() else 0.0, rel=1e-4, abs=1e-12)
+    noise, energy = float(delta.square().sum()), float(before.square().sum())
+    if noise:
+        assert found.rel_l2 == pytest.approx(math.sqrt(noise / energy), rel=1e-4)
+        assert found.sqnr_db == pytest.approx(10 * math.log10(energy / noise), rel=1e-4)
+    else:
+        assert (found.rel_l2, found.sqnr_db) == (0.0, math.inf)
+
+
+@DTYPES
+@pytest.mark.parametrize("special", [(), (math.inf, -math.inf, math.nan, 0.0, -0.0)])
+def test_lost_values_are_counted_one_by_one(dtype: str, special: tuple[float, ...]) -> None:
+    tensor = of_every_size(40, 50)
+    tensor.view(-1)[: len(special)] = torch.tensor(special)
+    found = round_trip("w", tensor, dtype)
+    kept, scale = convert(tensor, dtype)
+    codes = kept.double()
+    before, after = tensor.double(), there_and_back(tensor, dtype)
+    finite = before.isfinite()
+    assert found.nonfinite == int((~finite).sum())
+    assert found.overflowed == int((finite & ~after.isfinite()).sum())
+    assert found.saturated == int((before.isinf() & after.isfinite()).sum())
+    assert found.underflowed == int((finite & (before != 0) & (codes == 0)).sum())
+    subnormal = (codes != 0) & (codes.abs() < dtypes.BY_NAME[dtype].tiny)
+    assert found.subnormal == (int(subnormal.sum()) if dtypes.BY_NAME[dtype].kind == "float" else 0)
+    if found.overflowed:
+        assert (found.max_abs, found.sqnr_db) == (math.inf, -math.inf)
+    else:
+        expected = (after - before)[finite].abs()
+        assert found.max_abs == pytest.approx(float(expected.max()), rel=1e-6)
+    del scale
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.sampled_from(dtypes.TARGETS))
+@settings(max_examples=300)
+def test_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
+    tensor = torch.tensor(values)
+    found = round_trip("w", tensor, dtype)
+    assert 0 <= found.underflowed + found.subnormal <= len(values)
+    assert found.nonfinite == sum(not math.isfinite(value) for value in values)
+    assert not math.isnan(found.max_abs)
+    assert not math.isnan(found.sqnr_db)
+
+
+def test_a_tensor_in_its_own_dtype_is_exact() -> None:
+    for stored in dtypes.COMPUTED:
+        found = round_trip("w", torch.randn(100).to(torch_dtype(stored)), stored)
+        assert (found.max_abs, found.sqnr_db) == (0.0, math.inf)
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = of_every_size(64, 33)
+    for dtype in dtypes.TARGETS:
+        whole = round_trip("w", tensor, dtype)
+        monkeypatch.setattr(weights, "CHUNK", 50)
+        parts = round_trip("w", tensor, dtype)
+        monkeypatch.undo()
+        assert parts.max_abs == whole.max_abs
+        assert (parts.underflowed, parts.subnormal, parts.overflowed) == (
+            whole.underflowed,
+            whole.subnormal,
+            whole.overflowed,
+        )
+        assert parts.mean_abs == pytest.approx(whole.mean_abs, rel=1e-6)
+
+
+@given(st.lists(st.floats(width=32), max_size=60))
+def test_exponents_are_those_of_frexp(values: list[float]) -> None:
+    found = exponents("w", torch.tensor(values, dtype=torch.float32))
+    expected: dict[int, int] = {}
+    for value in values:
+        if math.isfinite(value) and value:
+            power = math.frexp(value)[1] - 1
+            expected[power] = expected.get(power, 0) + 1
+    assert dict(found.counts) == expected
+    assert found.zeros == values.count(0.0)
+    assert found.nonfinite == sum(not math.isfinite(value) for value in values)
+
+
+def test_it_stops_when_told() -> None:
+    with pytest.raises(Cancelled):
+        round_trip("w", torch.ones(10), "float16", lambda: True)
+
+
+def test_float8_codes_come_back_as_torch_says() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+        from dtype_engine.storage import from_codes
+
+        assert torch.equal(from_codes(codes).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9))
+
+
+def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
+    import threading
+
+    path = tmp_path / "large"
+    path.write_bytes(b"")
+    with open(path, "r+b") as file:
+        file.truncate(400_000_000)
+    tensor = torch.from_file(str(path), shared=False, size=100_000_000, dtype=torch.float32).view(1000, 100_000)
+
+    def anonymous() -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.split("RssAnon:")[1].split()[0])
+
+    round_trip("w", tensor[:10], "float8_e4m3fn")
+    before = most = anonymous()
+    done = threading.Event()
+
+    def look() -> None:
+        nonlocal most
+        while not done.wait(0.002):
+            most = max(most, anonymous())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        assert round_trip("w", tensor, "float8_e4m3fn").sqnr_db == math.inf
+    finally:
+        done.set()
+        watcher.join()
+    assert most - before < 64 * 2**20
