@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from . import dtypes
+from .cli_recipe import recipe as recipe_commands
 from .errors import UserError
 from .options import Options, RunSettings
 from .readings import Generation, as_json
 from .recipe import Recipe, Rule, make_plan, require_matches
+from .recipe.presets import preset
 from .tree import Tree
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 BAD_INPUT, INTERRUPTED = 2, 130
+_PRESET = f"{__name__}.preset"
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 model_argument = click.argument("model", required=False)
@@ -40,6 +43,14 @@ cast_options = [
         help="A recipe file; --cast rules come after its own.",
     ),
 ]
+preset_option = click.option(
+    "--preset",
+    metavar="NAME",
+    expose_value=False,
+    callback=lambda ctx, parameter, name: ctx.meta.update({_PRESET: name}) if name else None,
+    help="Start from a preset; see `recipe presets`.",
+)
+"""For commands that know the tree before they need the rules; `with_preset` puts the rules in."""
 run_options = [
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
     click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
@@ -90,7 +101,7 @@ def cli() -> None:
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @json_option
 def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None, as_object: bool) -> None:
     """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
@@ -106,6 +117,11 @@ def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None,
         tree = load(source, Options(device="cpu")).tree
     recipe = read_rules(casts, recipe_file)
     refuse_unmatched(source, tree, recipe, Options(device="cpu"))
+    if preset_asked():
+        from .model.described import describe
+
+        tree = describe(source, Options(device="cpu")).tree
+        recipe = with_preset(recipe, tree)
     plan = make_plan(tree, recipe)
     totals = tree.totals(plan.dtypes)
     tensors = [
@@ -142,7 +158,7 @@ def inspect(model: str | None, casts: tuple[str, ...], recipe_file: Path | None,
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @click.option(
     "--generate",
@@ -179,7 +195,7 @@ def drift(
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @json_option
 def flow(
@@ -203,7 +219,7 @@ def flow(
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @click.option(
     "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
@@ -252,6 +268,7 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
     from .session import open_session
 
     session = open_session(source, options, say=_say)
+    recipe = with_preset(recipe, session.tree)
     require_matches(session.tree, recipe)
     session.apply(recipe)
     return session
@@ -259,6 +276,7 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
 
 def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     """The rules of a recipe file, then those of the command line. Raises UserError."""
+    preset_asked()
     recipe = Recipe()
     if recipe_file is not None:
         from .recipe.file import read_recipe
@@ -267,6 +285,21 @@ def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     for cast in casts:
         recipe = recipe.then(Rule.parse(cast))
     return recipe
+
+
+def preset_asked() -> str | None:
+    """The name given with --preset. It stays with the command: its rules can't be known before the model's tree is."""
+    context = click.get_current_context(silent=True)
+    name: str | None = context.meta.get(_PRESET) if context is not None else None
+    if name is not None:
+        preset(name)  # a name that is none is refused at once
+    return name
+
+
+def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
+    """A recipe after the rules of the preset that was asked for, if one was. Raises UserError."""
+    name = preset_asked()
+    return recipe if name is None else Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
 
 
 def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:
@@ -344,6 +377,9 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+cli.add_command(recipe_commands)
 
 
 def main() -> None:

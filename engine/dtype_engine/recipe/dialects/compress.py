@@ -93,9 +93,7 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
     others = [name for name in universe if name not in chosen]
     found: list[str] = []
     for product in products(names, universe):
-        for choices in itertools.product(
-            *(["*"] if choice is None else map(_literal, _sorted(choice)) for choice in product)
-        ):
+        for choices in itertools.product(*map(_as_globs, product)):
             pattern = ".".join(choices)
             matches = re.compile(fnmatch.translate(pattern)).match
             if None in product and any(matches(name) for name in others):
@@ -103,6 +101,16 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
             else:
                 found.append(pattern)
     return list(dict.fromkeys(found))
+
+
+def _as_globs(choice: Choice) -> list[str]:
+    """Globs have no alternatives but those of one character."""
+    if choice is None:
+        return ["*"]
+    texts = _sorted(choice)
+    if len(texts) > 1 and all(len(text) == 1 and text.isdigit() for text in texts):
+        return [f"[{''.join(texts)}]"]
+    return [_literal(text) for text in texts]
 
 
 def _literal(text: str) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import yaml
-
 from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, as_comment, loading_note, split, weights_of, exact_first
+from .common import Context, Converted, Dialect, Taken, as_comment, exact_first, loading_note, split, weights_of
 from .compress import regexes
 
 NAME = "llm-compressor"
@@ -21,6 +19,8 @@ FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 
 
 def convert(context: Context) -> Converted:
+    import yaml
+
     parts = split(context, NAME, FORMATS, KINDS)
     modules = [name for name in context.tree.modules if name]
     groups: dict[str, Any] = {}

@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, loading_note, split, weights_of, last
+from .common import Context, Converted, Dialect, Taken, last, loading_note, split, weights_of
 from .compress import globs
 
 NAME = "modelopt"

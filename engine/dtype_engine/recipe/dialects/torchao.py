@@ -13,7 +13,7 @@ import re
 from typing import Any
 
 from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, loading_note, split, weights_of, exact_first
+from .common import Context, Converted, Dialect, Taken, exact_first, loading_note, split, weights_of
 from .compress import regexes
 
 NAME = "torchao"
