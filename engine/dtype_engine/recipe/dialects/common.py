@@ -228,9 +228,9 @@ def common_dtype(tensors: Iterable[TensorInfo]) -> Callable[[Mapping[str, str]],
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
     """What `from_pretrained(dtype=...)` makes of a tensor: islands are widened to float32, and only they."""
-    island = next((context.tree.modules[name].island for name in ancestors(tensor.name) if name), None) or ""
-    strict = "_keep_in_fp32_modules_strict" in island and dtype in ("float16", "bfloat16")
-    plain = "_keep_in_fp32_modules" in island and dtype == "float16"
+    islands = [context.tree.modules[name].island or "" for name in ancestors(tensor.name)]
+    strict = any("_keep_in_fp32_modules_strict" in island for island in islands) and dtype in ("float16", "bfloat16")
+    plain = any("_keep_in_fp32_modules" in island for island in islands) and dtype == "float16"
     return "float32" if strict or plain else dtype
 
 
