@@ -23,6 +23,9 @@ from torch import nn
 from dtype_engine import dtypes
 from dtype_engine.cli import cli, run
 from dtype_engine.errors import UserError
+from dtype_engine.model.described import describe
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.dialects import DIALECTS, Context, Converted
 from dtype_engine.recipe.dialects.compress import globs, regexes
@@ -398,6 +401,43 @@ def test_compressed_patterns_take_exactly_what_was_wanted(universe: set[str], da
         for name in universe:
             hits = [pattern for pattern in patterns if matches(pattern, name)]
             assert len(hits) == (name in wanted), (name, hits)
+
+
+@pytest.mark.parametrize("kept", [{}, {"norm": "float32", "q_proj": "float16"}])
+def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[..., Path], kept: dict[str, str]) -> None:
+    import dtype_engine as de
+
+    folder = make_llama(dtype="bfloat16", dtypes=kept)
+    recipe = Recipe((Rule("*.mlp", "float32"), Rule("*.1.mlp", "float16"), Rule("lm_head", "float32")))
+    session = de.open(str(folder))
+    session.apply(recipe)
+    context = Context(session.tree, session.plan)
+    written = DIALECTS["transformers"].convert(context)
+    assert written.left_out == ()
+    namespace: dict[str, Any] = {}
+    exec(compile(written.text, "snippet", "exec"), namespace)
+    loaded = namespace["load"](folder).state_dict()
+    for name, tensor in session.model.module.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("base", ["float16", "bfloat16"])
+def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    found = describe(locate(str(tmp_path)), Options(device="cpu"))
+    plan = make_plan(found.tree, Recipe((Rule("*", base),)))
+    written = DIALECTS["llm-compressor"].convert(Context(found.tree, plan, kinds=found.kinds))
+    instead = {name: entry.instead for entry in written.left_out for name in entry.tensors}
+    assert any("wo" in name for name in instead) is (base == "float16")
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=getattr(torch, base))
+    for name, parameter in model.named_parameters():
+        assert str(parameter.dtype) == f"torch.{instead.get(name, plan.dtypes[name])}", name
 
 
 # --- lint --------------------------------------------------------------------------------------------------------------
