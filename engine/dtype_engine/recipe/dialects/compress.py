@@ -89,18 +89,17 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
     would.
     """
     names = list(dict.fromkeys(wanted))
-    chosen = set(names)
-    others = [name for name in universe if name not in chosen]
     found: list[str] = []
     for product in products(names, universe):
+        mine = {name for name in names if name.count(".") + 1 == len(product) and _covers(product, name.split("."))}
         for choices in itertools.product(*map(_as_globs, product)):
             pattern = ".".join(choices)
             matches = re.compile(fnmatch.translate(pattern)).match
-            if None in product and any(matches(name) for name in others):
-                found += [_literal(name) for name in names if matches(name)]
+            if None in product and any(matches(name) for name in universe if name not in mine):
+                found += [_literal(name) for name in names if name in mine and matches(name)]
             else:
                 found.append(pattern)
-    return list(dict.fromkeys(found))
+    return found
 
 
 def _as_globs(choice: Choice) -> list[str]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from ... import dtypes
 from ...errors import UserError
 from ...tree import TensorInfo
 from .common import Context, Converted, Dialect, Losses, Taken, first
@@ -20,10 +19,18 @@ NAME = "llama.cpp"
 TYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0", "int8@tensor": "q8_0",
 }  # fmt: skip
+_READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
 BLOCK = 32
-"""Values that share a scale in q8_0; rows that are no multiple fall back to another type, whatever the lines say."""
-_KEPT = re.compile(r".*_norm\.weight|.*ffn_gate_inp.*\.weight|position_embd\.weight|token_types\.weight|.*ssm_conv1d.*")
+"""Values that share a scale in q8_0, which takes no rows that are no multiple."""
+ODD_ROWS = "f16"
+"""What llama.cpp falls back to for those."""
+_KEPT = re.compile(
+    r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
+    r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
+    r"|\.rel_pos|\.patch_embd|\.patch_merger"
+)
+"""Matrices that llama-quantize keeps as they are (`tensor_allows_quantization`)."""
 
 
 def convert(context: Context) -> Converted:
@@ -42,24 +49,26 @@ def convert(context: Context) -> Converted:
         wanted = {context.plan.dtypes[info.name] for info in infos}
         if not _quantisable(name, infos):
             _add(losses, context, infos, "float32", "GGUF files keep vectors, norms, routers and positions in float32")
-        elif infos[0].shape[-1] % BLOCK:
-            _add(
-                losses,
-                context,
-                infos,
-                "float16",
-                f"its rows are no multiple of {BLOCK} values: llama.cpp chooses itself",
+            continue
+        types = {TYPES.get(dtype) for dtype in wanted}
+        type_ = types.pop() if len(types) == 1 else None
+        odd = infos[0].shape[-1] % BLOCK != 0
+        fallback = ODD_ROWS if odd else DEFAULT
+        if type_ is None:
+            why = (
+                "it becomes part of one GGUF tensor with weights planned otherwise"
+                if types
+                else "GGUF has no such type"
             )
-        elif len(types := {TYPES.get(dtype) for dtype in wanted}) > 1:
-            _add(losses, context, infos, DEFAULT, "it becomes part of one GGUF tensor with weights planned otherwise")
-        elif (type_ := types.pop()) is None:
-            _add(losses, context, infos, DEFAULT, "GGUF has no such type")
-        else:
-            lines.setdefault(type_, set()).add(name)
+            _add(losses, context, infos, _READABLE.get(fallback, fallback), why)
+        elif odd and type_ == DEFAULT:
+            _add(losses, context, infos, _READABLE[ODD_ROWS], f"{DEFAULT} needs rows of a multiple of {BLOCK} values")
+            type_ = None
+        elif type_ == DEFAULT:
             for info in infos:
-                if (planned := context.plan.dtypes[info.name]) in dtypes.STORAGE_ONLY:
-                    why = f"q8_0 has a float16 scale for every {BLOCK} values"
-                    losses.add(info.name, planned, type_, why, "scale")
+                why = f"{DEFAULT} has a float16 scale for every {BLOCK} values"
+                losses.add(info.name, context.plan.dtypes[info.name], DEFAULT, why, "scale")
+        lines.setdefault(type_ or fallback, set()).add(name)
     universe = set(sources)
     patterns = [
         (f"^{regex}$", type_)
@@ -78,8 +87,9 @@ def _add(losses: Losses, context: Context, infos: Iterable[TensorInfo], instead:
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
-    """Whether llama-quantize touches a tensor: matrices named weight, norms, routers and positions apart."""
-    return name.endswith(".weight") and all(len(info.shape) > 1 for info in infos) and not _KEPT.fullmatch(name)
+    """Whether llama-quantize touches a tensor: matrices named weight, norms, routers, positions and the like apart."""
+    matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
+    return matrix and name.endswith(".weight") and not _KEPT.search(name)
 
 
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
