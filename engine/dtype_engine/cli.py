@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -267,7 +268,7 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
         refuse_unmatched(source, checkpoint.tree(), recipe, options)
     from .session import open_session
 
-    session = open_session(source, options, say=_say)
+    session = open_session(source, settled(options), say=_say)
     recipe = with_preset(recipe, session.tree)
     require_matches(session.tree, recipe)
     session.apply(recipe)
@@ -300,6 +301,25 @@ def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
     """A recipe after the rules of the preset that was asked for, if one was. Raises UserError."""
     name = preset_asked()
     return recipe if name is None else Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
+
+
+def settled(options: Options) -> Options:
+    """With the run settings of the recipe file, where it has some and the command line says nothing else."""
+    context = click.get_current_context(silent=True)
+    file = context.params.get("recipe_file") if context is not None else None
+    if context is None or file is None:
+        return options
+    from .recipe.file import read_recipe_file
+
+    written = read_recipe_file(file).settings
+    if written is None:
+        return options
+    said = {
+        name: getattr(options.settings, name)
+        for name in ("compute", "autocast", "float_inputs")
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    return dataclasses.replace(options, settings=dataclasses.replace(written, **said))
 
 
 def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:

@@ -240,3 +240,13 @@ def test_wrong_entries_are_told(tmp_path: Path, entry: str, says: str) -> None:
     with pytest.raises(UserError, match=says) as caught:
         read_recipe_file(path)
     assert str(path) in str(caught.value)
+
+
+def test_a_run_follows_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(write_recipe(Recipe((Rule("*.mlp", "bfloat16"),)), settings=RunSettings(autocast="bfloat16")))
+    assert run(cli, "dtype-engine", ["drift", "--recipe", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == "autocast bfloat16"
+    arguments = ["drift", "--recipe", str(file), "--autocast", "f16", "--float-inputs", "model", "--json"]
+    assert run(cli, "dtype-engine", arguments) == 0
+    assert json.loads(capsys.readouterr().out)["settings"] == "autocast float16, floating inputs follow the model"
