@@ -22,7 +22,6 @@ from .errors import UserError
 from .options import Options, RunSettings
 from .readings import Generation, as_json
 from .recipe import Recipe, Rule, make_plan, require_matches
-from .recipe.presets import preset
 from .tree import Tree
 
 if TYPE_CHECKING:
@@ -293,6 +292,8 @@ def preset_asked() -> str | None:
     context = click.get_current_context(silent=True)
     name: str | None = context.meta.get(_PRESET) if context is not None else None
     if name is not None:
+        from .recipe.presets import preset
+
         preset(name)  # a name that is none is refused at once
     return name
 
@@ -300,7 +301,11 @@ def preset_asked() -> str | None:
 def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
     """A recipe after the rules of the preset that was asked for, if one was. Raises UserError."""
     name = preset_asked()
-    return recipe if name is None else Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
+    if name is None:
+        return recipe
+    from .recipe.presets import preset
+
+    return Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
 
 
 def settled(options: Options) -> Options:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,11 +12,14 @@ from .errors import UserError
 from .options import Options
 from .readings import as_json
 from .recipe import Recipe, make_plan, require_matches
-from .recipe.dialects import DIALECTS, Context, Converted, dialect, left_out_as_json
-from .recipe.lint import Lint, RuleReading
-from .recipe.lint import lint as read_as
-from .recipe.presets import PRESETS
 from .text import printable
+
+if TYPE_CHECKING:
+    from .recipe.dialects import Context, Converted
+    from .recipe.lint import Lint, RuleReading
+
+# Spelled out because both programs read this file when they start, and the targets themselves are not needed then.
+TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
 
 DIFFERS = 1
 _SHOWN = 4
@@ -24,7 +27,7 @@ _SHOWN = 4
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option("--model", help="The model to write it for; the one that the recipe names by default.")
-target_names = click.Choice(list(DIALECTS))
+target_names = click.Choice(TARGETS)
 remote_code_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."
 )
@@ -46,6 +49,8 @@ def convert(file: Path, target: str, model: str | None, trust_remote_code: bool,
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
+    from .recipe.dialects import dialect, left_out_as_json
+
     context = _from_file(file, model, trust_remote_code)
     written = dialect(target).convert(context)
     if as_object:
@@ -91,6 +96,9 @@ def lint(
     ctx: click.Context, file: Path, target: str, model: str | None, trust_remote_code: bool, as_object: bool
 ) -> None:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
+    from .recipe.dialects import dialect
+    from .recipe.lint import lint as read_as
+
     context = _from_file(file, model, trust_remote_code)
     found = read_as(context, dialect(target))
     if as_object:
@@ -141,6 +149,8 @@ def _rule_lines(rule: RuleReading) -> list[str]:
 @json_option
 def presets(model: str | None, trust_remote_code: bool, as_object: bool) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
+    from .recipe.presets import PRESETS
+
     context = _context(Recipe(), model, trust_remote_code)
     entries: list[dict[str, Any]] = []
     for preset in PRESETS.values():
@@ -188,6 +198,7 @@ def _context(recipe: Recipe, model: str | None, trust_remote_code: bool) -> Cont
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
     from .model.described import describe
     from .model.source import locate
+    from .recipe.dialects import Context
 
     source = locate(model)
     found = describe(source, Options(device="cpu", trust_remote_code=trust_remote_code))

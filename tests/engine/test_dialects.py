@@ -22,6 +22,7 @@ from torch import nn
 
 from dtype_engine import dtypes
 from dtype_engine.cli import cli, run
+from dtype_engine.cli_recipe import TARGETS
 from dtype_engine.errors import UserError
 from dtype_engine.model.described import describe
 from dtype_engine.model.source import locate
@@ -495,6 +496,11 @@ def test_lint_adds_up(target: str, context: Context) -> None:
 
 
 # --- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_know_every_target() -> None:
+    assert tuple(DIALECTS) == TARGETS
+
 
 DEMO = str(Path(__file__).parents[2] / "engine" / "dtype_engine" / "demo")
 
