@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from . import dtypes
+from .cli_recipe import recipe as recipe_commands
 from .errors import UserError
 from .options import Options, RunSettings
 from .readings import Generation, as_json
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from .session import Session
 
 BAD_INPUT, INTERRUPTED = 2, 130
+_PRESET = f"{__name__}.preset"
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 
 model_argument = click.argument("model", required=False)
@@ -46,6 +49,14 @@ find_options = [
     ),
     click.option("--download", is_flag=True, help="Fetch MODEL from the Hugging Face hub when it is not in the cache."),
 ]
+preset_option = click.option(
+    "--preset",
+    metavar="NAME",
+    expose_value=False,
+    callback=lambda ctx, parameter, name: ctx.meta.update({_PRESET: name}) if name else None,
+    help="Start from a preset; see `recipe presets`.",
+)
+"""For commands that know the tree before they need the rules; `with_preset` puts the rules in."""
 run_options = [
     *find_options,
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
@@ -103,7 +114,7 @@ def cli() -> None:
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(find_options)
 @json_option
 def inspect(
@@ -127,6 +138,11 @@ def inspect(
         tree = load(source, Options(device="cpu")).tree
     recipe = read_rules(casts, recipe_file)
     refuse_unmatched(source, tree, recipe, Options(device="cpu"))
+    if preset_asked():
+        from .model.described import describe
+
+        tree = describe(source, Options(device="cpu")).tree
+        recipe = with_preset(recipe, tree)
     plan = make_plan(tree, recipe)
     totals = tree.totals(plan.dtypes)
     tensors = [
@@ -163,7 +179,7 @@ def inspect(
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @click.option(
     "--generate",
@@ -200,7 +216,7 @@ def drift(
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @json_option
 def flow(
@@ -224,7 +240,7 @@ def flow(
 
 @cli.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @with_options(run_options)
 @click.option(
     "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
@@ -308,7 +324,8 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
         refuse_unmatched(source, checkpoint.tree(), recipe, options)
     from .session import open_session
 
-    session = open_session(source, options, say=_say)
+    session = open_session(source, settled(options), say=_say)
+    recipe = with_preset(recipe, session.tree)
     require_matches(session.tree, recipe)
     session.apply(recipe)
     return session
@@ -316,6 +333,7 @@ def _opened(model: str | None, recipe: Recipe, options: Options) -> Session:
 
 def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     """The rules of a recipe file, then those of the command line. Raises UserError."""
+    preset_asked()
     recipe = Recipe()
     if recipe_file is not None:
         from .recipe.file import read_recipe
@@ -324,6 +342,46 @@ def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     for cast in casts:
         recipe = recipe.then(Rule.parse(cast))
     return recipe
+
+
+def preset_asked() -> str | None:
+    """The name given with --preset. It stays with the command: its rules can't be known before the model's tree is."""
+    context = click.get_current_context(silent=True)
+    name: str | None = context.meta.get(_PRESET) if context is not None else None
+    if name is not None:
+        from .recipe.presets import preset
+
+        preset(name)  # a name that is none is refused at once
+    return name
+
+
+def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
+    """A recipe after the rules of the preset that was asked for, if one was. Raises UserError."""
+    name = preset_asked()
+    if name is None:
+        return recipe
+    from .recipe.presets import preset
+
+    return Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
+
+
+def settled(options: Options) -> Options:
+    """With the run settings of the recipe file, where it has some and the command line says nothing else."""
+    context = click.get_current_context(silent=True)
+    file = context.params.get("recipe_file") if context is not None else None
+    if context is None or file is None:
+        return options
+    from .recipe.file import read_recipe_file
+
+    written = read_recipe_file(file).settings
+    if written is None:
+        return options
+    said = {
+        name: getattr(options.settings, name)
+        for name in ("compute", "autocast", "float_inputs")
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    return dataclasses.replace(options, settings=dataclasses.replace(written, **said))
 
 
 def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:
@@ -407,6 +465,9 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+cli.add_command(recipe_commands)
 
 
 def main() -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -102,8 +102,7 @@ class LiveModel:
             )
             for info in infos
         }
-        tree = Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
-        _mark_islands(module, tree)
+        tree = tree_of(module, infos)
         return cls(
             module,
             title,
@@ -202,6 +201,14 @@ def inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tens
         for key, known in names.items()
     ]
     return infos, {known[0]: tensors[key] for key, known in names.items()}
+
+
+def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
+    """The tree of a module, with classes and islands; `infos` where its inventory has been taken before."""
+    listed = inventory(module)[0] if infos is None else infos
+    tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
+    _mark_islands(module, tree)
+    return tree
 
 
 def _move(module: nn.Module, device: torch.device) -> None:

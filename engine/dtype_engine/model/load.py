@@ -30,7 +30,7 @@ from ..options import Options
 from ..storage import dtype_name, torch_dtype
 from ..tensor_reader import read_all
 from ..tree import Tree
-from .live import LiveModel, inventory
+from .live import LiveModel, tree_of
 from .room import no_room
 from .source import Source
 
@@ -133,8 +133,15 @@ def _from_checkpoint(
 def expected_tree(source: Source, options: Options) -> Tree | None:
     """The tree that a checkpoint's architecture will have once loaded, without its weights; None where that is not known.
 
-    It may have names that the files do not: tied heads, experts that loading packs into one tensor, module classes.
+    It may have names that the files do not: tied heads, experts that loading packs into one tensor, module classes. Dtypes
+    are those of a new model; `dtype_engine.model.described` has the stored ones.
     """
+    module = expected_module(source, options)
+    return None if module is None else tree_of(module)
+
+
+def expected_module(source: Source, options: Options) -> nn.Module | None:
+    """A checkpoint's architecture on the meta device; None where it is not known."""
     checkpoint = source.open()
     if checkpoint is None or checkpoint.config is None or checkpoint.path.is_file():
         return None
@@ -146,11 +153,10 @@ def expected_tree(source: Source, options: Options) -> Tree | None:
             model_class = _architecture(transformers, checkpoint, checkpoint.path, options)
             make = getattr(model_class, "from_config", None) or model_class
             with torch.device("meta"):
-                module = make(config)
+                module: nn.Module = make(config)
         except Exception:
             return None
-    infos, _ = inventory(module)
-    return Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
+    return module
 
 
 def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path, options: Options) -> Any:

@@ -1,21 +1,53 @@
-"""Recipe files: YAML made to be read, edited and compared by people."""
+"""Recipe files: YAML made to be read, edited and compared by people.
+
+    version: 1
+    model: all-MiniLM-L6-v2           # what it was made for
+    rules:                            # the last rule that matches wins
+      - {pattern: "*", dtype: float16}
+      - {pattern: "type:LayerNorm", dtype: float32}
+    settings: {autocast: bfloat16}    # how the candidate is run
+    measured: {kl_mean: 0.0013}       # figures of a run; nothing depends on them
+
+Only `version` and `rules` must be there.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from .. import dtypes
 from ..errors import UserError
+from ..options import RunSettings
 from .rules import Recipe, Rule
 
 VERSION = 1
-_KEYS = {"version", "model", "rules"}
+_KEYS = {"version", "model", "rules", "settings", "measured"}
+
+Figure = str | int | float | bool | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RecipeFile:
+    """All that a recipe file says. `settings` is None where it says nothing about how to run."""
+
+    recipe: Recipe
+    model: str | None = None
+    settings: RunSettings | None = None
+    measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Read a recipe file. Raises UserError that names the file, and the rule where one is to blame."""
+    """Read the rules of a recipe file. Raises UserError as `read_recipe_file` does."""
+    return read_recipe_file(path).recipe
+
+
+def read_recipe_file(path: Path) -> RecipeFile:
+    """Read a recipe file. Raises UserError that names the file, and the rule or entry where one is to blame."""
     try:
         data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -34,7 +66,15 @@ def read_recipe(path: Path) -> Recipe:
         )
     if unknown := set(map(str, data)) - _KEYS:
         raise UserError(f"{path}: unknown entry {sorted(unknown)[0]!r}; a recipe has {', '.join(sorted(_KEYS))}")
-    return Recipe(tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1)))
+    model = data.get("model")
+    if model is not None and not isinstance(model, str):
+        raise UserError(f"{path}: 'model' must be a text")
+    return RecipeFile(
+        Recipe(tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))),
+        model,
+        _settings(path, data["settings"]) if data.get("settings") is not None else None,
+        _measured(path, data["measured"]) if data.get("measured") is not None else {},
+    )
 
 
 def _rule(path: Path, number: int, entry: object) -> Rule:
@@ -46,16 +86,80 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
         raise UserError(f"{path}: rule {number}: {error}") from None
 
 
-def write_recipe(recipe: Recipe, model: str | None = None) -> str:
+def _settings(path: Path, entry: object) -> RunSettings:
+    known = {field.name for field in dataclasses.fields(RunSettings)}
+    if not isinstance(entry, dict):
+        raise UserError(f"{path}: 'settings' must be a mapping with {', '.join(sorted(known))}")
+    if unknown := set(map(str, entry)) - known:
+        raise UserError(f"{path}: unknown setting {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
+    found = RunSettings()
+    if (compute := entry.get("compute")) is not None:
+        parsed = _dtype(path, "compute", compute)
+        if parsed not in dtypes.COMPUTED:
+            raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTED)}")
+        found = dataclasses.replace(found, compute=parsed)
+    if (autocast := entry.get("autocast")) is not None:
+        match _dtype(path, "autocast", autocast):
+            case "bfloat16":
+                found = dataclasses.replace(found, autocast="bfloat16")
+            case "float16":
+                found = dataclasses.replace(found, autocast="float16")
+            case _:
+                raise UserError(f"{path}: setting autocast: torch.autocast knows bfloat16 and float16")
+    match entry.get("float_inputs"):
+        case None | "given":
+            pass
+        case "model":
+            found = dataclasses.replace(found, float_inputs="model")
+        case _:
+            raise UserError(f"{path}: setting float_inputs: choose given or model")
+    return found
+
+
+def _dtype(path: Path, setting: str, value: object) -> str:
+    try:
+        return dtypes.parse_target(str(value))
+    except UserError as error:
+        raise UserError(f"{path}: setting {setting}: {error}") from None
+
+
+def _measured(path: Path, entry: object) -> dict[str, Figure]:
+    if not isinstance(entry, dict):
+        raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
+    for name, value in entry.items():
+        if not isinstance(name, str) or not (value is None or isinstance(value, str | int | float | bool)):
+            raise UserError(f"{path}: measured {name!r} must be one figure or text")
+    return dict(entry)
+
+
+def write_recipe(
+    recipe: Recipe,
+    model: str | None = None,
+    settings: RunSettings | None = None,
+    measured: Mapping[str, Figure] | None = None,
+) -> str:
     """The text of a recipe file: one line a rule, in order."""
     lines = [f"version: {VERSION}"]
     if model:
-        lines.append(f"model: {_scalar(model)}")
-    lines.append("rules:" if recipe.rules else "rules: []")
+        lines.append(f"model: {_scalar(model)}  # what it was made for")
+    lines.append("rules:  # the last rule that matches wins" if recipe.rules else "rules: []")
     lines += [f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}" for rule in recipe.rules]
+    if settings is not None:
+        lines.append("settings:  # how the candidate is run")
+        lines += [f"  {name}: {_figure(value)}" for name, value in dataclasses.asdict(settings).items()]
+    if measured:
+        lines.append("measured:  # figures of a run; nothing depends on them")
+        lines += [f"  {_scalar(name)}: {_figure(value)}" for name, value in measured.items()]
     return "\n".join(lines) + "\n"
 
 
 def _scalar(text: str) -> str:
     """A string as YAML, always in double quotes: patterns are full of characters that mean something to YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
+
+
+def _figure(value: Figure) -> str:
+    """A figure as YAML; texts that could be read as anything else in quotes."""
+    if isinstance(value, str):
+        return value if value.isidentifier() and yaml.safe_load(value) == value else _scalar(value)
+    return yaml.safe_dump(value, width=1 << 20).removesuffix("...\n").strip()

@@ -1,0 +1,55 @@
+"""ComfyUI: the `_quantization_metadata` entry of a safetensors file's header. Layers are named one by one."""
+
+from __future__ import annotations
+
+import json
+
+from ... import dtypes
+from .common import Context, Converted, Dialect, Taken, loading_note, split, weights_of
+
+NAME = "comfyui"
+KINDS = frozenset({"Linear"})
+FORMATS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "int8": "int8_tensorwise"}
+"""ComfyUI's names of the formats; all have one scale for a whole tensor."""
+
+
+def convert(context: Context) -> Converted:
+    parts = split(
+        context, "ComfyUI", (*FORMATS, *(name + dtypes.PER_TENSOR for name in FORMATS)), KINDS, by_transformers=False
+    )
+    layers: dict[str, dict[str, str]] = {}
+    for name, dtype in parts.low.items():
+        row = dtypes.info(dtype)
+        layers[name.rpartition(".")[0]] = {"format": FORMATS[row.torch_name]}
+        if not row.one_scale:
+            parts.losses.add(
+                name, dtype, row.torch_name + dtypes.PER_TENSOR, "ComfyUI has one scale for the whole tensor", "scale"
+            )
+    # The header's values are texts, so the entry is JSON within JSON.
+    metadata = {"_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers})}
+    notes = [
+        loading_note(parts.base),
+        "the file needs a float32 scalar beside every listed weight, NAME.weight_scale, to multiply it with",
+    ]
+    if any(entry["format"] == FORMATS["int8"] for entry in layers.values()):
+        notes.append("int8_tensorwise needs a recent ComfyUI; its first releases with this metadata had float8 only")
+    return Converted(
+        NAME,
+        json.dumps(metadata, indent=2) + "\n",
+        tuple((layer, entry["format"]) for layer, entry in layers.items()),
+        parts.base,
+        parts.losses.result(),
+        tuple(notes),
+    )
+
+
+def reach(context: Context) -> frozenset[str]:
+    return frozenset(weights_of(context, KINDS).values())
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    found = weights_of(context, KINDS).get(pattern)
+    return Taken(frozenset((found,)) if found else frozenset(), None if found else "layers are named one by one")
+
+
+DIALECT = Dialect(NAME, "exact layer names", None, convert, reach, takes)

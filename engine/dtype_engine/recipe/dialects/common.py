@@ -1,0 +1,263 @@
+"""What every target has in common: the plan it is given, what comes out, and the list of what it can't express."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ... import dtypes
+from ...tree import Module, TensorInfo, Tree, ancestors
+from ..plan import Plan
+
+Part = Literal["dtype", "scale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """A plan, the tree it belongs to, and what a target needs to know about the model besides.
+
+    `kinds` has, for a module class, the names of the classes it is a subclass of: many tools ask `isinstance`.
+    """
+
+    tree: Tree
+    plan: Plan
+    title: str = "model"
+    model_type: str | None = None
+    kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
+
+    def is_kind(self, module: Module, classes: Collection[str]) -> bool:
+        """Whether a module is an instance of one of these classes, or of a subclass as far as those are known."""
+        name = module.class_name
+        return name is not None and (name in classes or not self.kinds.get(name, frozenset()).isdisjoint(classes))
+
+    def module_of(self, tensor: str) -> Module:
+        """The module that holds a tensor itself."""
+        return self.tree.modules[tensor.rpartition(".")[0]]
+
+    def all_names(self) -> set[str]:
+        """Every name that a pattern could meet: modules, tensors, and the further names of tied weights."""
+        names = {name for tensor in self.tree.tensors.values() for name in tensor.names}
+        return names | {name for name in self.tree.modules if name}
+
+    def in_scope(self) -> list[TensorInfo]:
+        """The tensors that rules can change."""
+        return [tensor for tensor in self.tree.tensors.values() if tensor.castable]
+
+
+@dataclass(frozen=True, slots=True)
+class LeftOut:
+    """Tensors whose plan the target can't express, why, and what they get instead.
+
+    `part` is "scale" where the dtype is right and only the scales are not those of the plan.
+    """
+
+    why: str
+    planned: str
+    instead: str
+    tensors: tuple[str, ...]
+    part: Part = "dtype"
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A recipe in another tool's words.
+
+    `text` is what to write to a file; `patterns` are the target's own patterns and the dtype each stands for;
+    `base` the dtype of everything that no pattern takes, where there is one.
+    """
+
+    target: str
+    text: str
+    patterns: tuple[tuple[str, str], ...]
+    base: str | None
+    left_out: tuple[LeftOut, ...]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """What a pattern takes in a target's matcher, by canonical tensor names; `problem` says why it takes nothing."""
+
+    tensors: frozenset[str]
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """A target: how to write for it, and how it reads.
+
+    `reach` gives the tensors that its patterns can have an effect on at all. `takes` reads a pattern as the target does.
+    `prefers` gives the place of the one that wins among patterns that all match; None where a tool has no order.
+    """
+
+    name: str
+    matcher: str
+    prefers: Callable[[Sequence[str]], int] | None
+    convert: Callable[[Context], Converted]
+    reach: Callable[[Context], frozenset[str]]
+    takes: Callable[[Context, str], Taken]
+
+
+def first(patterns: Sequence[str]) -> int:
+    """The first pattern that matches wins."""
+    return 0
+
+
+def last(patterns: Sequence[str]) -> int:
+    """The last pattern that matches wins."""
+    return len(patterns) - 1
+
+
+def exact_first(patterns: Sequence[str]) -> int:
+    """An exact name goes before expressions, whatever the order."""
+    return next((place for place, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
+
+
+class Losses:
+    """Gathers what is left out, tensor by tensor, and puts tensors with the same reason together."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, str, str, Part], list[str]] = {}
+
+    def add(self, tensor: str, planned: str, instead: str, why: str, part: Part = "dtype") -> None:
+        self._found.setdefault((why, planned, instead, part), []).append(tensor)
+
+    def result(self) -> tuple[LeftOut, ...]:
+        return tuple(
+            LeftOut(why, planned, instead, tuple(names), part)
+            for (why, planned, instead, part), names in self._found.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """A plan as quantisers see it: weights to quantise (`low`, by dtype), and one dtype for all the rest."""
+
+    low: Mapping[str, str]
+    base: str
+    losses: Losses
+
+    def by_dtype(self) -> dict[str, list[str]]:
+        """The weights to quantise, per dtype, in the model's order."""
+        found: dict[str, list[str]] = {}
+        for name, dtype in self.low.items():
+            found.setdefault(dtype, []).append(name)
+        return found
+
+
+def split(
+    context: Context, tool: str, formats: Collection[str], kinds: Collection[str], by_transformers: bool = True
+) -> Split:
+    """Which weights a quantiser can take as planned, and what is left out.
+
+    Such tools quantise the `weight` of modules of certain classes, and load everything else in one dtype.
+    `by_transformers` says that transformers does that loading, which keeps declared islands in float32.
+    """
+    planned = context.plan.dtypes
+    losses = Losses()
+    low: dict[str, str] = {}
+    refused: dict[str, str] = {}
+    for tensor in context.in_scope():
+        dtype = planned[tensor.name]
+        if dtype in dtypes.STORAGE_ONLY:
+            why = _refusal(context, tensor, dtype, tool, formats, kinds)
+            if why is None:
+                low[tensor.name] = dtype
+            else:
+                refused[tensor.name] = why
+    base = common_dtype(tensor for tensor in context.in_scope() if tensor.persistent and tensor.name not in low)(
+        planned
+    )
+    for tensor in context.in_scope():
+        if tensor.name in low:
+            continue
+        dtype = planned[tensor.name]
+        instead = base if tensor.persistent else tensor.dtype
+        why = refused.get(tensor.name)
+        if by_transformers and tensor.persistent and instead != (kept := loaded_dtype(context, tensor, base)):
+            instead = kept
+            if why is None and dtype != kept:
+                why = "transformers keeps this island in float32 when it loads the model"
+        if why is None and dtype != instead:
+            why = (
+                f"{tool} has one dtype for everything it does not quantise"
+                if tensor.persistent
+                else f"{tool} leaves non-persistent buffers as they are"
+            )
+        if why is not None:
+            losses.add(tensor.name, dtype, instead, why)
+    return Split(low, base, losses)
+
+
+def _refusal(
+    context: Context, tensor: TensorInfo, dtype: str, tool: str, formats: Collection[str], kinds: Collection[str]
+) -> str | None:
+    """Why a quantiser can't take a tensor into a storage-only dtype; None when it can."""
+    module = context.module_of(tensor.name)
+    if tensor.kind != "parameter" or not tensor.name.endswith("weight") or tensor.name.rpartition(".")[2] != "weight":
+        return f"{tool} quantises the parameters named 'weight' only"
+    if not context.is_kind(module, kinds):
+        return f"{tool} quantises {', '.join(sorted(kinds))} only"
+    if len(tensor.shape) < 2:
+        return f"{tool} quantises matrices only"
+    if tensor.aliases:
+        return f"the weight is tied, and {tool} would part it from its other names"
+    if dtype not in formats:
+        return f"{tool} has no {dtypes.badge(dtype)}"
+    return None
+
+
+def common_dtype(tensors: Iterable[TensorInfo]) -> Callable[[Mapping[str, str]], str]:
+    """The computed dtype that most elements are planned in; where none is, the one that most are stored in."""
+    listed = list(tensors)
+
+    def under(planned: Mapping[str, str]) -> str:
+        for dtype_of in (lambda tensor: planned[tensor.name], lambda tensor: tensor.dtype):
+            sums: dict[str, int] = {}
+            for tensor in listed:
+                dtype = dtype_of(tensor)
+                if dtype in dtypes.COMPUTED:
+                    sums[dtype] = sums.get(dtype, 0) + tensor.numel
+            if sums:
+                return max(sums, key=lambda dtype: (sums[dtype], -dtypes.COMPUTED.index(dtype)))
+        return "float32"
+
+    return under
+
+
+def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
+    """What `from_pretrained(dtype=...)` makes of a tensor: islands are widened to float32, and only they."""
+    islands = [context.tree.modules[name].island or "" for name in ancestors(tensor.name)]
+    strict = any("_keep_in_fp32_modules_strict" in island for island in islands) and dtype in ("float16", "bfloat16")
+    plain = any("_keep_in_fp32_modules" in island for island in islands) and dtype == "float16"
+    return "float32" if strict or plain else dtype
+
+
+def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
+    """The weight that quantisers would take of every module of some classes: module name to canonical tensor name."""
+    found: dict[str, str] = {}
+    for name, module in context.tree.modules.items():
+        weight = module.tensors.get("weight")
+        if weight is not None and weight.castable and context.is_kind(module, kinds):
+            found[name] = weight.name
+    return found
+
+
+def loading_note(base: str) -> str:
+    """How the model must be loaded for the rest of the plan to come true."""
+    return f"load the model in {base}: that is what everything not listed is planned in"
+
+
+def as_comment(lines: Iterable[str], mark: str = "#") -> str:
+    """Lines of text as comments."""
+    return "".join(f"{mark} {line}\n" for line in lines)
+
+
+def left_out_as_json(left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+    """What is left out, for JSON."""
+    return [
+        {"why": entry.why, "part": entry.part, "planned": entry.planned, "instead": entry.instead,
+         "tensors": list(entry.tensors)}
+        for entry in left_out
+    ]  # fmt: skip

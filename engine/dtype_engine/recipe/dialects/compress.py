@@ -1,0 +1,117 @@
+"""From a set of names to few patterns that match exactly these among all the names there are.
+
+Names are split at their dots. Names that differ in one part only become one product of choices, again and again; that
+never takes more than what was asked for. Where all the numbers that occur are chosen, any number will do.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import itertools
+import re
+from collections.abc import Collection, Iterable
+
+Choice = frozenset[str] | None
+"""The texts that may stand in one place of a name; None for any number."""
+Product = tuple[Choice, ...]
+
+
+def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
+    """Products of choices that cover `wanted` and nothing else of `universe`."""
+    names = list(dict.fromkeys(wanted))
+    found: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
+    longest = max(map(len, found), default=0)
+    # Numbers are merged first, so that layers come together before projections do: that reads best.
+    for numbers in (True, False):
+        for place in reversed(range(longest)):
+            found = _merged(found, place, numbers)
+    others: dict[int, list[list[str]]] = {}
+    chosen = set(names)
+    for name in universe:
+        if name not in chosen:
+            parts = name.split(".")
+            others.setdefault(len(parts), []).append(parts)
+    return [_widened(product, others.get(len(product), [])) for product in found]
+
+
+def _merged(found: list[Product], place: int, numbers: bool) -> list[Product]:
+    """Products that differ in one place only, put together."""
+    groups: dict[object, set[str]] = {}
+    whole: dict[object, Product] = {}
+    for product in found:
+        choice = product[place] if place < len(product) else None
+        if choice is None or all(text.isdigit() for text in choice) is not numbers:
+            key: object = product
+        else:
+            key = (place, product[:place], product[place + 1 :])
+            groups.setdefault(key, set()).update(choice)
+        whole.setdefault(key, product)
+    return [
+        (*product[:place], frozenset(groups[key]), *product[place + 1 :]) if key in groups else product
+        for key, product in whole.items()
+    ]
+
+
+def _widened(product: Product, others: list[list[str]]) -> Product:
+    """With any number in place of a list of numbers, wherever that takes no further name."""
+    for place, choice in enumerate(product):
+        if choice is not None and len(choice) > 1 and all(text.isdigit() for text in choice):
+            wider = (*product[:place], None, *product[place + 1 :])
+            if not any(_covers(wider, parts) for parts in others):
+                product = wider
+    return product
+
+
+def _covers(product: Product, parts: list[str]) -> bool:
+    return all(
+        part.isdigit() if choice is None else part in choice for choice, part in zip(product, parts, strict=True)
+    )
+
+
+def regexes(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
+    """Regular expressions that take, matched in whole, exactly `wanted` of `universe`. Callers anchor them."""
+    return [r"\.".join(map(_as_regex, product)) for product in products(wanted, universe)]
+
+
+def _as_regex(choice: Choice) -> str:
+    if choice is None:
+        return "[0-9]+"
+    texts = [re.escape(text) for text in _sorted(choice)]
+    return texts[0] if len(texts) == 1 else f"({'|'.join(texts)})"
+
+
+def _sorted(choice: frozenset[str]) -> list[str]:
+    return sorted(choice, key=lambda text: (int(text) if text.isdigit() else -1, text))
+
+
+def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
+    """`fnmatch` patterns that take exactly `wanted` of `universe`. `*` is used only where it takes no more than a number
+    would.
+    """
+    names = list(dict.fromkeys(wanted))
+    found: list[str] = []
+    for product in products(names, universe):
+        mine = {name for name in names if name.count(".") + 1 == len(product) and _covers(product, name.split("."))}
+        for choices in itertools.product(*map(_as_globs, product)):
+            pattern = ".".join(choices)
+            matches = re.compile(fnmatch.translate(pattern)).match
+            if None in product and any(matches(name) for name in universe if name not in mine):
+                found += [_literal(name) for name in names if name in mine and matches(name)]
+            else:
+                found.append(pattern)
+    return found
+
+
+def _as_globs(choice: Choice) -> list[str]:
+    """Globs have no alternatives but those of one character."""
+    if choice is None:
+        return ["*"]
+    texts = _sorted(choice)
+    if len(texts) > 1 and all(len(text) == 1 and text.isdigit() for text in texts):
+        return [f"[{''.join(texts)}]"]
+    return [_literal(text) for text in texts]
+
+
+def _literal(text: str) -> str:
+    """A text that means itself to `fnmatch`."""
+    return re.sub(r"[*?\[]", lambda special: f"[{special[0]}]", text)

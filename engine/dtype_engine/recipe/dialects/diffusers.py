@@ -1,0 +1,189 @@
+"""diffusers' layerwise casting: one dtype to store in, one to compute in, and patterns of modules to pass over.
+
+Going down from the root, a module is passed over with all below it where a pattern is found (`re.search`) in its dotted
+name; modules of certain classes are cast as they are, biases included and without scales.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Mapping
+
+from ... import dtypes
+from ...tree import Module, Tree
+from .common import Context, Converted, Dialect, Losses, Taken, as_comment
+from .compress import regexes
+
+NAME = "diffusers"
+KINDS = frozenset(
+    {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
+)
+STORED_IN = (*dtypes.COMPUTED, "float8_e4m3fn", "float8_e5m2")
+"""What a plain `.to()` can store weights in; integers would lose everything."""
+
+
+def convert(context: Context) -> Converted:
+    leaves = _leaves(context)
+    storage, base = _best_pair(context, leaves)
+    cast = _to_cast(context, leaves, storage, base)
+    outcome = _outcome(context, leaves, cast, storage, base)
+    losses = _losses(context, outcome)
+    skipped = _outermost(context.tree, leaves, cast) if cast else []
+    modules = [name for name in context.tree.modules if name]
+    patterns = [f"^{regex}$" for regex in regexes(skipped, modules)]
+    notes = (
+        f"weights are stored in {storage} and computed in {base}; all that is not listed is kept in {base}",
+        "diffusers casts without scales: small values underflow that the plan's scales would keep"
+        if storage in dtypes.STORAGE_ONLY
+        else "diffusers computes in one dtype, whatever a weight is stored in",
+    )
+    return Converted(
+        NAME, _snippet(storage if cast else base, base, patterns, bool(cast), notes),
+        tuple((pattern, base) for pattern in patterns), base, losses.result(), notes,
+    )  # fmt: skip
+
+
+def _leaves(context: Context) -> dict[str, list[str]]:
+    """The modules that would be cast as they are, with the tensors below each that could be."""
+    found: dict[str, list[str]] = {}
+    stack: list[Module] = [context.tree.root]
+    while stack:
+        module = stack.pop()
+        if context.is_kind(module, KINDS):
+            found[module.name] = [tensor.name for tensor in context.tree.below(module.name) if tensor.castable]
+        else:
+            stack.extend(reversed(module.children.values()))
+    return found
+
+
+def _planned(context: Context, tensor: str) -> str:
+    """The planned dtype, its scales left aside."""
+    dtype = context.plan.dtypes[tensor]
+    return dtypes.info(dtype).torch_name
+
+
+def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
+    """The dtypes to store and to compute in that leave the fewest elements out."""
+    present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
+    bases = [dtype for dtype in dtypes.COMPUTED if dtype in present] or ["float32"]
+    storages = [dtype for dtype in STORED_IN if dtype in present] or bases
+
+    def lost(pair: tuple[str, str]) -> int:
+        cast = _to_cast(context, leaves, *pair)
+        outcome = _outcome(context, leaves, cast, *pair)
+        return sum(
+            tensor.numel for tensor in context.in_scope() if _planned(context, tensor.name) != outcome[tensor.name]
+        )
+
+    pairs = itertools.product(storages, bases)
+    return min(pairs, key=lambda pair: (lost(pair), pair[0] != pair[1]))
+
+
+def _to_cast(context: Context, leaves: Mapping[str, list[str]], storage: str, base: str) -> set[str]:
+    """The modules to cast: those that most of is planned in the storage dtype."""
+    if storage == base:
+        return set()
+    cast: set[str] = set()
+    for leaf, tensors in leaves.items():
+        gain = 0
+        for name in tensors:
+            dtype, numel = _planned(context, name), context.tree.tensors[name].numel
+            gain += numel if dtype == storage else -numel if dtype == base else 0
+        if gain > 0:
+            cast.add(leaf)
+    return cast
+
+
+def _outcome(
+    context: Context, leaves: Mapping[str, list[str]], cast: set[str], storage: str, base: str
+) -> dict[str, str]:
+    """The dtype that every tensor ends up in."""
+    outcome = {tensor.name: base if tensor.persistent else tensor.dtype for tensor in context.in_scope()}
+    for leaf in cast:
+        outcome.update(dict.fromkeys(leaves[leaf], storage))
+    return outcome
+
+
+def _losses(context: Context, outcome: Mapping[str, str]) -> Losses:
+    losses = Losses()
+    for tensor in context.in_scope():
+        planned, instead = context.plan.dtypes[tensor.name], outcome[tensor.name]
+        if _planned(context, tensor.name) == instead:
+            if planned in dtypes.STORAGE_ONLY:
+                losses.add(tensor.name, planned, instead, "diffusers stores without scales", "scale")
+            continue
+        if not tensor.persistent:
+            why = "diffusers leaves non-persistent buffers as they are"
+        elif dtypes.info(planned).kind == "int":
+            why = f"diffusers casts without scales, which {planned} needs"
+        elif planned in dtypes.STORAGE_ONLY and not context.is_kind(context.module_of(tensor.name), KINDS):
+            why = "diffusers casts linear, convolutional and embedding layers only"
+        else:
+            why = "diffusers has one dtype to store in and one to compute in, and takes a layer's weight and bias together"
+        losses.add(tensor.name, planned, instead, why)
+    return losses
+
+
+def _outermost(tree: Tree, leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
+    """The modules to pass over: as far up as nothing below is to be cast, for patterns that are few and readable."""
+    holding: set[str] = set()
+    for leaf in cast:
+        parts = leaf.split(".")
+        holding.update(".".join(parts[:count]) for count in range(len(parts) + 1))
+    skipped: dict[str, None] = {}
+    for leaf in leaves:
+        if leaf in cast:
+            continue
+        parts = leaf.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
+        skipped[next(name for name in above if name not in holding)] = None
+    return list(skipped)
+
+
+def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes: tuple[str, ...]) -> str:
+    """Python that does it. `()` and not None where nothing is passed over: None would cast the model as a whole."""
+    listed = "".join(f"    r{json.dumps(pattern)},\n".replace("\\\\", "\\") for pattern in patterns)
+    call = (
+        f"    apply_layerwise_casting(\n        model, storage_dtype=torch.{storage}, compute_dtype=torch.{base}, "
+        "skip_modules_pattern=SKIP_MODULES_PATTERN\n    )\n"
+        if casting
+        else ""
+    )
+    imported = "\nfrom diffusers.hooks import apply_layerwise_casting\n" if casting else ""
+    return (
+        as_comment(notes)
+        + f"import torch\n{imported}\n"
+        + f"SKIP_MODULES_PATTERN = (\n{listed})\n\n\n"
+        + "def cast(model: torch.nn.Module) -> torch.nn.Module:\n"
+        + "    saved = model.state_dict(keep_vars=True)\n"
+        + "    for tensor in saved.values():\n"
+        + "        if tensor.is_floating_point():\n"
+        + f"            tensor.data = tensor.data.to(torch.{base})\n"
+        + call
+        + "    return model\n"
+    )
+
+
+def reach(context: Context) -> frozenset[str]:
+    return frozenset(name for tensors in _leaves(context).values() for name in tensors)
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    if pattern.startswith("type:"):
+        return Taken(frozenset(), "classes go into skip_modules_classes, not into a pattern")
+    try:
+        search = re.compile(pattern.removeprefix("re:")).search
+    except re.error as error:
+        return Taken(frozenset(), f"no regular expression: {error.msg}")
+    found: set[str] = set()
+    for leaf, tensors in _leaves(context).items():
+        parts = leaf.split(".")
+        # The root's own name is the empty text, and it is looked at too.
+        if any(search(".".join(parts[:count])) for count in range(len(parts) + 1)):
+            found.update(tensors)
+    return Taken(frozenset(found))
+
+
+DIALECT = Dialect(NAME, "re.search in the names of modules, from the root down", None, convert, reach, takes)

@@ -1,0 +1,94 @@
+"""transformers: Python that loads the model and casts it in place, exactly.
+
+`from_pretrained` gives every weight one dtype, so it is asked for the widest that is stored, which rounds nothing; then
+every tensor goes into its planned dtype. The few patterns are matched in whole, and are disjoint.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+
+from ... import dtypes
+from .common import Context, Converted, Dialect, Losses, Taken, as_comment
+from .compress import regexes
+
+NAME = "transformers"
+
+
+def convert(context: Context) -> Converted:
+    losses = Losses()
+    groups: dict[str, list[str]] = {}
+    for tensor in context.in_scope():
+        planned = context.plan.dtypes[tensor.name]
+        if planned in dtypes.STORAGE_ONLY:
+            losses.add(
+                tensor.name, planned, tensor.dtype, "transformers holds no weights with scales without a quantiser"
+            )
+            planned = tensor.dtype
+        if tensor.persistent or planned != tensor.dtype:
+            groups.setdefault(planned, []).extend(tensor.names)
+    universe = context.all_names()
+    patterns = [(regex, dtype) for dtype, names in groups.items() for regex in regexes(names, universe)]
+    load_in = widest({tensor.dtype for tensor in context.in_scope()})
+    notes = [f"casts {context.title} as planned; call it with the class and the folder to load from"]
+    if len(groups) > 1:
+        notes.append("weights of several dtypes: PyTorch does not promote in matrix products, so run it under autocast")
+    return Converted(NAME, _snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
+
+
+def widest(stored: set[str]) -> str:
+    """The dtype that holds every value of the stored ones."""
+    if {"bfloat16", "float16"} <= stored:
+        stored = stored | {"float32"}
+    return next((dtype for dtype in dtypes.COMPUTED if dtype in stored), "float32")
+
+
+def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) -> str:
+    listed = "".join(f"    ({_raw(pattern)}, torch.{dtype}),\n" for pattern, dtype in patterns)
+    return (
+        as_comment(notes)
+        + "import itertools\nimport re\n\nimport torch\nimport transformers\n\n"
+        + f"DTYPES = [\n{listed}]\n\n\n"
+        + "def load(folder, model_class=transformers.AutoModelForCausalLM):\n"
+        + f"    return cast(model_class.from_pretrained(folder, dtype=torch.{load_in}))\n\n\n"
+        + "def cast(model):\n"
+        + "    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):\n"
+        + "        for pattern, dtype in DTYPES:\n"
+        + "            if re.fullmatch(pattern, name):\n"
+        + "                tensor.data = tensor.data.to(dtype)\n"
+        + "                break\n"
+        + "    return model\n"
+    )
+
+
+def _raw(pattern: str) -> str:
+    """A pattern as a Python literal, raw where it can be."""
+    return (
+        f'r"{pattern}"' if '"' not in pattern and "\n" not in pattern and pattern[-1] != "\\" else json.dumps(pattern)
+    )
+
+
+def reach(context: Context) -> frozenset[str]:
+    return frozenset(tensor.name for tensor in context.in_scope())
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    """As `modules_to_not_convert` is read: from the start up to the end of a part, or as an ending."""
+    if pattern.startswith("type:"):
+        return Taken(frozenset(), "classes are not known")
+    key = pattern.removeprefix("re:")
+    try:
+        matches = re.compile(rf"(?:{key})(?:(?<=\.)|(?=\.|$))").match
+    except re.error as error:
+        return Taken(frozenset(), f"no regular expression: {error.msg}")
+    return Taken(
+        frozenset(
+            tensor.name
+            for tensor in context.in_scope()
+            if any(matches(name) or name.endswith(key) for name in tensor.names)
+        )
+    )
+
+
+DIALECT = Dialect(NAME, "re.match up to the end of a part of the name, or an ending", None, convert, reach, takes)

@@ -1,0 +1,145 @@
+"""llama.cpp: lines for `llama-quantize --tensor-type-file`, over the names that GGUF gives to tensors.
+
+A pattern is searched for (`std::regex_search`), so ours are anchored. Overrides are only looked at when the type asked
+for is a quantised one, Q8_0 here; every tensor that can be quantised gets a line of its own dtype.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+from ...errors import UserError
+from ...tree import TensorInfo
+from .common import Context, Converted, Dialect, Losses, Taken, first
+from .compress import regexes
+from .gguf_names import Unknown, name_map
+
+NAME = "llama.cpp"
+TYPES = {
+    "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0", "int8@tensor": "q8_0",
+}  # fmt: skip
+_READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+DEFAULT = "q8_0"
+BLOCK = 32
+"""Values that share a scale in q8_0, which takes no rows that are no multiple."""
+ODD_ROWS = "f16"
+"""What llama.cpp falls back to for those."""
+_KEPT = re.compile(
+    r"_norm\.weight|ffn_gate_inp\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight"
+    r"|indexer\.[kq]_proj\.weight|time_mix_\w+\.weight|attn_rel_b\.weight|\.position_embd|^position_embd|^token_types"
+    r"|\.rel_pos|\.patch_embd|\.patch_merger"
+)
+"""Matrices that llama-quantize keeps as they are (`tensor_allows_quantization`)."""
+
+
+def convert(context: Context) -> Converted:
+    losses = Losses()
+    lines: dict[str, set[str]] = {}
+    sources: dict[str, list[TensorInfo]] = {}
+    for tensor, names in gguf_tensors(context).items():
+        info = context.tree.tensors[tensor]
+        if not names and info.persistent:
+            losses.add(tensor, context.plan.dtypes[tensor], DEFAULT, "no GGUF name is known for it")
+        elif not names and context.plan.dtypes[tensor] != info.dtype:
+            losses.add(tensor, context.plan.dtypes[tensor], info.dtype, "non-persistent buffers are not in a GGUF file")
+        for name in names:
+            sources.setdefault(name, []).append(info)
+    for name, infos in sources.items():
+        wanted = {context.plan.dtypes[info.name] for info in infos}
+        if not _quantisable(name, infos):
+            _add(losses, context, infos, "float32", "GGUF files keep vectors, norms, routers and positions in float32")
+            continue
+        types = {TYPES.get(dtype) for dtype in wanted}
+        type_ = types.pop() if len(types) == 1 else None
+        odd = infos[0].shape[-1] % BLOCK != 0
+        fallback = ODD_ROWS if odd else DEFAULT
+        if type_ is None:
+            why = (
+                "it becomes part of one GGUF tensor with weights planned otherwise"
+                if types
+                else "GGUF has no such type"
+            )
+            _add(losses, context, infos, _READABLE.get(fallback, fallback), why)
+        elif odd and type_ == DEFAULT:
+            _add(losses, context, infos, _READABLE[ODD_ROWS], f"{DEFAULT} needs rows of a multiple of {BLOCK} values")
+            type_ = None
+        elif type_ == DEFAULT:
+            for info in infos:
+                why = f"{DEFAULT} has a float16 scale for every {BLOCK} values"
+                losses.add(info.name, context.plan.dtypes[info.name], DEFAULT, why, "scale")
+        lines.setdefault(type_ or fallback, set()).add(name)
+    universe = set(sources)
+    patterns = [
+        (f"^{regex}$", type_)
+        for type_ in dict.fromkeys(TYPES.values())
+        for regex in regexes(sorted(lines.get(type_, ()), key=list(sources).index), universe)
+    ]
+    text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
+    notes = ("llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",)
+    return Converted(NAME, text, tuple(patterns), None, losses.result(), notes)
+
+
+def _add(losses: Losses, context: Context, infos: Iterable[TensorInfo], instead: str, why: str) -> None:
+    for info in infos:
+        if (planned := context.plan.dtypes[info.name]) != instead:
+            losses.add(info.name, planned, instead, why)
+
+
+def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
+    """Whether llama-quantize touches a tensor: matrices named weight, norms, routers, positions and the like apart."""
+    matrix = all(any(size > 1 for size in info.shape[:-1]) for info in infos)
+    return matrix and name.endswith(".weight") and not _KEPT.search(name)
+
+
+def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
+    """The GGUF names of every tensor that rules can change; none where it has none. Raises UserError."""
+    blocks = 1 + max(
+        (int(part) for name in context.tree.modules for part in name.split(".") if part.isdigit()), default=0
+    )
+    try:
+        lookup = name_map(context.model_type, blocks)
+    except Unknown as error:
+        raise UserError(f"{context.title}: {error}") from None
+    return {tensor.name: _names(tensor, lookup) if tensor.persistent else () for tensor in context.in_scope()}
+
+
+def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:
+    """GGUF puts a layer's experts into one tensor; transformers may have packed gate and up projections before."""
+    module, _, local = tensor.name.rpartition(".")
+    keys: tuple[str, ...]
+    if local in ("weight", "bias"):
+        keys, suffix = (re.sub(r"\.experts\.\d+\.", ".experts.", module),), f".{local}"
+    elif module.endswith(".experts"):
+        keys = tuple(f"{module}.{part}" for part in (("gate_proj", "up_proj") if local == "gate_up_proj" else (local,)))
+        suffix = ".weight"
+    else:
+        keys, suffix = (tensor.name,), ""
+    found = [lookup(key) for key in keys]
+    return tuple(name + suffix for name in found if name) if all(found) else ()
+
+
+def reach(context: Context) -> frozenset[str]:
+    quantisable = [
+        tensor
+        for tensor, names in gguf_tensors(context).items()
+        if names and all(_quantisable(name, [context.tree.tensors[tensor]]) for name in names)
+    ]
+    return frozenset(quantisable)
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    if pattern.startswith("type:"):
+        return Taken(frozenset(), "classes are not known")
+    if re.search(r"\s", pattern):
+        return Taken(frozenset(), "a line ends at the first space")
+    try:
+        search = re.compile(pattern.removeprefix("re:").lower()).search
+    except re.error as error:
+        return Taken(frozenset(), f"no regular expression: {error.msg}")
+    tensors = gguf_tensors(context)
+    found = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
+    return Taken(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
+
+
+DIALECT = Dialect(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, reach, takes)

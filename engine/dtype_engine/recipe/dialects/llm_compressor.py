@@ -1,0 +1,72 @@
+"""llm-compressor: a recipe with one `QuantizationModifier`.
+
+compressed-tensors matches targets to module names: `re:` with `re.match` (the start only, so ours end in `$`), else the
+exact name or a class name. Only module weights are quantised.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ... import dtypes
+from .common import Context, Converted, Dialect, Taken, as_comment, exact_first, loading_note, split, weights_of
+from .compress import regexes
+
+NAME = "llm-compressor"
+KINDS = frozenset({"Linear"})
+FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
+
+
+def convert(context: Context) -> Converted:
+    import yaml
+
+    parts = split(context, NAME, FORMATS, KINDS)
+    modules = [name for name in context.tree.modules if name]
+    groups: dict[str, Any] = {}
+    patterns: list[tuple[str, str]] = []
+    for number, (dtype, names) in enumerate(parts.by_dtype().items()):
+        targets = [f"re:{regex}$" for regex in regexes((name.rpartition(".")[0] for name in names), modules)]
+        patterns += [(target, dtype) for target in targets]
+        row = dtypes.info(dtype)
+        groups[f"group_{number}"] = {
+            "targets": targets,
+            "weights": {
+                "num_bits": 8, "type": "int" if row.kind == "int" else "float",
+                "strategy": "tensor" if row.one_scale else "channel", "symmetric": True, "dynamic": False,
+            },
+        }  # fmt: skip
+    notes = [loading_note(parts.base)]
+    modifiers: dict[str, Any] = {}
+    if groups:
+        modifiers["QuantizationModifier"] = {"ignore": [], "config_groups": groups}
+    else:
+        notes.append("there is nothing to quantise in this plan")
+    recipe = {"quant_stage": {"quant_modifiers": modifiers}}
+    text = as_comment(notes) + yaml.safe_dump(recipe, sort_keys=False, width=1 << 20)
+    return Converted(NAME, text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
+
+
+def reach(context: Context) -> frozenset[str]:
+    return frozenset(weights_of(context, KINDS).values())
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    weights = weights_of(context, KINDS)
+    if pattern.startswith("re:"):
+        try:
+            matches = re.compile(pattern[3:]).match
+        except re.error as error:
+            return Taken(frozenset(), f"no regular expression: {error.msg}")
+        return Taken(frozenset(tensor for module, tensor in weights.items() if matches(module)))
+    # A rule by class has a counterpart there: the bare class name.
+    name = pattern.removeprefix("type:")
+    found = frozenset(
+        tensor
+        for module, tensor in weights.items()
+        if module == name or context.is_kind(context.tree.modules[module], (name,))
+    )
+    return Taken(found, None if found else "without 're:' it is a module name or a class name, not a pattern")
+
+
+DIALECT = Dialect(NAME, "'re:' and re.match, exact module names, or class names", exact_first, convert, reach, takes)

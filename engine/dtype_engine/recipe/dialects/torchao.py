@@ -1,0 +1,122 @@
+"""torchao's `FqnToConfig`, inside the part of config.json that transformers reads.
+
+`re:` patterns are matched in whole, on names of parameters and of modules. For parameters all patterns that match are
+applied, one after the other, so ours are disjoint.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from typing import Any
+
+from ... import dtypes
+from .common import Context, Converted, Dialect, Taken, exact_first, loading_note, split, weights_of
+from .compress import regexes
+
+NAME = "torchao"
+KINDS = frozenset({"Linear", "Embedding"})
+MADE_AS = "0.18"
+"""The torchao release whose JSON is written where torchao itself is not installed; a test compares the two."""
+
+
+def convert(context: Context) -> Converted:
+    parts = split(context, NAME, dtypes.STORAGE_ONLY, KINDS)
+    universe = context.all_names()
+    patterns = [
+        (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
+    ]
+    config = _by_torchao(patterns)
+    notes = [loading_note(parts.base)]
+    if config is None:
+        config = _by_hand(patterns)
+        notes.append(f"torchao is not installed here, so this is the form that torchao {MADE_AS} writes")
+    # Without the last entry transformers would pass over the head.
+    text = {
+        "dtype": parts.base,
+        "quantization_config": {
+            "quant_method": "torchao",
+            "quant_type": {"default": config},
+            "modules_to_not_convert": None,
+            "include_input_output_embeddings": True,
+        },
+    }
+    return Converted(
+        NAME, json.dumps(text, indent=2) + "\n", tuple(patterns), parts.base, parts.losses.result(), tuple(notes)
+    )
+
+
+def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
+    """The JSON as torchao writes it; None where it is not installed."""
+    if importlib.util.find_spec("torchao") is None:
+        return None
+    try:
+        api: Any = importlib.import_module("torchao.quantization")
+        granularity: Any = importlib.import_module("torchao.quantization.granularity")
+        config_to_dict: Any = importlib.import_module("torchao.core.config").config_to_dict
+        torch: Any = importlib.import_module("torch")
+    except (ImportError, AttributeError):
+        return None
+
+    def one(dtype: str) -> Any:
+        row = dtypes.info(dtype)
+        scale = granularity.PerTensor() if row.one_scale else granularity.PerRow()
+        if row.torch_name == "int8":
+            return api.Int8WeightOnlyConfig(granularity=scale)
+        return api.Float8WeightOnlyConfig(weight_dtype=getattr(torch, row.torch_name), granularity=scale)
+
+    written: dict[str, Any] = config_to_dict(api.FqnToConfig({pattern: one(dtype) for pattern, dtype in patterns}))
+    return written
+
+
+def _by_hand(patterns: list[tuple[str, str]]) -> dict[str, Any]:
+    configs = {pattern: _config(dtype) for pattern, dtype in patterns}
+    return {
+        "_type": "FqnToConfig",
+        "_version": 1,
+        "_data": {"fqn_to_config": configs, "module_fqn_to_config": configs},
+    }
+
+
+def _config(dtype: str) -> dict[str, Any]:
+    row = dtypes.info(dtype)
+    scale: dict[str, Any] = (
+        {"_type": "PerTensor", "_version": 1, "_data": {}}
+        if row.one_scale
+        else {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+    )
+    if row.torch_name == "int8":
+        data = {"group_size": None, "granularity": scale, "set_inductor_config": True}
+        return {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": data}
+    data = {
+        "weight_dtype": {"_type": "torch.dtype", "_data": row.torch_name},
+        "set_inductor_config": True,
+        "granularity": scale,
+    }
+    return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": data}
+
+
+def reach(context: Context) -> frozenset[str]:
+    return frozenset(weights_of(context, KINDS).values())
+
+
+def takes(context: Context, pattern: str) -> Taken:
+    if pattern.startswith("re:"):
+        try:
+            regex = re.compile(pattern[3:])
+        except re.error as error:
+            return Taken(frozenset(), f"no regular expression: {error.msg}")
+        matches = regex.fullmatch
+    else:
+        matches = re.compile(re.escape(pattern)).fullmatch
+    found = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
+    found |= {tensor.name for tensor in context.in_scope() for name in tensor.names if matches(name)}
+    plain = not pattern.startswith("re:") and not found
+    return Taken(frozenset(found), "without 're:' it is a name, not a pattern" if plain else None)
+
+
+DIALECT = Dialect(
+    NAME, "exact names of modules or parameters, or 're:' and re.fullmatch", exact_first, convert, reach, takes
+)

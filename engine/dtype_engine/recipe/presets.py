@@ -1,0 +1,187 @@
+"""Presets: recipes that suit many models, made for one tree.
+
+A preset gives rules that take something in this tree and nothing else, so its recipe is a starting point to be read and
+changed like any other.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..errors import UserError
+from ..tree import Module, Tree, ancestors
+from .pattern import compile_pattern, generalisations
+from .plan import select
+from .rules import Recipe, Rule
+
+LOW = "float8_e4m3fn"
+LINEAR = ("Linear", "Conv1D")
+"""Linear layers by class; `Conv1D` is what GPT-2 has in their place."""
+HEADS = frozenset(
+    {
+        "lm_head", "head", "heads", "score", "classifier", "output_layer", "embed_out", "qa_outputs", "cls", "proj_out",
+        "out_proj_head", "fc", "prediction_head", "logits_head",
+    }
+)  # fmt: skip
+"""Names of the module that makes the output, outside of the numbered layers."""
+KEPT_BY_MODELOPT = (
+    "*block_sparse_moe.gate*", "*linear_attn.conv1d*", "*self_attention.conv1d*", "*linear_attn.in_proj_a*",
+    "*linear_attn.in_proj_b*", "*lm_head*", "*mixer.conv1d*", "*mlp.gate.*", "*mlp.shared_expert_gate.*", "*output_layer*",
+    "*proj_out.*", "*router*", "mtp.*", "output.*", "*embed_vision*", "*vision_tower*", "*visual*", "*vision_model*",
+    "*multi_modal_projector*",
+)  # fmt: skip
+"""The names in ModelOpt's `default_disabled_quantizers` (0.47), which it matches by `fnmatch` as we do."""
+KEPT_CLASSES = ("Embedding", "BatchNorm1d", "BatchNorm2d", "BatchNorm3d")
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A named recipe for any model. `sentence` says what it does; `needs_classes` that module classes must be known."""
+
+    name: str
+    sentence: str
+    needs_classes: bool
+    _make: Callable[[Tree], Iterable[Rule]]
+
+    def recipe(self, tree: Tree) -> Recipe:
+        """The rules for this tree. Raises UserError where the tree lacks what is needed, or has nothing to apply it to."""
+        if self.needs_classes and not tree.has_classes:
+            raise UserError(
+                f"preset {self.name!r} goes by module classes, which the files alone do not tell: it needs a config.json "
+                "of a known architecture beside them"
+            )
+        recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
+        if not recipe.rules:
+            raise UserError(f"preset {self.name!r} has nothing to do in this model: {self.nothing}")
+        return recipe
+
+    @property
+    def nothing(self) -> str:
+        """Why there may be nothing to do."""
+        return "it declares no islands" if self.name == "islands-fp32" else "no weights of the kinds it casts"
+
+
+def _all_bf16(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+
+
+def _fp16_but_norms(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "float16")
+    yield from (Rule(pattern, "float32") for pattern in norms(tree))
+
+
+def _fp8_linears(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+    yield from (Rule(pattern, LOW) for pattern in linears(tree))
+
+
+def _norms_and_head(tree: Tree) -> Iterator[Rule]:
+    yield from (Rule(pattern, "float32") for pattern in (*norms(tree), *heads(tree)))
+
+
+def _islands(tree: Tree) -> Iterator[Rule]:
+    declared = [name for name, module in tree.modules.items() if module.island and not _inside_island(tree, name)]
+    yield from (Rule(pattern, "float32") for pattern in covering(tree, declared))
+
+
+def _modelopt(tree: Tree) -> Iterator[Rule]:
+    yield from _fp8_linears(tree)
+    kept = [*KEPT_BY_MODELOPT, *(f"type:{name}" for name in KEPT_CLASSES), *norms(tree)]
+    yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys(kept))
+
+
+PRESETS: dict[str, Preset] = {
+    preset.name: preset
+    for preset in (
+        Preset("all-bf16", "Everything in bfloat16.", False, _all_bf16),
+        Preset("fp16-but-norms", "Everything in float16, the norms in float32.", True, _fp16_but_norms),
+        Preset(
+            "fp8-linears",
+            "Linear layers and experts stored in fp8 with a scale per output channel, the rest in bfloat16.",
+            True,
+            _fp8_linears,
+        ),
+        Preset("norms-head-fp32", "Norms and output head in float32, the rest as stored.", True, _norms_and_head),
+        Preset("islands-fp32", "What the model's own code declares must stay in float32, the rest as stored.", True, _islands),
+        Preset(
+            "modelopt",
+            "Linear layers in fp8 but for what ModelOpt keeps: head, routers, convolutional mixers, vision towers; those, "
+            "norms and embeddings in bfloat16.",
+            True,
+            _modelopt,
+        ),
+    )
+}  # fmt: skip
+
+
+def preset(name: str) -> Preset:
+    """The preset of this name. Raises UserError with the nearest name."""
+    if name in PRESETS:
+        return PRESETS[name]
+    near = difflib.get_close_matches(name, PRESETS, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}"
+    raise UserError(f"unknown preset {name!r}: {hint}")
+
+
+def norms(tree: Tree) -> list[str]:
+    """Patterns for the normalisation layers."""
+    return _by_class(tree, lambda module: "norm" in (module.class_name or "").lower() and not module.children)
+
+
+def linears(tree: Tree) -> list[str]:
+    """Patterns for linear layers, and for experts that are packed into one tensor."""
+    return _by_class(tree, lambda module: module.class_name in LINEAR or _packed_experts(module))
+
+
+def heads(tree: Tree) -> list[str]:
+    """Patterns for what makes the model's output."""
+    return covering(
+        tree,
+        [
+            name
+            for name in tree.modules
+            if name.rpartition(".")[2] in HEADS and not any(part.isdigit() for part in name.split("."))
+        ],
+    )
+
+
+def _packed_experts(module: Module) -> bool:
+    packed = any(len(tensor.shape) == 3 for tensor in module.tensors.values())
+    return packed and "expert" in (module.class_name or "").lower()
+
+
+def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
+    """A pattern for every class all of whose modules are wanted; names where only some of them are."""
+    chosen: dict[str, list[str]] = {}
+    every: dict[str, int] = {}
+    for name, module in tree.modules.items():
+        if module.class_name:
+            every[module.class_name] = every.get(module.class_name, 0) + 1
+            if wanted(module):
+                chosen.setdefault(module.class_name, []).append(name)
+    patterns: list[str] = []
+    for class_name, names in chosen.items():
+        patterns += [f"type:{class_name}"] if len(names) == every[class_name] else covering(tree, names)
+    return patterns
+
+
+def _inside_island(tree: Tree, name: str) -> bool:
+    return any(tree.modules[above].island for above in ancestors(name))
+
+
+def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
+    """Patterns by name for these modules, as general as they can be without taking anything else."""
+    waiting = list(modules)
+    allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
+    found: list[str] = []
+    while waiting:
+        name = waiting[0]
+        for pattern in reversed(generalisations(name)):
+            if set(select(tree, pattern).tensors) <= allowed:
+                break
+        found.append(pattern)
+        matches = compile_pattern(pattern).matches
+        waiting = [other for other in waiting[1:] if not matches(other)]
+    return found

@@ -1,0 +1,552 @@
+"""Every target's matcher, written again from that tool's own rules, must read our output as the plan says.
+
+A tensor is either as planned, or it is listed as left out together with what it gets instead, and that must be true too.
+"""
+
+from __future__ import annotations
+
+import ast
+import fnmatch
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from dtype_engine import dtypes
+from dtype_engine.cli import cli, run
+from dtype_engine.cli_recipe import TARGETS
+from dtype_engine.errors import UserError
+from dtype_engine.model.described import describe
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.recipe.dialects import DIALECTS, Context, Converted
+from dtype_engine.recipe.dialects.compress import globs, regexes
+from dtype_engine.recipe.lint import lint
+from dtype_engine.tree import TensorInfo, Tree
+
+
+def llama_tree() -> Tree:
+    """Tied head, biases on one projection, mixed stored dtypes, an island, a persistent and a non-persistent buffer."""
+    classes = {"": "LlamaForCausalLM", "model": "LlamaModel", "model.embed_tokens": "Embedding", "lm_head": "Linear"}
+    classes |= {"model.norm": "LlamaRMSNorm", "model.rotary_emb": "LlamaRotaryEmbedding"}
+    tensors = [TensorInfo("model.embed_tokens.weight", (64, 32), "bfloat16", aliases=("lm_head.weight",))]
+    for layer in range(12):
+        at = f"model.layers.{layer}"
+        classes |= {at: "LlamaDecoderLayer", f"{at}.self_attn": "LlamaAttention", f"{at}.mlp": "LlamaMLP"}
+        classes |= {f"{at}.input_layernorm": "LlamaRMSNorm", f"{at}.post_attention_layernorm": "LlamaRMSNorm"}
+        tensors += [TensorInfo(f"{at}.input_layernorm.weight", (32,), "float32")]
+        tensors += [TensorInfo(f"{at}.post_attention_layernorm.weight", (32,), "bfloat16")]
+        for local in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+            classes[f"{at}.{local}"] = "Linear"
+            tensors.append(TensorInfo(f"{at}.{local}.weight", (16, 32), "bfloat16"))
+        tensors.append(TensorInfo(f"{at}.self_attn.q_proj.bias", (16,), "bfloat16"))
+        classes[f"{at}.mlp.down_proj"] = "Linear"
+        tensors.append(TensorInfo(f"{at}.mlp.down_proj.weight", (32, 20), "bfloat16"))
+    tensors += [
+        TensorInfo("model.norm.weight", (32,), "bfloat16"),
+        TensorInfo("model.norm.scale", (32,), "float32", "buffer"),
+        TensorInfo("model.norm.steps", (), "int64", "buffer"),
+        TensorInfo("model.rotary_emb.inv_freq", (16,), "float32", "non-persistent buffer"),
+    ]
+    tree = Tree(tensors, classes)
+    tree.modules["model.layers.3.mlp"].island = "declared by the model (_keep_in_fp32_modules_strict)"
+    tree.modules["model.layers.4.input_layernorm"].island = "declared by the model (_keep_in_fp32_modules)"
+    return tree
+
+
+def moe_tree() -> Tree:
+    """Routers, experts one by one in some layers and packed in others."""
+    classes = {"": "Qwen3MoeForCausalLM", "model": "Qwen3MoeModel", "model.embed_tokens": "Embedding"}
+    classes |= {"lm_head": "Linear", "model.norm": "Qwen3MoeRMSNorm"}
+    tensors = [TensorInfo("model.embed_tokens.weight", (64, 32), "bfloat16")]
+    for layer in range(4):
+        at = f"model.layers.{layer}"
+        classes |= {f"{at}.self_attn.o_proj": "Linear", f"{at}.input_layernorm": "Qwen3MoeRMSNorm"}
+        tensors += [TensorInfo(f"{at}.self_attn.o_proj.weight", (32, 32), "bfloat16")]
+        tensors += [TensorInfo(f"{at}.input_layernorm.weight", (32,), "bfloat16")]
+        classes[f"{at}.mlp.gate"] = "Linear" if layer % 2 else "Qwen3MoeTopKRouter"
+        tensors.append(TensorInfo(f"{at}.mlp.gate.weight", (11, 32), "bfloat16"))
+        if layer < 2:
+            for expert in range(11):
+                for local in ("gate_proj", "up_proj", "down_proj"):
+                    classes[f"{at}.mlp.experts.{expert}.{local}"] = "Linear"
+                    tensors.append(TensorInfo(f"{at}.mlp.experts.{expert}.{local}.weight", (32, 32), "bfloat16"))
+        else:
+            classes[f"{at}.mlp.experts"] = "Qwen3MoeExperts"
+            tensors.append(TensorInfo(f"{at}.mlp.experts.gate_up_proj", (11, 64, 32), "float16"))
+            tensors.append(TensorInfo(f"{at}.mlp.experts.down_proj", (11, 32, 32), "float16"))
+    tensors.append(TensorInfo("model.norm.weight", (32,), "bfloat16"))
+    tensors.append(TensorInfo("lm_head.weight", (64, 32), "float32"))
+    return Tree(tensors, classes)
+
+
+LLAMA, MOE = llama_tree(), moe_tree()
+PATTERNS = [
+    "*", "*.mlp", "*.self_attn", "*.weight", "*.bias", "model.layers.1", "model.layers.{2..7}.mlp", "*.layers.1*", "lm_head",
+    "model.layers.{0,3}", "*.mlp.gate", "*.{gate,up}_proj", "type:Linear", "type:*Norm", "type:Embedding", "*.inv_freq",
+    "re:.*layers\\.\\d*[13579]\\..*proj", "model.embed_tokens", "*.experts.{0..4}", "*.experts", "model.norm", "*.down_proj",
+    "*.experts.3.up_proj", "*.q_proj.bias",
+]  # fmt: skip
+DTYPES = [*dtypes.TARGETS, dtypes.STORED, "bfloat16", "bfloat16", "float8_e4m3fn", "int8"]
+RECIPES = st.lists(st.builds(Rule, st.sampled_from(PATTERNS), st.sampled_from(DTYPES)), max_size=6).map(Recipe.of)
+CONTEXTS = st.builds(
+    lambda model, recipe: Context(model[0], make_plan(model[0], recipe), "m", model[1]),
+    st.sampled_from([(LLAMA, "llama"), (MOE, "qwen3_moe")]),
+    RECIPES,
+)
+Outcome = Mapping[str, str]
+
+
+def class_of(context: Context, module: str) -> str | None:
+    return context.tree.modules[module].class_name
+
+
+def loaded(context: Context, base: str) -> dict[str, str]:
+    """Every tensor as `from_pretrained(dtype=base)` leaves it (transformers' `_get_dtype_plan`)."""
+    found = {}
+    for tensor in context.tree.tensors.values():
+        found[tensor.name] = base if tensor.persistent and tensor.castable else tensor.dtype
+    for name, module in context.tree.modules.items():
+        strict = "_strict" in (module.island or "")
+        if module.island and (base == "float16" or (strict and base == "bfloat16")):
+            for tensor in context.tree.below(name):
+                found[tensor.name] = "float32" if tensor.castable else tensor.dtype
+    return found
+
+
+def as_torchao(context: Context, written: Converted) -> Outcome:
+    """FqnToConfig: exact parameter, exact module, then every expression that fits the parameter, then the first that fits
+    the module; modules and parameters are both matched in whole.
+    """
+    config = json.loads(written.text)
+    entries = config["quantization_config"]["quant_type"]["default"]["_data"]["fqn_to_config"]
+    found = loaded(context, config["dtype"])
+    for module, node in context.tree.modules.items():
+        for local, tensor in node.tensors.items():
+            name = f"{module}.{local}"
+            hits = [key for key in entries if key.startswith("re:") and re.fullmatch(key[3:], name)]
+            assert len(hits) <= 1
+            hits = [name] if name in entries else hits
+            if not hits and local == "weight":
+                hits = [key for key in entries if key == module or re.fullmatch(key.removeprefix("re:"), module)]
+            if hits:
+                data = entries[hits[0]]["_data"]
+                low = data["weight_dtype"]["_data"] if "weight_dtype" in data else "int8"
+                found[tensor.name] = low + ("@tensor" if data["granularity"]["_type"] == "PerTensor" else "")
+    return found
+
+
+def as_llm_compressor(context: Context, written: Converted) -> Outcome:
+    """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantised."""
+    modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
+    groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
+    assert written.base is not None
+    found = loaded(context, written.base)
+    for module, node in context.tree.modules.items():
+        hits = [
+            group
+            for group in groups
+            for target in group["targets"]
+            if (re.match(target[3:], module) if target.startswith("re:") else target in (module, node.class_name))
+        ]
+        assert len(hits) <= 1
+        for group in hits:
+            assert node.class_name == "Linear"
+            assert group["weights"]["num_bits"] == 8
+            low = {"float": "float8_e4m3fn", "int": "int8"}[group["weights"]["type"]]
+            found[node.tensors["weight"].name] = (
+                low + {"tensor": "@tensor", "channel": ""}[group["weights"]["strategy"]]
+            )
+    return found
+
+
+def as_modelopt(context: Context, written: Converted) -> Outcome:
+    """ModelOpt: `fnmatch` on quantizer names, the last entry that matches wins."""
+    entries = json.loads(written.text)["quant_cfg"]
+    assert written.base is not None
+    found = loaded(context, written.base)
+    for module, node in context.tree.modules.items():
+        for quantizer in ("weight_quantizer", "input_quantizer", "output_quantizer", "k_bmm_quantizer"):
+            config = None
+            for entry in entries:
+                if fnmatch.fnmatchcase(f"{module}.{quantizer}", entry["quantizer_name"]):
+                    config = entry["cfg"] if entry["enable"] else None
+            if config is not None:
+                assert quantizer == "weight_quantizer"
+                assert node.class_name in ("Linear", "Embedding")
+                low = "int8" if config["num_bits"] == 8 else "float8_e4m3fn"
+                assert config["num_bits"] in (8, [4, 3])
+                found[node.tensors["weight"].name] = low + ("@tensor" if config["axis"] is None else "")
+    return found
+
+
+def as_comfyui(context: Context, written: Converted) -> Outcome:
+    metadata = json.loads(json.loads(written.text)["_quantization_metadata"])
+    assert metadata["format_version"] == "1.0"
+    found = {t.name: written.base if t.persistent and t.castable else t.dtype for t in context.tree.tensors.values()}
+    for layer, entry in metadata["layers"].items():
+        assert class_of(context, layer) == "Linear"
+        found[context.tree.modules[layer].tensors["weight"].name] = (
+            entry["format"].removesuffix("_tensorwise") + "@tensor"
+        )
+    return found  # type: ignore[return-value]
+
+
+def as_diffusers(context: Context, written: Converted) -> Outcome:
+    """Layerwise casting from the root down: found anywhere in the name, a pattern spares the module and all below."""
+    body = ast.parse(written.text).body
+    assigned = next(node for node in body if isinstance(node, ast.Assign))
+    patterns = ast.literal_eval(assigned.value)
+    calls = {
+        keyword.arg: ast.unparse(keyword.value).removeprefix("torch.")
+        for node in ast.walk(ast.Module(body, []))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "apply_layerwise_casting"
+        for keyword in node.keywords
+    }
+    found = {t.name: written.base if t.persistent and t.castable else t.dtype for t in context.tree.tensors.values()}
+    if not calls:
+        return found  # type: ignore[return-value]
+    assert calls["compute_dtype"] == written.base
+
+    def visit(module: str) -> None:
+        if any(re.search(pattern, module) for pattern in patterns):
+            return
+        node = context.tree.modules[module]
+        if node.class_name in ("Linear", "Embedding"):
+            for tensor in context.tree.below(module):
+                found[tensor.name] = calls["storage_dtype"]
+            return
+        for child in node.children.values():
+            visit(child.name)
+
+    visit("")
+    return found  # type: ignore[return-value]
+
+
+def module_like(tree: Tree, load_in: str) -> nn.Module:
+    """A module with a tree's tensors, as loading leaves them."""
+    made: dict[str, nn.Module] = {name: nn.Module() for name in tree.modules}
+    for name, module in made.items():
+        if name:
+            parent, _, local = name.rpartition(".")
+            made[parent].add_module(local, module)
+    for tensor in tree.tensors.values():
+        dtype = getattr(torch, load_in if tensor.castable and tensor.persistent else tensor.dtype)
+        data = torch.zeros(tensor.shape, dtype=dtype)
+        value = nn.Parameter(data, requires_grad=False) if tensor.kind == "parameter" else data
+        for name in tensor.names:
+            parent, _, local = name.rpartition(".")
+            if tensor.kind == "parameter":
+                made[parent].register_parameter(local, value)  # type: ignore[arg-type]
+            else:
+                made[parent].register_buffer(local, value, persistent=tensor.persistent)
+    return made[""]
+
+
+def as_transformers(context: Context, written: Converted) -> Outcome:
+    """The Python itself, run."""
+    load_in = re.search(r"dtype=torch\.(\w+)\)\)", written.text)
+    assert load_in is not None
+    namespace: dict[str, Any] = {}
+    exec(compile(written.text.replace("import transformers", "").replace("=transformers.", "=torch."
+         ).replace("torch.AutoModelForCausalLM", "None"), "snippet", "exec"), namespace)  # fmt: skip
+    for pattern, _ in namespace["DTYPES"]:
+        for name in context.all_names():
+            hits = [other for other, _ in namespace["DTYPES"] if re.fullmatch(other, name)]
+            assert len(hits) <= 1, pattern
+    module = namespace["cast"](module_like(context.tree, load_in[1]))
+    held = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: str(held[name].dtype).removeprefix("torch.") for name in context.tree.tensors}
+
+
+GGUF = {
+    "self_attn.q_proj": ["attn_q"], "self_attn.k_proj": ["attn_k"], "self_attn.v_proj": ["attn_v"], "mlp.gate": ["ffn_gate_inp"],
+    "self_attn.o_proj": ["attn_output"], "input_layernorm": ["attn_norm"], "post_attention_layernorm": ["ffn_norm"],
+    "mlp.gate_proj": ["ffn_gate"], "mlp.up_proj": ["ffn_up"], "mlp.down_proj": ["ffn_down"],
+    "mlp.experts.gate_proj": ["ffn_gate_exps"], "mlp.experts.up_proj": ["ffn_up_exps"],
+    "mlp.experts.down_proj": ["ffn_down_exps"], "mlp.experts.gate_up_proj": ["ffn_gate_exps", "ffn_up_exps"],
+}  # fmt: skip
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+
+
+def gguf_names(tensor: TensorInfo) -> list[str]:
+    name = re.sub(r"experts\.\d+\.", "experts.", tensor.name)
+    packed = ".experts." in name and not name.endswith(".weight")
+    module, _, local = (name, "", "weight") if packed else name.rpartition(".")
+    inside = re.fullmatch(r"model\.layers\.(\d+)\.(.*)", module)
+    if inside:
+        return [f"blk.{inside[1]}.{part}.{local}" for part in GGUF[inside[2]]]
+    return [f"{TOP[module]}.{local}"] if module in TOP and local in ("weight", "bias") else []
+
+
+def as_llama_cpp(context: Context, written: Converted) -> Outcome:
+    """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantises."""
+    lines = [line.lower().rpartition("=") for line in written.text.split()]
+    types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
+    found: dict[str, str] = {}
+    for tensor in context.tree.tensors.values():
+        results = set()
+        for name in gguf_names(tensor):
+            hits = [type_ for pattern, _, type_ in lines if re.search(pattern, name)]
+            assert len(hits) <= 1
+            vector = len(tensor.shape) < 2 or not name.endswith("weight") or name.endswith("_norm.weight")
+            if vector or "ffn_gate_inp" in name:
+                assert not hits
+                results.add("float32")
+            else:
+                assert hits, "the type would depend on the mixture asked for"
+                assert hits[0] != "q8_0" or tensor.shape[-1] % 32 == 0, "llama.cpp stops there"
+                results.add(types[hits[0]])
+        assert len(results) <= 1
+        found[tensor.name] = results.pop() if results else "q8_0" if tensor.persistent else tensor.dtype
+    return found
+
+
+READERS: dict[str, Callable[[Context, Converted], Outcome]] = {
+    "torchao": as_torchao,
+    "llama.cpp": as_llama_cpp,
+    "diffusers": as_diffusers,
+    "llm-compressor": as_llm_compressor,
+    "transformers": as_transformers,
+    "modelopt": as_modelopt,
+    "comfyui": as_comfyui,
+}
+
+
+@pytest.mark.parametrize("target", list(DIALECTS))
+@given(context=CONTEXTS)
+@settings(max_examples=60, deadline=None)
+def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> None:
+    written = DIALECTS[target].convert(context)
+    outcome = READERS[target](context, written)
+    left_out = {name: entry for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
+    rescaled = {name: entry for entry in written.left_out if entry.part == "scale" for name in entry.tensors}
+    assert not left_out.keys() & rescaled.keys()
+    for tensor in context.tree.tensors.values():
+        planned, got = context.plan.dtypes[tensor.name], outcome[tensor.name]
+        if entry := left_out.get(tensor.name) or rescaled.get(tensor.name):
+            assert (entry.planned, entry.instead) == (planned, got), tensor.name
+            assert entry.part == "scale" or got != planned
+            if entry.part == "scale" and target != "llama.cpp":
+                assert got.removesuffix("@tensor") == planned.removesuffix("@tensor")
+        elif tensor.castable:
+            assert got == planned, tensor.name
+        else:
+            assert got == tensor.dtype or target == "llama.cpp"
+
+
+def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Converted:
+    return DIALECTS[target].convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
+
+
+def test_layer_1_is_not_layer_10_and_a_gate_is_not_a_gate_proj() -> None:
+    low = Rule("model.layers.1.mlp", "float8_e4m3fn")
+    taken = "model\\.layers\\.1\\.mlp\\.(down_proj|gate_proj|up_proj)"
+    assert converted("torchao", LLAMA, low).patterns == ((f"re:{taken}\\.weight", "float8_e4m3fn"),)
+    assert converted("llm-compressor", LLAMA, low).patterns == ((f"re:{taken}$", "float8_e4m3fn"),)
+    assert [pattern for pattern, _ in converted("modelopt", LLAMA, low).patterns] == [
+        f"model.layers.1.mlp.{local}.weight_quantizer" for local in ("down_proj", "gate_proj", "up_proj")
+    ]
+    gate = converted("llm-compressor", MOE, Rule("*.mlp.gate", "int8"))
+    assert gate.patterns == (("re:model\\.layers\\.(1|3)\\.mlp\\.gate$", "int8"),)
+    assert gate.left_out[0].tensors == ("model.layers.0.mlp.gate.weight", "model.layers.2.mlp.gate.weight")
+
+
+def test_a_plan_that_is_regular_needs_few_patterns() -> None:
+    rules = (Rule("*", "bfloat16"), Rule("*.{self_attn,mlp}", "float8_e4m3fn"), Rule("*.bias", "bfloat16"))
+    for target in ("torchao", "llm-compressor", "diffusers"):
+        assert len(converted(target, LLAMA, *rules).patterns) <= 4
+    experts = converted("llm-compressor", MOE, Rule("*.experts", "int8"))
+    assert (
+        experts.patterns[0][0] == "re:model\\.layers\\.[0-9]+\\.mlp\\.experts\\.[0-9]+\\.(down_proj|gate_proj|up_proj)$"
+    )
+
+
+def test_what_a_target_can_not_express_is_listed() -> None:
+    low = Rule("*.mlp", "float8_e5m2")
+    rules = (low, Rule("*.q_proj", "int8"), Rule("*.input_layernorm", "float64"), Rule("lm_head", "int8"))
+    for target in DIALECTS:
+        listed = {name for entry in converted(target, LLAMA, *rules).left_out for name in entry.tensors}
+        assert ("model.layers.0.input_layernorm.weight" in listed) is (target != "transformers"), target
+        assert ("model.layers.0.mlp.up_proj.weight" in listed) is (target != "torchao"), target  # e5m2, or its scales
+        assert "model.layers.0.self_attn.q_proj.bias" in listed
+        assert "model.embed_tokens.weight" in listed
+
+
+def test_gguf_names_need_a_known_architecture() -> None:
+    with pytest.raises(UserError, match="model_type"):
+        DIALECTS["llama.cpp"].convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
+    with pytest.raises(UserError, match="'no_such_type'"):
+        converted("llama.cpp", LLAMA, model_type="no_such_type")
+
+
+NAMES = st.lists(st.sampled_from(["a", "b", "c", "0", "1", "2", "10", "a+b", "[x]"]), min_size=1, max_size=4)
+UNIVERSES = st.sets(NAMES.map(".".join), min_size=1, max_size=30)
+
+
+@given(UNIVERSES, st.data())
+def test_compressed_patterns_take_exactly_what_was_wanted(universe: set[str], data: st.DataObject) -> None:
+    wanted = data.draw(st.sets(st.sampled_from(sorted(universe))))
+    for patterns, matches in (
+        (regexes(sorted(wanted), universe), lambda pattern, name: re.fullmatch(pattern, name) is not None),
+        (globs(sorted(wanted), universe), lambda pattern, name: fnmatch.fnmatchcase(name, pattern)),
+    ):
+        for name in universe:
+            hits = [pattern for pattern in patterns if matches(pattern, name)]
+            assert len(hits) == (name in wanted), (name, hits)
+
+
+@pytest.mark.parametrize("kept", [{}, {"norm": "float32", "q_proj": "float16"}])
+def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[..., Path], kept: dict[str, str]) -> None:
+    import dtype_engine as de
+
+    folder = make_llama(dtype="bfloat16", dtypes=kept)
+    recipe = Recipe((Rule("*.mlp", "float32"), Rule("*.1.mlp", "float16"), Rule("lm_head", "float32")))
+    session = de.open(str(folder))
+    session.apply(recipe)
+    context = Context(session.tree, session.plan)
+    written = DIALECTS["transformers"].convert(context)
+    assert written.left_out == ()
+    namespace: dict[str, Any] = {}
+    exec(compile(written.text, "snippet", "exec"), namespace)
+    loaded = namespace["load"](folder).state_dict()
+    for name, tensor in session.model.module.state_dict().items():
+        assert loaded[name].dtype == tensor.dtype, name
+        assert torch.equal(loaded[name], tensor), name
+
+
+@pytest.mark.parametrize("base", ["float16", "bfloat16"])
+def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, feed_forward_proj="gated-gelu"
+    )
+    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
+    found = describe(locate(str(tmp_path)), Options(device="cpu"))
+    plan = make_plan(found.tree, Recipe((Rule("*", base),)))
+    written = DIALECTS["llm-compressor"].convert(Context(found.tree, plan, kinds=found.kinds))
+    instead = {name: entry.instead for entry in written.left_out for name in entry.tensors}
+    assert any("wo" in name for name in instead) is (base == "float16")
+    model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=getattr(torch, base))
+    for name, parameter in model.named_parameters():
+        assert str(parameter.dtype) == f"torch.{instead.get(name, plan.dtypes[name])}", name
+
+
+# --- lint --------------------------------------------------------------------------------------------------------------
+
+
+def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Any:
+    return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), DIALECTS[target])
+
+
+def test_lint_finds_what_searching_takes_besides() -> None:
+    found = read("diffusers", LLAMA, Rule("model.layers.1", "int8")).rules[0]
+    assert found.only_here == ()
+    assert {name.split(".")[2] for name in found.only_there} == {"10", "11"}
+    gate = read("llm-compressor", MOE, Rule("re:.*\\.mlp\\.gate", "int8"), model_type="qwen3_moe").rules[0]
+    assert gate.differs is False
+    proj = read("llm-compressor", LLAMA, Rule("re:.*\\.mlp\\.gate", "int8")).rules[0]
+    assert (len(proj.only_there), proj.here) == (12, 0)
+
+
+@pytest.mark.parametrize("target", ["torchao", "llm-compressor", "llama.cpp", "diffusers", "transformers", "comfyui"])
+def test_lint_says_that_a_glob_is_no_expression(target: str) -> None:
+    found = read(target, LLAMA, Rule("*.mlp", "int8"))
+    assert found.differs
+    assert len(found.rules[0].only_here) >= 24
+    assert found.rules[0].problem or target == "transformers"
+
+
+def test_lint_reads_quantizer_names_and_classes() -> None:
+    assert not read("modelopt", LLAMA, Rule("*.mlp.*", "int8")).differs
+    assert read("modelopt", LLAMA, Rule("*.mlp", "int8")).differs
+    assert not read("llm-compressor", LLAMA, Rule("type:Linear", "int8")).differs
+    assert read("torchao", LLAMA, Rule("type:Linear", "int8")).differs
+    assert not read("comfyui", LLAMA, Rule("model.layers.1.mlp.up_proj", "int8")).differs
+
+
+def test_lint_tells_whose_rule_would_win() -> None:
+    rules = (Rule("re:.*proj", "int8"), Rule("re:.*\\.mlp\\.\\w+_proj", "float8_e4m3fn"))
+    there_first = read("torchao", LLAMA, *rules)
+    assert not any(rule.differs for rule in there_first.rules)
+    assert {tensor.split(".")[3] for tensor, _, _ in there_first.overruled} == {"mlp"}
+    assert there_first.differs
+    assert there_first.overruled[0][1:] == (rules[1].pattern, rules[0].pattern)
+    exact = (Rule("model.layers.1.mlp.up_proj", "int8"), Rule("re:.*\\.mlp\\.\\w+_proj", "float8_e4m3fn"))
+    assert [name for name, _, _ in read("torchao", LLAMA, *exact).overruled] == ["model.layers.1.mlp.up_proj.weight"]
+
+
+@pytest.mark.parametrize("target", list(DIALECTS))
+@given(context=CONTEXTS)
+@settings(max_examples=25, deadline=None)
+def test_lint_adds_up(target: str, context: Context) -> None:
+    for rule, taken in zip(lint(context, DIALECTS[target]).rules, context.plan.selections, strict=True):
+        assert rule.here == len(taken)
+        assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
+
+
+# --- commands ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_commands_know_every_target() -> None:
+    assert tuple(DIALECTS) == TARGETS
+
+
+DEMO = str(Path(__file__).parents[2] / "engine" / "dtype_engine" / "demo")
+
+
+def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:
+    listed = "".join(
+        f"  - {{pattern: {json.dumps(rule.rpartition('=')[0])}, dtype: {rule.rpartition('=')[2]}}}\n" for rule in rules
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text("version: 1\n" + (f"model: {json.dumps(model)}\n" if model else "") + "rules:\n" + listed)
+    return str(path)
+
+
+def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe_file(tmp_path, "*=bf16", "type:Linear=fp8", "lm_head=bf16", model=DEMO)
+    assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "llm-compressor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["base"] == "bfloat16"
+    assert found["left_out"] == []
+    assert len(found["patterns"]) == 2
+    assert yaml.safe_load(found["text"])["quant_stage"]
+    for target in DIALECTS:
+        assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", target]) == 0
+        said = capsys.readouterr()
+        assert said.out
+        assert "left out: " in said.err or target in ("torchao", "llm-compressor", "modelopt", "comfyui", "diffusers")
+    nameless = recipe_file(tmp_path, "*=bf16")
+    assert run(cli, "dtype-engine", ["recipe", "convert", nameless, "--to", "torchao"]) == 2
+    assert "add --model" in capsys.readouterr().err
+
+
+def test_lint_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe_file(tmp_path, "*.mlp=fp8")
+    arguments = ["recipe", "lint", file, "--model", DEMO, "--for"]
+    assert run(cli, "dtype-engine", [*arguments, "torchao"]) == 1
+    text = capsys.readouterr().out
+    assert "only here:" in text
+    assert "it is a name, not a pattern" in text
+    assert run(cli, "dtype-engine", [*arguments, "torchao", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["rules"][0]["differs"] is True
+    same = recipe_file(tmp_path, "type:Linear=fp8")
+    assert run(cli, "dtype-engine", ["recipe", "lint", same, "--model", DEMO, "--for", "llm-compressor"]) == 0
+    assert "no difference" in capsys.readouterr().out
+
+
+def test_a_rule_that_takes_nothing_is_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = recipe_file(tmp_path, "*.no_such=fp8")
+    assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "torchao", "--model", DEMO]) == 2
+    assert "matches nothing" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Converted recipes read by the real tools, where they are installed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from torch import nn
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.model.live import tree_of
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.dialects import DIALECTS, Context, Converted, torchao
+from dtype_engine.recipe.dialects.gguf_names import LLAMA_LIKE, by_table
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(32)
+        self.gate = nn.Linear(32, 32)
+        self.gate_proj = nn.Linear(32, 32, bias=False)
+        self.down = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.gate_proj(self.norm(self.gate(x))))
+
+
+class Net(nn.Module):
+    """Enough layers that 1 and 10 can be mistaken for each other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 32)
+        self.layers = nn.ModuleList(Block() for _ in range(12))
+        self.head = nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+RULES = (
+    Rule("type:Linear", "float8_e4m3fn"),
+    Rule("*.bias", "stored"),
+    Rule("layers.1", "stored"),
+    Rule("*.gate", "stored"),
+    Rule("layers.{3,10}.gate_proj", "int8"),
+    Rule("layers.{5..7}.down.weight", "float8_e4m3fn@tensor"),
+    Rule("head", "stored"),
+    Rule("layers.2.down.weight", "int8@tensor"),
+)
+
+
+def converted(target: str, model: nn.Module, *rules: Rule, model_type: str | None = None) -> tuple[Context, Converted]:
+    tree = tree_of(model)
+    context = Context(tree, make_plan(tree, Recipe(rules or RULES)), "net", model_type)
+    return context, DIALECTS[target].convert(context)
+
+
+def torchao_dtype(tensor: torch.Tensor) -> str:
+    data, scale = getattr(tensor, "qdata", None), getattr(tensor, "scale", None)
+    if data is None or scale is None:
+        return str(tensor.dtype).removeprefix("torch.")
+    return str(data.dtype).removeprefix("torch.") + ("@tensor" if scale.numel() == 1 else "")
+
+
+def test_torchao_quantises_as_planned() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.core.config import config_from_dict
+
+    model = Net()
+    rules = (*RULES, Rule("embed", "int8"), Rule("layers.8.gate_proj", "float8_e5m2"))
+    context, written = converted("torchao", model, *rules)
+    assert written.left_out == ()
+    config = config_from_dict(json.loads(written.text)["quantization_config"]["quant_type"]["default"])
+    quantization.quantize_(model, config, filter_fn=None)
+    for name, parameter in model.named_parameters():
+        assert torchao_dtype(parameter.data) == context.plan.dtypes[name], name
+    assert model(torch.tensor([[1, 2]])).isfinite().all()
+
+
+def test_torchao_writes_what_we_write_without_it() -> None:
+    pytest.importorskip("torchao")
+    rules = (*RULES, Rule("embed", "int8"), Rule("layers.8.gate_proj", "float8_e5m2"))
+    _, written = converted("torchao", Net(), *rules)
+    default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
+    assert torchao._by_hand(list(written.patterns)) == default
+    assert not any("not installed" in note for note in written.notes)
+
+
+def test_transformers_reads_the_torchao_config(make_llama: Callable[..., Path]) -> None:
+    pytest.importorskip("torchao")
+    pytest.importorskip("accelerate")
+    import transformers
+
+    folder = make_llama(tie_word_embeddings=False, num_hidden_layers=2)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    rules = (
+        Rule("*", "bfloat16"),
+        Rule("*.mlp", "float8_e4m3fn"),
+        Rule("*.1.mlp", "bfloat16"),
+        Rule("lm_head", "int8"),
+    )
+    context, written = converted("torchao", model, *rules)
+    settings = json.loads(written.text)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(
+        folder,
+        dtype=getattr(torch, settings["dtype"]),
+        quantization_config=transformers.TorchAoConfig.from_dict(settings["quantization_config"]),
+    )
+    for name, parameter in loaded.named_parameters():
+        assert torchao_dtype(parameter.data) == context.plan.dtypes[name], name
+
+
+def _text(value: Any) -> str:
+    return str(getattr(value, "value", value))
+
+
+def scheme(module: nn.Module) -> str | None:
+    found: Any = getattr(module, "quantization_scheme", None)
+    if found is None or found.weights is None:
+        return None
+    low = {"float": "float8_e4m3fn", "int": "int8"}[_text(found.weights.type)]
+    assert found.weights.num_bits == 8
+    assert found.input_activations is None
+    return low + {"tensor": "@tensor", "channel": ""}[_text(found.weights.strategy)]
+
+
+def test_compressed_tensors_takes_the_planned_modules() -> None:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    model = Net()
+    context, written = converted("llm-compressor", model)
+    assert written.left_out == ()
+    modifier = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]["QuantizationModifier"]
+    quantization.apply_quantization_config(model, quantization.QuantizationConfig(**modifier))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear | nn.Embedding):
+            planned = context.plan.dtypes[f"{name}.weight"]
+            assert scheme(module) == (planned if planned != "float32" else None), name
+
+
+def test_llm_compressor_reads_the_recipe() -> None:
+    recipe = pytest.importorskip("llmcompressor.recipe")
+    core = pytest.importorskip("llmcompressor.core")
+    model = Net()
+    context, written = converted("llm-compressor", model)
+    (modifier,) = recipe.Recipe.create_instance(written.text).modifiers
+    modifier.initialize(core.State(model=model))
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            planned = context.plan.dtypes[f"{name}.weight"]
+            assert scheme(module) == (planned if planned != "float32" else None), name
+    nothing = converted("llm-compressor", Net(), Rule("*", "float32"))[1]
+    assert recipe.Recipe.create_instance(nothing.text).modifiers == []
+
+
+def test_diffusers_casts_as_planned() -> None:
+    pytest.importorskip("diffusers")
+    model = Net()
+    rules = (
+        Rule("*", "bfloat16"),
+        Rule("type:Linear", "float8_e4m3fn@tensor"),
+        Rule("layers.1", "bfloat16"),
+        Rule("*.gate", "bfloat16"),
+        Rule("head", "float16"),
+    )
+    context, written = converted("diffusers", model, *rules)
+    left_out = {name: entry.instead for entry in written.left_out for name in entry.tensors if entry.part == "dtype"}
+    assert set(left_out) == {"head.weight", "head.bias"}
+    namespace: dict[str, Any] = {}
+    exec(compile(written.text, "snippet", "exec"), namespace)
+    namespace["cast"](model)
+    for name, parameter in model.named_parameters():
+        planned = left_out.get(name, context.plan.dtypes[name]).removesuffix("@tensor")
+        assert str(parameter.dtype) == f"torch.{planned}", name
+    assert model(torch.tensor([[1, 2]])).dtype == torch.bfloat16
+
+
+def test_modelopt_turns_on_the_planned_quantizers() -> None:
+    modelopt = pytest.importorskip("modelopt.torch.quantization")
+    model = Net()
+    rules = (*RULES, Rule("embed", "int8"))
+    context, written = converted("modelopt", model, *rules)
+    assert written.left_out == ()
+    names = dict(context.plan.dtypes)
+    modelopt.quantize(model, json.loads(written.text), forward_loop=lambda net: net(torch.tensor([[1, 2]])))
+    seen = 0
+    for name, module in model.named_modules():
+        if type(module).__name__ != "TensorQuantizer":
+            continue
+        owner, _, kind = name.rpartition(".")
+        planned = names[f"{owner}.weight"]
+        if kind != "weight_quantizer" or planned == "float32":
+            assert not module.is_enabled, name
+            continue
+        low = "int8" if module.num_bits == 8 else "float8_e4m3fn"
+        assert module.is_enabled
+        assert module.num_bits in (8, (4, 3))
+        assert low + ("@tensor" if module.axis is None else "") == planned, name
+        assert module.amax.numel() == (1 if module.axis is None else module.amax.shape[0])
+        seen += 1
+    assert seen == sum(dtype != "float32" for dtype in names.values())
+
+
+@pytest.mark.parametrize("model_type", sorted(LLAMA_LIKE))
+def test_gguf_gives_the_names_of_our_table(model_type: str) -> None:
+    pytest.importorskip("gguf")
+    from dtype_engine.recipe.dialects.gguf_names import name_map
+
+    lookup = name_map(model_type, 12)
+    common = ["model.embed_tokens", "model.norm", "lm_head", "model.layers.11.input_layernorm"]
+    common += [f"model.layers.3.self_attn.{part}_proj" for part in "qkvo"] + ["model.layers.3.post_attention_layernorm"]
+    moe = "moe" in model_type or model_type == "mixtral"
+    if moe:
+        common += [f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate", "up", "down")] + [
+            "model.layers.1.mlp.gate"
+        ]
+    else:
+        common += [f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")]
+    for name in common:
+        assert lookup(name) == by_table(name) is not None, name
+
+
+def test_llama_cpp_lines_fit_the_names_of_gguf() -> None:
+    gguf = pytest.importorskip("gguf")
+    import transformers
+
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=12, num_attention_heads=2,
+        tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    rules = (Rule("*", "bfloat16"), Rule("type:LlamaRMSNorm", "float32"), Rule("model.layers.1", "float16"))
+    context, written = converted("llama.cpp", model, *rules, model_type="llama")
+    lookup = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 12)
+    lines = [line.rpartition("=") for line in written.text.split()]
+    short = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+    for name in context.tree.tensors:
+        if name.endswith("norm.weight") or "inv_freq" in name:
+            continue
+        hits = [type_ for pattern, _, type_ in lines if re.search(pattern, lookup.get_name(name, (".weight",)))]
+        assert hits == [short[context.plan.dtypes[name]]], name
