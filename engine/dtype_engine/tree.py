@@ -248,6 +248,17 @@ class Tree:
             stack.extend(reversed(node.children.values()))
 
     @cached_property
+    def names(self) -> tuple[list[str], list[str]]:
+        """The name of every module and distinct tensor as they are shown, depth first; and the same in lower case."""
+        found: list[str] = []
+        for node in self.walk():
+            prefix = f"{node.name}." if node.name else ""
+            if node.name:
+                found.append(node.name)
+            found += [prefix + local for local, tensor in node.tensors.items() if tensor.name == prefix + local]
+        return found, [name.lower() for name in found]
+
+    @cached_property
     def stored_bytes(self) -> int:
         """Bytes of parameters and persistent buffers as stored, tied ones once."""
         return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.persistent)

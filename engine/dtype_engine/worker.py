@@ -149,7 +149,9 @@ class Worker:
             self._checkpoint = self._source.open()
             assert self._checkpoint is not None
             if self._read_headers:
-                self._emit(events.HeadersRead(self._checkpoint.tree(), self._checkpoint.notices))
+                tree = self._checkpoint.tree()
+                assert tree.names  # listed here and not on the way to the first frame of a filter
+                self._emit(events.HeadersRead(tree, self._checkpoint.notices))
             if reason := no_room(self._checkpoint):
                 raise NoForward(f"{self._source.title}: {reason}")
         self._emit(events.Loading("importing torch"))

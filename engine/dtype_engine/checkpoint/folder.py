@@ -90,6 +90,8 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
 
 def needs_torch(path: Path) -> bool:
     """Whether the names in a checkpoint can only be read with torch: it is a pickle."""
+    if (path / INDEX).exists() or (path / SINGLE).exists():
+        return False
     if path.is_dir():
         try:
             files = _weight_files(path)

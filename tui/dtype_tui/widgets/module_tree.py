@@ -23,7 +23,7 @@ from textual.strip import Strip
 from dtype_engine import dtypes
 from dtype_engine.readings import ModuleDrift
 from dtype_engine.report_text import human_count
-from dtype_engine.tree import Module, TensorInfo, Tree, ancestors
+from dtype_engine.tree import Module, TensorInfo, ancestors
 
 from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
 from ..experiment import Experiment, Preview
@@ -109,8 +109,6 @@ class ModuleTree(ScrollView, can_focus=True):
         self.filter_text = ""
         self.matches: list[str] = []
         self._match_set: frozenset[str] = frozenset()
-        self._named: Tree | None = None
-        self._listed: tuple[list[str], list[str]] = ([], [])
         self._opened: set[str] = {""}
         self._open_first_levels()
         self.rebuild()
@@ -172,7 +170,7 @@ class ModuleTree(ScrollView, can_focus=True):
             self.matches = []
         else:
             wanted = self.filter_text.lower()
-            names, lowered = self._names()
+            names, lowered = self.experiment.tree.names
             if any(character in wanted for character in "*?["):
                 found = re.compile(translate(wanted)).match
                 self.matches = [name for name, low in zip(names, lowered, strict=True) if found(low)]
@@ -180,19 +178,6 @@ class ModuleTree(ScrollView, can_focus=True):
                 self.matches = [name for name, low in zip(names, lowered, strict=True) if wanted in low]
         self._match_set = frozenset(self.matches)
         self.rebuild()
-
-    def _names(self) -> tuple[list[str], list[str]]:
-        """Every name in the order of the tree, and the same in lower case: made once a tree."""
-        tree = self.experiment.tree
-        if self._named is not tree:
-            names = [
-                name
-                for node in tree.walk()
-                for name in (node.name, *(row.name for row in _tensor_rows(node, 0) if not row.alias))
-                if name
-            ]
-            self._named, self._listed = tree, (names, [name.lower() for name in names])
-        return self._listed
 
     def next_match(self, step: int) -> bool:
         """Go to the next or previous match; False when there is none."""
