@@ -346,6 +346,9 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         return 0
 
 
+from . import cli_export  # noqa: E402, F401  (its commands register themselves)
+
+
 def main() -> None:
     """The `dtype-engine` program."""
     sys.exit(run(cli, "dtype-engine"))

@@ -20,7 +20,8 @@ Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 class TensorInfo:
     """One tensor of the model as it is stored, before any cast.
 
-    `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`.
+    `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `scaled`: a
+    storage-only dtype that comes with the scales of this program, as an exported checkpoint has it.
     """
 
     name: str
@@ -28,6 +29,7 @@ class TensorInfo:
     dtype: str
     kind: Kind = "parameter"
     aliases: tuple[str, ...] = ()
+    scaled: bool = False
 
     @property
     def numel(self) -> int:
@@ -36,7 +38,9 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """Bytes as stored."""
+        """Bytes as stored, the scales included."""
+        if self.scaled:
+            return dtypes.stored_bytes(self.shape, self.dtype)
         return self.numel * dtypes.BY_NAME[self.dtype].bits // 8 if self.dtype in dtypes.BY_NAME else 0
 
     @property

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from .. import dtypes
 from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
@@ -15,8 +17,24 @@ from .safetensors_header import CheckpointTensor, read_header
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+SCALED_KEY = "dtype_engine.scaled."
+"""In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
+SCALE_SUFFIX = "_scale"
+"""`weight_scale` goes with `weight`, as in compressed-tensors."""
+OWN_SUFFIX = "_quantized"
+"""`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
+the numbers for values without a word."""
 _LARGEST_JSON = 100_000_000
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its data and its float32 scales."""
+
+    dtype: str
+    data: CheckpointTensor
+    scale: CheckpointTensor
 
 
 @dataclass(frozen=True)
@@ -31,10 +49,51 @@ class Checkpoint:
     config: dict[str, Any] | None = None
     metadata: dict[str, str] = field(default_factory=dict)
 
+    @cached_property
+    def scaled(self) -> dict[str, Scaled]:
+        """Tensors that an export of this program stored with scales, by the name that the model has for them.
+
+        Raises UserError where the file's own account of them does not agree with its tensors.
+        """
+        found = {}
+        for key, dtype in self.metadata.items():
+            if not key.startswith(SCALED_KEY):
+                continue
+            name = key.removeprefix(SCALED_KEY)
+            data = self.tensors.get(name) or self.tensors.get(name + OWN_SUFFIX)
+            scale = self.tensors.get(name + SCALE_SUFFIX)
+            whole = (
+                data is not None
+                and scale is not None
+                and dtype in dtypes.STORAGE_ONLY
+                and data.dtype == dtypes.BY_NAME[dtype].torch_name
+                and scale.dtype == "float32"
+                and scale.nbytes == 4 * dtypes.scale_count(data.shape, dtype)
+            )
+            if data is None or scale is None or not whole:
+                raise UserError(
+                    f"{self.path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
+                )
+            found[name] = Scaled(dtype, data, scale)
+        return found
+
+    @cached_property
+    def weights(self) -> dict[str, CheckpointTensor]:
+        """The tensors by the names that the model has for them: scales are left out, as they belong to their weight."""
+        own = {tensor.data.name: name for name, tensor in self.scaled.items()}
+        scales = {tensor.scale.name for tensor in self.scaled.values()}
+        return {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
+
+    def dtype(self, name: str) -> str:
+        """The dtype of one of `weights`: a name of `dtypes`, `@tensor` included."""
+        scaled = self.scaled.get(name)
+        return scaled.dtype if scaled is not None else self.weights[name].dtype
+
     def tree(self) -> Tree:
         """The tree of its tensor names; module classes and ties are not known from headers."""
         return from_tensors(
-            TensorInfo(tensor.name, tensor.shape, tensor.dtype, _kind(tensor.name)) for tensor in self.tensors.values()
+            TensorInfo(name, tensor.shape, self.dtype(name), _kind(name), scaled=name in self.scaled)
+            for name, tensor in self.weights.items()
         )
 
 
@@ -76,14 +135,14 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     if index.exists():
         return _shards(folder, index)
     if (folder / SINGLE).exists():
-        return (_inside(folder, SINGLE),)
+        return (inside(folder, SINGLE),)
     try:
         present = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         raise UserError(f"can't read {folder}: {error.strerror}") from None
     loose = [name for name in present if name.endswith(".safetensors")]
     if len(loose) == 1:
-        return (_inside(folder, loose[0]),)
+        return (inside(folder, loose[0]),)
     if loose:
         raise UserError(f"{folder} has {len(loose)} safetensors files and no {INDEX}; name one of them")
     pickles = [name for name in present if name.endswith((".bin", ".pth", ".pt", ".ckpt"))]
@@ -103,10 +162,10 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
     names = list(dict.fromkeys(weight_map.values()))
-    return tuple(_inside(folder, name) for name in names)
+    return tuple(inside(folder, name) for name in names)
 
 
-def _inside(folder: Path, name: str) -> Path:
+def inside(folder: Path, name: str) -> Path:
     """The file of this name in the folder. An index is untrusted: it may not point anywhere else, by name or by link.
 
     The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` beside them.
