@@ -93,10 +93,10 @@ def compare(
 
 def _difference(item: Item, exported: Checkpoint) -> str | None:
     """What is wrong with one tensor, None for nothing."""
-    for piece in item.pieces:
+    for place, piece in enumerate(item.pieces):
         stored = exported.tensors.get(piece.name)
         if stored is None:
-            return "is missing" if piece is item.pieces[0] else "has no scales"
+            return "has no scales" if place else "is missing"
         if (stored.dtype, stored.shape) != (piece.dtype, piece.shape):
             return f"is {stored.dtype} {list(stored.shape)} and should be {piece.dtype} {list(piece.shape)}"
     if item.scaled:

@@ -21,8 +21,8 @@ from ..errors import Cancelled, UserError
 from ..storage import torch_dtype
 from .contents import Item, Piece, as_bytes
 
-_PIECE = 1 << 23
-"""Bytes that are cast or copied at once."""
+_PIECE = 1 << 20
+"""Bytes that are cast or copied at once: small enough that the allocator gives the same warm memory out again."""
 
 
 class Progress:
