@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -375,6 +376,35 @@ def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(make_llama: Any, 
     assert "failed: File too large; nothing was left there" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(place.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path: Path, number: int) -> None:
+    source = make_llama()
+    before = {entry.name: entry.read_bytes() for entry in source.iterdir()}
+    place = tmp_path / "place"
+    place.mkdir()
+    # The program stops for good at its first megabyte, in the middle of the file of weights.
+    halting = (
+        "import sys, time; from dtype_engine.export import write; from dtype_engine.cli import cli, run\n"
+        "def wait(*a): print('writing', flush=True); time.sleep(60)\n"
+        "write._write_tensor = wait; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
+    )
+    arguments = ["export", str(source), "--cast", "*=float16", "-o", str(place / "out")]
+    program = subprocess.Popen(
+        [sys.executable, "-c", halting, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None
+    assert program.stdout.readline() == "writing\n"
+    assert [entry.name.startswith(".out.partial-") for entry in place.iterdir()] == [True]
+    program.send_signal(number)
+    _, said = program.communicate(timeout=30)
+    assert not (place / "out").exists()
+    assert {entry.name: entry.read_bytes() for entry in source.iterdir()} == before
+    if number != signal.SIGKILL:
+        assert program.returncode == 130, said
+        assert list(place.iterdir()) == []
 
 
 def test_a_live_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path: Path) -> None:

@@ -71,7 +71,10 @@ class Weight:
 
 @dataclass
 class LiveModel:
-    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer."""
+    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer.
+
+    `checkpoint`: the headers of what it was loaded from, None for a module of the user's own.
+    """
 
     module: nn.Module
     title: str
