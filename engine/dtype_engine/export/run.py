@@ -19,7 +19,7 @@ from .config import export_config, export_dtype
 from .contents import Contents, Item, of_checkpoint
 from .folder import copy_along, free_name, staged
 from .readme import by_dtype, readme
-from .write import Progress, write_file
+from .write import Progress, one_thread, write_file
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
@@ -59,7 +59,7 @@ def export(
     progress = Progress(contents.nbytes, on_bytes, cancelled)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with staged(target, contents.nbytes) as stage:
+    with one_thread(), staged(target, contents.nbytes) as stage:
         notices = contents.notices
         if contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)
