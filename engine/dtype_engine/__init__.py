@@ -5,12 +5,15 @@
     session.cast("*.mlp", "bfloat16")
     session.drift().output.max_abs
     session.undo()
+    session.export("folder")                  # a checkpoint in these dtypes
+    model = de.load_pretrained("folder")      # and back, every weight in the dtype it is stored in
 
 Importing this package does not import torch; opening a model does.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .errors import Cancelled, KernelError, NoForward, PatternError, UserError
@@ -35,6 +38,7 @@ __all__ = [
     "Rule",
     "RunSettings",
     "UserError",
+    "load_pretrained",
     "open",
 ]
 
@@ -46,3 +50,12 @@ def open(
     from .session import open_session
 
     return open_session(model, options, inputs)
+
+
+def load_pretrained(
+    folder: str | Path, *, module: nn.Module | None = None, options: Options | None = None
+) -> nn.Module:
+    """A model with every weight in the dtype that its checkpoint stores; see `dtype_engine.model.load.load_pretrained`."""
+    from .model.load import load_pretrained
+
+    return load_pretrained(Path(folder), module, options)

@@ -468,6 +468,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
 
 
 cli.add_command(recipe_commands)
+from . import cli_export  # noqa: E402, F401  (its commands register themselves)
 
 
 def main() -> None:

@@ -306,7 +306,7 @@ class Widened(TorchFunctionMode):
             return True
         if name == "embedding" and len(args) >= 2 and kwargs.get("max_norm") is None and len(args) < 4:
             weight = self._weight(args[1])
-            if weight is not None:
+            if weight is not None and weight.stored_scale is None:
                 rows = func(args[0], weight.original.to(self.device), *args[2:], **kwargs)
                 return rows.to(_reference_dtype(weight))
         tensors = _tensors(args, kwargs)
@@ -324,12 +324,14 @@ class Widened(TorchFunctionMode):
 
     def _weight(self, tensor: object) -> Weight | None:
         weight = self.weights.get(id(tensor))
-        if weight is None or not weight.info.castable:
+        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
             return None
         self.first_use.setdefault(id(tensor), self.finished)
         return weight
 
     def _values(self, weight: Weight) -> torch.Tensor:
+        if weight.stored_scale is not None:
+            return bring_back(weight.original.to(self.device), weight.stored_scale, _reference_dtype(weight))
         return weight.original.to(self.device, _reference_dtype(weight))
 
 

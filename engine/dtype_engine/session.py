@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from .model.load import Say, load, pick_device
 from .model.source import Source, locate
 from .options import Options, RunSettings
 from .readings import CastNotes, DriftReport, FlowCast, Generation, MemoryReading, Seconds, SpeedReport
+from .readings_export import ExportReport
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
@@ -185,6 +187,19 @@ class Session:
             rows=rows,
             notices=notices,
         )
+
+    def export(
+        self,
+        folder: str | Path,
+        max_shard_size: int | str = "5GB",
+        on_bytes: Callable[[int, int], None] = lambda done, total: None,
+        cancelled: Cancelled = _never,
+    ) -> ExportReport:
+        """Write a checkpoint in the dtypes of the recipe in force; see `export.export`."""
+        from .export import export, of_live
+
+        contents = of_live(self.model, self.recipe, self._plan.dtypes)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled)
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

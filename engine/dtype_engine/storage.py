@@ -16,7 +16,7 @@ import torch
 from . import dtypes
 from .readings import CastNotes
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 19
 _IN_CACHE = 1 << 18
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 

@@ -24,7 +24,8 @@ class TensorInfo:
 
     `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
     has the bytes of a dtype that only its format knows (GGUF's blocks), `fixed` says why a tensor is never cast where its
-    dtype alone does not (it is part of a quantised weight). `numel` elements, `nbytes` bytes as stored.
+    dtype alone does not (it is part of a quantised weight). `scaled`: a storage-only dtype that comes with the scales of this
+    program, as an exported checkpoint has it. `numel` elements, `nbytes` bytes as stored, the scales included.
     """
 
     name: str
@@ -34,6 +35,7 @@ class TensorInfo:
     aliases: tuple[str, ...] = ()
     packed_bytes: int | None = None
     fixed: str | None = None
+    scaled: bool = False
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
 
@@ -42,6 +44,8 @@ class TensorInfo:
         numel = math.prod(self.shape)
         known = dtypes.BY_NAME.get(self.dtype)
         nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
+        if self.scaled:
+            nbytes = dtypes.stored_bytes(self.shape, self.dtype)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", nbytes)
 

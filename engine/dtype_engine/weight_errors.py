@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .checkpoint import Checkpoint
 from .errors import Cancelled, UserError
+from .model.mapped import read_tensor
 from .readings import WeightError, WeightReading
-from .tensor_reader import Reader
 from .text import printable
 from .tree import Tree
 from .weights import exponents, round_trip
@@ -25,27 +25,22 @@ def round_trips(
     Raises UserError for a file that can't be read, Cancelled.
     """
     changed = [tensor for tensor in tree.order if planned[tensor.name] != tensor.dtype]
-    with Reader(checkpoint) as reader:
-        for done, tensor in enumerate(changed):
-            if cancelled():
-                raise Cancelled
-            on_progress(done, len(changed))
-            yield round_trip(tensor.name, reader[tensor.name], planned[tensor.name], cancelled)
+    for done, tensor in enumerate(changed):
+        if cancelled():
+            raise Cancelled
+        on_progress(done, len(changed))
+        yield round_trip(tensor.name, read_tensor(checkpoint, tensor.name), planned[tensor.name], cancelled)
 
 
 def look_at(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
 ) -> WeightReading:
     """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
-    if name not in checkpoint.tensors:
+    if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
-    with Reader(checkpoint) as reader:
-        tensor = reader[name]
-        if not tensor.is_floating_point() or tensor.element_size() < 2:
-            raise UserError(f"{printable(name)} is stored as {checkpoint.tensors[name].dtype}, which is never cast")
-        errors = tuple(
-            round_trip(name, tensor, target, cancelled)
-            for target in targets
-            if target != checkpoint.tensors[name].dtype
-        )
-        return WeightReading(exponents(name, tensor, cancelled), errors)
+    stored = checkpoint.dtype(name)
+    tensor = read_tensor(checkpoint, name)
+    if not tensor.is_floating_point() or tensor.element_size() < 2:
+        raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")
+    errors = tuple(round_trip(name, tensor, target, cancelled) for target in targets if target != stored)
+    return WeightReading(exponents(name, tensor, cancelled), errors)

@@ -423,8 +423,54 @@ def screen(folder: Path) -> list[Row]:
     return rows
 
 
+def exporting(folder: Path) -> list[Row]:
+    """An export beside `save_pretrained` of the same cast: time, and memory with no file behind it."""
+    import shutil
+
+    import torch
+    import transformers
+
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.checkpoint import open_checkpoint
+    from dtype_engine.export import export_checkpoint
+
+    recipe = Recipe((Rule("*", "float16"), Rule("*norm*", "float32"), Rule("*.mlp", "float8_e4m3fn")))
+    ours, theirs = folder.parent / "ours", folder.parent / "theirs"
+
+    def export() -> None:
+        shutil.rmtree(ours, ignore_errors=True)
+        export_checkpoint(open_checkpoint(folder), "model", recipe, ours)
+
+    def save() -> None:
+        shutil.rmtree(theirs, ignore_errors=True)
+        model = transformers.LlamaForCausalLM.from_pretrained(folder, dtype="auto")
+        for name, parameter in model.named_parameters():
+            wanted = torch.float8_e4m3fn if ".mlp." in name else torch.float32 if "norm" in name else torch.float16
+            parameter.data = parameter.data.to(wanted)
+        model.save_pretrained(theirs)
+
+    ratios, rates = [], []
+    export()
+    save()
+    for _ in range(5):
+        started = time.perf_counter()
+        export()
+        middle = time.perf_counter()
+        save()
+        ratios.append((middle - started) / (time.perf_counter() - middle))
+        rates.append(sum(file.stat().st_size for file in ours.iterdir()) / 2**20 / (middle - started))
+    grown, held = most_anonymous(export), most_anonymous(save)
+    return [
+        Row("exporting a checkpoint in three dtypes", statistics.median(rates), "MiB/s"),
+        Row("the same / from_pretrained, cast and save_pretrained", statistics.median(ratios), "x", 1.0),
+        Row("anonymous memory of an export", grown / 2**20, "MiB"),
+        Row("the same / that of from_pretrained, cast and save_pretrained", grown / held, "x", 0.33),
+    ]
+
+
 SECTIONS = {
     "casting": casting,
+    "exporting": exporting,
     "reference": reference,
     "measuring": measuring,
     "weights": weights,

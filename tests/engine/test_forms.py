@@ -20,8 +20,8 @@ import dtype_engine as de
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.errors import NoForward, UserError
 from dtype_engine.model.load import load
+from dtype_engine.model.mapped import read_all, read_tensor
 from dtype_engine.model.source import Source, locate
-from dtype_engine.tensor_reader import Reader
 
 Make = Callable[..., Path]
 
@@ -33,8 +33,7 @@ def opened(path: Path, **how: Any) -> Checkpoint:
 
 
 def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    with Reader(checkpoint) as reader:
-        return {name: reader[name].clone() for name in reader}
+    return read_all(checkpoint)
 
 
 def why_not_run(path: Path, **how: Any) -> str:
@@ -89,13 +88,10 @@ def test_a_state_dict_is_mapped_not_read(tmp_path: Path) -> None:
     torch.save({"weight": torch.zeros(3_000_000)}, tmp_path / "x.pt")
     tensor = values(opened(tmp_path / "x.pt"))["weight"]
     assert tensor.numel() == 3_000_000
-    with Reader(opened(tmp_path / "x.pt")) as reader:
-        address = reader["weight"].data_ptr()
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        held = [
-            line for line in maps if int(line.split("-")[0], 16) <= address < int(line.split()[0].split("-")[1], 16)
-        ]
-        assert held[0].endswith("x.pt")
+    address = tensor.data_ptr()
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    held = [line for line in maps if int(line.split("-")[0], 16) <= address < int(line.split()[0].split("-")[1], 16)]
+    assert held[0].endswith("x.pt")
 
 
 def test_a_folder_of_pickles_runs(make_llama: Make) -> None:
@@ -226,10 +222,9 @@ def test_a_gguf_file(tmp_path: Path) -> None:
     }  # fmt: skip
     down = tree.tensors["blk.0.ffn_down.weight"]
     assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, False)
-    with Reader(checkpoint) as reader:
-        assert torch.equal(reader["blk.0.attn_norm.weight"], torch.from_numpy(plain))
-        with pytest.raises(UserError, match="q8_0"):
-            reader["blk.0.ffn_down.weight"]
+    assert torch.equal(read_tensor(checkpoint, "blk.0.attn_norm.weight"), torch.from_numpy(plain))
+    with pytest.raises(UserError, match="q8_0"):
+        read_tensor(checkpoint, "blk.0.ffn_down.weight")
     assert "llama.cpp" in why_not_run(path)
 
 

@@ -1,13 +1,15 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
 
-from .folder import PICKLES, Checkpoint, first_glance, needs_torch, open_checkpoint, read_json
+from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
 from .safetensors_header import CheckpointTensor, read_header
 
 __all__ = [
     "PICKLES",
     "Checkpoint",
     "CheckpointTensor",
+    "Scaled",
     "first_glance",
+    "inside",
     "needs_torch",
     "open_checkpoint",
     "read_header",

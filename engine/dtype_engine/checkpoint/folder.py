@@ -12,9 +12,11 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+from .. import dtypes
 from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
@@ -28,9 +30,25 @@ PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
             "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
+SCALED_KEY = "dtype_engine.scaled."
+"""In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
+SCALE_SUFFIX = "_scale"
+"""`weight_scale` goes with `weight`, as in compressed-tensors."""
+OWN_SUFFIX = "_quantized"
+"""`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
+the numbers for values without a word."""
 _LARGEST_JSON = 100_000_000
 _LONG_HEADERS = 1_000_000
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+@dataclass(frozen=True, slots=True)
+class Scaled:
+    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its data and its float32 scales."""
+
+    dtype: str
+    data: CheckpointTensor
+    scale: CheckpointTensor
 
 
 @dataclass(frozen=True)
@@ -52,21 +70,67 @@ class Checkpoint:
     base: str | None = None
     notices: tuple[str, ...] = ()
 
+    @cached_property
+    def scaled(self) -> dict[str, Scaled]:
+        """Tensors that an export of this program stored with scales, by the name that the model has for them.
+
+        Raises UserError where the file's own account of them does not agree with its tensors.
+        """
+        found = {}
+        for key, dtype in self.metadata.items():
+            if not key.startswith(SCALED_KEY):
+                continue
+            name = key.removeprefix(SCALED_KEY)
+            data = self.tensors.get(name) or self.tensors.get(name + OWN_SUFFIX)
+            scale = self.tensors.get(name + SCALE_SUFFIX)
+            whole = (
+                data is not None
+                and scale is not None
+                and dtype in dtypes.STORAGE_ONLY
+                and data.dtype == dtypes.BY_NAME[dtype].torch_name
+                and scale.dtype == "float32"
+                and scale.nbytes == 4 * dtypes.scale_count(data.shape, dtype)
+            )
+            if data is None or scale is None or not whole:
+                raise UserError(
+                    f"{self.path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
+                )
+            found[name] = Scaled(dtype, data, scale)
+        return found
+
+    @cached_property
+    def weights(self) -> dict[str, CheckpointTensor]:
+        """The tensors by the names that the model has for them: scales are left out, as they belong to their weight."""
+        own = {tensor.data.name: name for name, tensor in self.scaled.items()}
+        scales = {tensor.scale.name for tensor in self.scaled.values()}
+        return {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
+
+    def dtype(self, name: str) -> str:
+        """The dtype of one of `weights`: a name of `dtypes`, `@tensor` included."""
+        scaled = self.scaled.get(name)
+        return scaled.dtype if scaled is not None else self.weights[name].dtype
+
     def tree(self) -> Tree:
         """The tree of its tensor names; module classes and ties are not known from headers."""
-        fixed = parts_of_quantised(self.tensors, self.config)
+        fixed = parts_of_quantised(self.tensors.keys() - self._own_parts, self.config)
         with _without_collecting():
             return from_tensors(
                 TensorInfo(
-                    tensor.name,
+                    name,
                     tensor.shape,
-                    tensor.dtype,
-                    _kind(tensor.name),
+                    self.dtype(name),
+                    _kind(name),
                     packed_bytes=tensor.nbytes if tensor.packed else None,
-                    fixed=fixed.get(tensor.name),
+                    fixed=fixed.get(name),
+                    scaled=name in self.scaled,
                 )
-                for tensor in self.tensors.values()
+                for name, tensor in self.weights.items()
             )
+
+    @property
+    def _own_parts(self) -> set[str]:
+        """Names of the data and the scales of `scaled`, as the files have them."""
+        return {part.name for tensor in self.scaled.values() for part in (tensor.data, tensor.scale)}
 
     @property
     def stored_bytes(self) -> int:
@@ -109,7 +173,7 @@ def first_glance(path: Path) -> Tree | None:
         if not path.is_dir() or os.path.getsize(path / INDEX) < _LONG_HEADERS:
             return None
         first = min(entry.name for entry in os.scandir(path) if entry.name.endswith(".safetensors"))
-        return Checkpoint(path, (), read_header(_inside(path, first))[0]).tree()
+        return Checkpoint(path, (), read_header(inside(path, first))[0]).tree()
     except (OSError, ValueError, UserError):
         return None
 
@@ -179,7 +243,7 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         place = folder / component
         if component.startswith("_") or not isinstance(named, list) or not place.is_dir():
             continue
-        _inside(folder, component, "model_index.json")
+        inside(folder, component, "model_index.json")
         try:
             found = _weight_files(place)
         except NoWeights:
@@ -187,8 +251,8 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         if any(file.suffix in PICKLES for file in found):
             left_out.append(component)
             continue
-        inside, _ = _of_shards(place, found)
-        tensors |= {f"{component}.{name}": tensor.renamed(f"{component}.{name}") for name, tensor in inside.items()}
+        own, _ = _of_shards(place, found)
+        tensors |= {f"{component}.{name}": tensor.renamed(f"{component}.{name}") for name, tensor in own.items()}
         files += found
     if not tensors:
         raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
@@ -209,7 +273,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
             return _shards(folder, folder / name)
     for name in _SINGLES:
         if (folder / name).exists():
-            return (_inside(folder, name),)
+            return (inside(folder, name),)
     try:
         present = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
@@ -221,7 +285,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
     ):
         loose = [name for name in present if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
         if len(loose) == 1:
-            return (_inside(folder, loose[0]),)
+            return (inside(folder, loose[0]),)
         if loose:
             raise UserError(
                 f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
@@ -241,10 +305,10 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     ):
         raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
     names = list(dict.fromkeys(weight_map.values()))
-    return tuple(_inside(folder, name, index.name) for name in names)
+    return tuple(inside(folder, name, index.name) for name in names)
 
 
-def _inside(folder: Path, name: str, index: str = INDEX) -> Path:
+def inside(folder: Path, name: str, index: str = INDEX) -> Path:
     """The file of this name in the folder. An index is untrusted: it may not point anywhere else, by name or by link.
 
     The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` beside them.

@@ -8,6 +8,7 @@ always starts from the stored values and undoing one is putting them back.
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 
 from .. import dtypes
+from ..checkpoint import Checkpoint
 from ..errors import Cancelled, UserError
 from ..readings import CastNotes
 from ..storage import convert, dtype_name, lost_values, torch_dtype
@@ -41,6 +43,8 @@ class Weight:
     lost: CastNotes | Literal["unknown"] | None = None
     aside: torch.Tensor | None = None
     """The cast data, while the original stands in its place for a reference pass."""
+    stored_scale: torch.Tensor | None = None
+    """The scales that a weight stored in a storage-only dtype came with; such a weight is never cast."""
 
     @property
     def changed(self) -> bool:
@@ -51,7 +55,7 @@ class Weight:
         """Bring it into `dtype`, from the stored values."""
         if dtype == self.info.dtype:
             self.tensor.data = self.original.to(self.tensor.device)
-            self.scale, self.lost = None, None
+            self.scale, self.lost = self.stored_scale, None
         else:
             data, scale = convert(self.original.to(self.tensor.device), dtype)
             self.tensor.data, self.scale = data, scale
@@ -67,7 +71,10 @@ class Weight:
 
 @dataclass
 class LiveModel:
-    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer."""
+    """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer.
+
+    `checkpoint`: the headers of what it was loaded from, None for a module of the user's own.
+    """
 
     module: nn.Module
     title: str
@@ -76,6 +83,7 @@ class LiveModel:
     weights: dict[str, Weight]
     files: tuple[Path, ...] = ()
     folder: Path | None = None
+    checkpoint: Checkpoint | None = None
     example_inputs: Callable[[], Any] | None = None
     notices: tuple[str, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
@@ -87,8 +95,18 @@ class LiveModel:
     """Dtypes in which the rules differ from plain torch on this model."""
 
     @classmethod
-    def wrap(cls, module: nn.Module, title: str, device: torch.device, **rest: Any) -> LiveModel:
-        """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals."""
+    def wrap(
+        cls,
+        module: nn.Module,
+        title: str,
+        device: torch.device,
+        scaled: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        **rest: Any,
+    ) -> LiveModel:
+        """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals.
+
+        `scaled`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each.
+        """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
         module.eval().requires_grad_(False)
@@ -96,12 +114,19 @@ class LiveModel:
         if device.type != "cpu":
             _move(module, device)
         infos, found = inventory(module)
+        kept = {info.name: (scaled or {})[name] for info in infos for name in info.names if name in (scaled or {})}
+        infos = [
+            dataclasses.replace(info, dtype=kept[info.name][0], scaled=True) if info.name in kept else info
+            for info in infos
+        ]
         weights = {
             info.name: Weight(
                 info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype
             )
             for info in infos
         }
+        for name, (_, scale) in kept.items():
+            weights[name].scale = weights[name].stored_scale = scale.to(device)
         tree = tree_of(module, infos)
         return cls(
             module,
@@ -166,6 +191,8 @@ class LiveModel:
     def uniform_dtype(self) -> torch.dtype | None:
         """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""
         found = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
+        if any(weight.scale is not None for weight in self.weights.values()):
+            return None
         scratch = any(weight.changed for weight in self.weights.values() if not weight.info.persistent)
         if len(found) != 1 or scratch or (only := found.pop()) not in dtypes.COMPUTED:
             return None

@@ -11,10 +11,12 @@ import importlib
 import importlib.util
 import logging
 import os
+import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,14 +25,17 @@ import torch
 from torch import nn
 
 from .. import dtypes
-from ..checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.folder import OWN_SUFFIX
 from ..checkpoint.pickles import load_pickle
 from ..errors import NoForward, UserError
 from ..options import Options
-from ..storage import dtype_name, torch_dtype
-from ..tensor_reader import read_all
+from ..storage import bring_back, dtype_name, torch_dtype
+from ..text import printable
 from ..tree import Tree
-from .live import LiveModel, tree_of
+from .live import LiveModel, inventory, tree_of
+from .mapped import read_all, read_mapped
+from .names import Placed, placed, restorable, stored_dtypes
 from .room import no_room
 from .source import Source
 
@@ -86,6 +91,35 @@ def _from_checkpoint(
     checkpoint: Checkpoint, source: Source, options: Options, device: torch.device, say: Say
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    loaded = load_module(checkpoint, source.title, options, say)
+    say("taking stock of the weights")
+    return LiveModel.wrap(
+        loaded.module,
+        source.title,
+        device,
+        scaled=loaded.scaled,
+        files=checkpoint.files,
+        folder=folder,
+        notices=loaded.notices,
+        checkpoint=checkpoint,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A module with every weight as stored; `scaled` has the dtype and scales of the storage-only ones by live name."""
+
+    module: nn.Module
+    scaled: dict[str, tuple[str, torch.Tensor]]
+    notices: tuple[str, ...] = ()
+
+
+def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say = lambda step: None) -> Loaded:
+    """The module of a checkpoint by `from_pretrained`, on the CPU, every tensor in the dtype that its file has.
+
+    Raises NoForward where there is no architecture, or transformers can't load it.
+    """
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     if checkpoint.config is None:
         instead = (
             f", or open the model's own code with file.py:Name --weights {checkpoint.path.name}"
@@ -93,7 +127,7 @@ def _from_checkpoint(
             else ""
         )
         raise NoForward(
-            f"{source.title}: no forward pass, because there is no config.json beside the weights that says which "
+            f"{title}: no forward pass, because there is no config.json beside the weights that says which "
             f"architecture they belong to{instead}; planning works"
         )
     say("importing transformers")
@@ -104,30 +138,88 @@ def _from_checkpoint(
         say("reading the configuration")
         model_class = _architecture(transformers, checkpoint, folder, options)
         say(f"loading {model_class.__name__}")
-        dtype = _loading_dtype(checkpoint)
+        more: dict[str, Any] = {}
+        if checkpoint.scaled:
+            # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
+            more["config"] = _plain_config(transformers, folder, options)
+            more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         try:
-            module, found = model_class.from_pretrained(
+            module, found = as_stored(model_class, checkpoint).from_pretrained(
                 folder,
-                dtype=torch_dtype(dtype),
+                dtype=torch_dtype(loading_dtype(checkpoint)),
                 output_loading_info=True,
                 local_files_only=True,
                 use_safetensors=checkpoint.form == "safetensors",
                 trust_remote_code=options.trust_remote_code,
+                **more,
             )
         except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
-            raise NoForward(
-                f"{source.title}: transformers can't load {model_class.__name__}: {_first_line(error)}"
-            ) from error
-    _restore_stored(module, checkpoint)
+            raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {_first_line(error)}") from error
+        if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
+            module.__class__ = model_class
+    module.requires_grad_(False)
+    places = placed(module, restorable(checkpoint))
+    _restore_stored(module, checkpoint, places)
+    scaled = {
+        places[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
+        for name, tensor in checkpoint.scaled.items()
+        if name in places
+    }
     notices = list(checkpoint.notices)
     if missing := sorted(found.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
-    if unused := sorted(found.get("unexpected_keys") or ()):
+    scales = {tensor.scale.name for tensor in checkpoint.scaled.values()}
+    if unused := sorted(set(found.get("unexpected_keys") or ()) - scales):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {model_class.__name__}, first {unused[0]}"
         )
-    say("taking stock of the weights")
-    return LiveModel.wrap(module, source.title, device, files=checkpoint.files, folder=folder, notices=tuple(notices))
+    return Loaded(module, scaled, tuple(notices))
+
+
+def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
+    """A model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
+
+    `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one. Weights stored in a storage-only
+    dtype with scales come back as values in the dtype that `config.json` names, as a plain module has no place for scales;
+    `dtype_engine.open` keeps them as they are stored. `module`: for a checkpoint without `config.json`, the model to put
+    the weights into, which is changed in place. Raises UserError.
+    """
+    checkpoint = open_checkpoint(folder)
+    loaded = (
+        fill(module, checkpoint) if module is not None else load_module(checkpoint, folder.name, options or Options())
+    )
+    module = loaded.module
+    state = dict(inventory(module)[1])
+    compute = torch_dtype(loading_dtype(checkpoint))
+    for name, (_, scale) in loaded.scaled.items():
+        state[name].data = bring_back(state[name].data, scale, compute)
+    for parameter in module.parameters():
+        parameter.requires_grad_(parameter.is_floating_point())
+    return module.eval()
+
+
+def fill(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
+    """Put a checkpoint's tensors into a module that was made without it, mapped, each in its stored dtype.
+
+    Raises UserError for a tensor that has no place in the module, or one of the module's that the checkpoint lacks.
+    """
+    module.requires_grad_(False)
+    infos, tensors = inventory(module)
+    by_any_name = {name: info for info in infos for name in info.names if info.persistent}
+    scaled = {}
+    filled = set()
+    for name, stored in checkpoint.weights.items():
+        info = by_any_name.get(name)
+        if info is None or info.shape != stored.shape:
+            what = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
+            raise UserError(f"{checkpoint.path}: tensor {printable(name)} {what}")
+        tensors[info.name].data = read_mapped(stored)
+        filled.add(info.name)
+        if (found := checkpoint.scaled.get(name)) is not None:
+            scaled[info.name] = (found.dtype, read_mapped(found.scale).reshape(-1).clone())
+    if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
+        raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
+    return Loaded(module, scaled)
 
 
 def expected_tree(source: Source, options: Options) -> Tree | None:
@@ -143,20 +235,36 @@ def expected_tree(source: Source, options: Options) -> Tree | None:
 def expected_module(source: Source, options: Options) -> nn.Module | None:
     """A checkpoint's architecture on the meta device; None where it is not known."""
     checkpoint = source.open()
-    if checkpoint is None or checkpoint.config is None or checkpoint.path.is_file():
+    return skeleton(checkpoint, options) if checkpoint is not None else None
+
+
+def skeleton(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
+    """A checkpoint's architecture without data, on the meta device; None where it is not known or can't be made so."""
+    if checkpoint.config is None:
         return None
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     with _quiet():
         import transformers
 
         try:
-            config = transformers.AutoConfig.from_pretrained(checkpoint.path, local_files_only=True)
-            model_class = _architecture(transformers, checkpoint, checkpoint.path, options)
+            config = _plain_config(transformers, folder, options)
+            model_class = _architecture(transformers, checkpoint, folder, options)
             make = getattr(model_class, "from_config", None) or model_class
             with torch.device("meta"):
                 module: nn.Module = make(config)
         except Exception:
             return None
-    return module
+    return module if isinstance(module, nn.Module) else None
+
+
+def _plain_config(transformers: ModuleType, folder: Path, options: Options) -> Any:
+    """The configuration without what it says of quantisation."""
+    config = transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=options.trust_remote_code
+    )
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
 
 
 def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path, options: Options) -> Any:
@@ -183,42 +291,55 @@ def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path
     )
 
 
-def _loading_dtype(checkpoint: Checkpoint) -> str:
+def loading_dtype(checkpoint: Checkpoint) -> str:
     """The dtype to load in so that no stored value is rounded: the widest float dtype that is stored."""
-    stored = {tensor.dtype for tensor in checkpoint.tensors.values() if tensor.dtype in dtypes.COMPUTED}
-    if not stored:
+    return widest(checkpoint.dtype(name) for name in checkpoint.weights)
+
+
+def widest(stored: Iterable[str]) -> str:
+    """The dtype that holds the values of all the computed ones among these; float32 where there is none."""
+    found = {dtype for dtype in stored if dtype in dtypes.COMPUTED}
+    if not found:
         return "float32"
-    if stored >= {"bfloat16", "float16"}:
-        stored.add("float32")
-    return next(name for name in dtypes.COMPUTED if name in stored)
+    if found >= {"bfloat16", "float16"}:
+        found.add("float32")
+    return next(name for name in dtypes.COMPUTED if name in found)
 
 
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint) -> None:
-    """Give every tensor whose dtype loading changed the stored data back, mapped from the file."""
-    prefix = getattr(module, "base_model_prefix", "") or ""
+def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
+    """The class, made to load every tensor in its stored dtype at once where this transformers asks its classes for that.
 
-    def stored_as(name: str) -> CheckpointTensor | None:
-        spellings = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}")
-        return next((checkpoint.tensors[key] for key in spellings if key in checkpoint.tensors), None)
+    Otherwise tensors of other dtypes than the one loaded in are copied, only to be put back from the file afterwards.
+    """
+    if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
+        return model_class
 
-    changed: dict[Path, list[tuple[torch.Tensor, CheckpointTensor]]] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        stored = stored_as(name)
-        if stored is None or stored.shape != tuple(tensor.shape) or stored.dtype == dtype_name(tensor.dtype):
+    def plan(self: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        by_dtype: dict[str, list[str]] = {}
+        for name, stored in stored_dtypes(checkpoint, placed(self, restorable(checkpoint))).items():
+            by_dtype.setdefault(dtypes.BY_NAME[stored].torch_name, []).append(re.escape(name))
+        return {f"^(?:{'|'.join(names)})$": torch_dtype(stored) for stored, names in by_dtype.items()}
+
+    same = {"_get_dtype_plan": plan, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
+    return type(model_class.__name__, (model_class,), same)
+
+
+def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> None:
+    """Give every tensor whose dtype loading changed the stored data back, mapped from the file.
+
+    One packed of several stored tensors goes back to their dtype, which gives their values again: loading only widened.
+    """
+    tensors = dict((*module.named_parameters(), *module.named_buffers()))
+    wanted = stored_dtypes(checkpoint, places)
+    for name, place in places.items():
+        tensor, dtype = tensors.get(place.name), wanted[place.name]
+        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
             continue
-        if stored.dtype in dtypes.COMPUTED and tensor.dtype.is_floating_point:
-            changed.setdefault(stored.file, []).append((tensor, stored))
-    if changed:
-        from safetensors import safe_open
-
-        for file, tensors in changed.items():
-            if checkpoint.values is not None:
-                for tensor, stored in tensors:
-                    tensor.data = checkpoint.values[stored.name]
-                continue
-            with safe_open(file, framework="pt") as opened:
-                for tensor, stored in tensors:
-                    tensor.data = opened.get_tensor(stored.name)
+        stored = checkpoint.weights[name]
+        if not place.part and stored.shape == tuple(tensor.shape):
+            tensor.data = checkpoint.values[name] if checkpoint.values is not None else read_mapped(stored)
+        elif dtype in dtypes.COMPUTED:
+            tensor.data = tensor.data.to(torch_dtype(dtype))
 
 
 def _load_weights(module: nn.Module, file: Path, trust: bool, title: str) -> tuple[str, ...]:

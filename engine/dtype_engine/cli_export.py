@@ -1,0 +1,173 @@
+"""`dtype-engine export` and `dtype-engine verify`."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+import click
+
+from . import dtypes
+from .cli import _opened as opened
+from .cli import _say as say
+from .cli import cast_options, cli, json_option, model_argument, print_json, read_rules, with_options
+from .errors import UserError
+from .options import Options
+from .readings import as_json
+from .readings_export import ExportReport, VerifyReport
+from .report_text import human_bytes, seconds_text
+from .text import printable
+
+NO = 1
+_SHOWN = 20
+
+
+@cli.command()
+@model_argument
+@with_options(cast_options)
+@click.option(
+    "-o",
+    "--output",
+    "folder",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FOLDER",
+    help="A new folder; nothing is ever written over.",
+)
+@click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@json_option
+def export(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    folder: Path,
+    max_shard_size: str,
+    trust_remote_code: bool,
+    as_object: bool,
+) -> None:
+    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
+    from .export import export_checkpoint
+    from .export.folder import free_name
+    from .model.source import locate
+
+    recipe = read_rules(casts, recipe_file)
+    free_name(folder)
+    source = locate(model)
+    checkpoint = source.open()
+    options = Options(device="cpu", trust_remote_code=trust_remote_code)
+    with _stopped_cleanly():
+        if checkpoint is not None:
+            report = export_checkpoint(
+                checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting")
+            )
+        else:
+            report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"))
+    say("")
+    if as_object:
+        print_json(as_json(report))
+        return
+    click.echo(export_text(report))
+    for notice in report.notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+@cli.command()
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
+@click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
+@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@json_option
+def verify(folder: Path, model: str, drift: bool, trust_remote_code: bool, as_object: bool) -> int:
+    """Check an export: every tensor's dtype and values as its recipe makes them of MODEL, bit for bit.
+
+    Exit status 1 when anything differs.
+    """
+    from .export.verify import verify as check
+    from .model.source import locate
+
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    options = Options(device="cpu", trust_remote_code=trust_remote_code)
+    report = check(folder, locate(model), drift, options, _rate("comparing"))
+    say("")
+    if as_object:
+        print_json(as_json(report) | {"same": report.same})
+    else:
+        click.echo(verify_text(report, _SHOWN))
+    return 0 if report.same else NO
+
+
+def _rate(what: str) -> Callable[[int, int], None]:
+    """Says how far and how fast, ten times a second at most."""
+    started = told = time.perf_counter()
+
+    def tell(done: int, total: int) -> None:
+        nonlocal told
+        now = time.perf_counter()
+        if now - told > 0.1 or done == total:
+            told = now
+            speed = human_bytes(done / (now - started)) if now > started else "0 B"
+            say(f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
+
+    return tell
+
+
+@contextmanager
+def _stopped_cleanly() -> Iterator[None]:
+    """A hang-up or a plain kill ends the block as ctrl+c does, so that what was begun is removed."""
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = {}
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name) and sys.platform != "win32":
+            before[name] = signal.signal(getattr(signal, name), interrupt)
+    try:
+        yield
+    finally:
+        for name, handler in before.items():
+            signal.signal(getattr(signal, name), handler)
+
+
+def export_text(report: ExportReport) -> str:
+    """What was written, and how fast."""
+    rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
+    files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} shards"
+    mix = ", ".join(
+        f"{dtypes.badge(name)} {human_bytes(found.nbytes)} in {found.tensors}" for name, found in report.dtypes.items()
+    )
+    return "\n".join(
+        [
+            f"model      {report.model}",
+            f"rules      {', '.join(report.rules) or 'none: as stored'}",
+            f"tensors    {mix}",
+            f"written    {printable(report.folder, 1000)}: {human_bytes(report.nbytes)}, {files}, in "
+            f"{seconds_text(report.seconds)}{rate}",
+        ]
+    )
+
+
+def verify_text(report: VerifyReport, most: int) -> str:
+    """Whether all is the same, and the first `most` tensors that are not."""
+    lines = [
+        f"export     {printable(report.folder, 1000)}",
+        f"against    {report.model}",
+        f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        f"compared   {report.tensors} tensors, {human_bytes(report.nbytes)}, in {seconds_text(report.seconds)}",
+    ]
+    lines += [f"differs    {printable(found.name)} {found.what}" for found in report.differences[:most]]
+    if len(report.differences) > most:
+        lines.append(f"           and {len(report.differences) - most} more")
+    if report.drift_before is not None and report.drift_after is not None:
+        before, after = report.drift_before, report.drift_after
+        lines.append(f"drift      max |Δ| {before.max_abs:.6e} cast, {after.max_abs:.6e} loaded back")
+        lines.append(f"           mean |Δ| {before.mean_abs:.6e} cast, {after.mean_abs:.6e} loaded back")
+    lines.append("the same, bit for bit" if report.same else "not the same")
+    return "\n".join(lines)

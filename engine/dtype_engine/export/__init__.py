@@ -1,0 +1,10 @@
+"""Leaving with something: a checkpoint in the dtypes of a recipe, written shard by shard, and checking one.
+
+An exported folder is a checkpoint like any other, in the names of its source: `config.json`, the weights in safetensors,
+tokenizer and processor files, and `recipe.yaml` and `README.md`, which say what was done and how to load it.
+"""
+
+from .contents import Contents, Item, of_checkpoint, of_live
+from .run import export, export_checkpoint
+
+__all__ = ["Contents", "Item", "export", "export_checkpoint", "of_checkpoint", "of_live"]

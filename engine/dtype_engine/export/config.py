@@ -1,0 +1,91 @@
+"""`config.json` of an export: the dtype that loads best, and what compressed-tensors needs to read scaled weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from .. import dtypes
+from ..errors import UserError
+from ..model.load import widest
+from .contents import Contents
+
+
+def export_dtype(contents: Contents) -> str:
+    """What `config.json` names: the widest dtype of the export, so that loading all of it in one dtype rounds nothing."""
+    return widest(item.dtype for item in contents.items)
+
+
+def export_config(contents: Contents) -> dict[str, Any] | None:
+    """The source's configuration with the export's dtype and quantisation. None where the source has none.
+
+    Raises UserError when the source is quantised by another method already, and scaled weights would be added to it.
+    """
+    if contents.config is None:
+        return None
+    config = copy.deepcopy(contents.config)
+    _set_dtype(config, export_dtype(contents))
+    before = config.get("quantization_config")
+    scaled = [item for item in contents.items if item.scaled]
+    if before is not None and scaled and not any(item.raw for item in scaled):
+        method = before.get("quant_method") if isinstance(before, dict) else before
+        raise UserError(
+            f"this checkpoint is quantised already ({method}): weights can't be given scales of another kind beside that"
+        )
+    if scaled:
+        config.pop("quantization_config", None)
+        if (declared := quantization_config(contents)) is not None:
+            config["quantization_config"] = declared
+    return config
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Name the dtype here and in the configurations inside (a composite model's text and vision parts)."""
+    config["dtype"] = dtype
+    if "torch_dtype" in config:
+        config["torch_dtype"] = dtype
+    for part in config.values():
+        if isinstance(part, dict) and ("dtype" in part or "torch_dtype" in part) and "model_type" in part:
+            _set_dtype(part, dtype)
+
+
+def quantization_config(contents: Contents) -> dict[str, Any] | None:
+    """What compressed-tensors reads: a group for each storage-only dtype, its modules by their exact names.
+
+    Every other linear module is named in `ignore`, so that no reader takes it for quantised or misses a group for it.
+    """
+    by_dtype: dict[str, list[str]] = {}
+    for item in contents.items:
+        if item.declared:
+            by_dtype.setdefault(item.dtype, []).append(item.name.removesuffix(".weight"))
+    if not by_dtype:
+        return None
+    formats = {dtype: "int-quantized" if dtype.startswith("int") else "float-quantized" for dtype in by_dtype}
+    targeted = {module for modules in by_dtype.values() for module in modules}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats[next(iter(formats))] if len(set(formats.values())) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": [module for module in contents.linears if module not in targeted],
+        "config_groups": {
+            f"group_{place}": {"targets": modules, "format": formats[dtype], **_scheme(dtype)}
+            for place, (dtype, modules) in enumerate(by_dtype.items())
+        },
+    }
+
+
+def _scheme(dtype: str) -> Mapping[str, Any]:
+    return {
+        "weights": {
+            "num_bits": 8,
+            "type": "int" if dtype.startswith("int") else "float",
+            "symmetric": True,
+            "strategy": "tensor" if dtypes.BY_NAME[dtype].one_scale else "channel",
+            "dynamic": False,
+        },
+        "input_activations": None,
+        "output_activations": None,
+    }

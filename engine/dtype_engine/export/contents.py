@@ -1,0 +1,282 @@
+"""What an exported checkpoint will hold, decided before a byte is written: every tensor, its dtype, name and size.
+
+The same account is drawn up again to verify an export.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import dtypes
+from ..checkpoint import Checkpoint, CheckpointTensor
+from ..checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
+from ..errors import UserError
+from ..model.live import LiveModel, Weight, inventory
+from ..model.load import skeleton
+from ..model.mapped import read_mapped
+from ..model.names import Placed, placed, stored_dtypes
+from ..options import Options
+from ..recipe import Recipe, make_plan, require_matches
+from ..storage import convert, torch_dtype
+from ..text import printable
+from ..tree import TensorInfo, Tree
+
+Kept = tuple[torch.Tensor, torch.Tensor | None]
+
+_DECLARED = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
+"""What compressed-tensors has a word for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One tensor of an exported file. `dtype` is torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.BY_NAME[self.dtype].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
+
+    scaled: it is written with scales. declared: as compressed-tensors has it, so that others read it. raw: its very bytes in
+    the source where nothing is cast, the scales' last. values: what is to be brought into a computed dtype. kept: data and
+    scales of a storage-only one.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    dtype: str
+    scaled: bool
+    declared: bool
+    raw: tuple[CheckpointTensor, ...]
+    values: Callable[[], torch.Tensor]
+    kept: Callable[[], Kept]
+
+    def read(self) -> tuple[torch.Tensor, ...]:
+        """The tensors as they are to be written, one for each of `pieces`, in their dtypes and shapes."""
+        found = self.kept() if self.scaled else (self.values().to(torch_dtype(self.dtype)), None)
+        present = (tensor for tensor in found if tensor is not None)
+        return tuple(tensor.reshape(piece.shape) for tensor, piece in zip(present, self.pieces, strict=True))
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The tensors it is in the file: its data, and its scales. A matrix has its scales as [channels, 1] or [1]."""
+        torch_name = dtypes.BY_NAME[self.dtype].torch_name
+        if not self.scaled:
+            return (Piece(self.name, torch_name, self.shape),)
+        count = dtypes.scale_count(self.shape, self.dtype)
+        matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].one_scale
+        return (
+            Piece(self.name if self.declared else self.name + OWN_SUFFIX, torch_name, self.shape),
+            Piece(self.name + SCALE_SUFFIX, "float32", (count, 1) if matrix else (count,)),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything about an export but where it goes.
+
+    `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along.
+    """
+
+    title: str
+    items: tuple[Item, ...]
+    recipe: Recipe
+    config: dict[str, Any] | None = None
+    folder: Path | None = None
+    linears: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, scales included; headers are not counted."""
+        return sum(item.nbytes for item in self.items)
+
+
+def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
+    """The export of a checkpoint under a recipe, from its headers: no weight is loaded.
+
+    Where the architecture is known it is made without data, for module classes and ties. Raises UserError for a rule that
+    takes nothing, or a weight that can't be stored in its planned dtype.
+    """
+    module = skeleton(checkpoint, options or Options())
+    if module is None:
+        tree = checkpoint.tree()
+        places = {name: Placed(name, False) for name in checkpoint.weights}
+    else:
+        places = placed(module, checkpoint.weights)
+        tree = _stored_tree(module, checkpoint, places)
+    require_matches(tree, recipe)
+    plan = make_plan(tree, recipe)
+    if plan.waiting:
+        raise UserError(
+            f"rule {recipe.rules[plan.waiting[0]]} needs module classes, and nothing says which architecture {title} has"
+        )
+    return _placed_contents(checkpoint, title, recipe, tree, places, plan.dtypes)
+
+
+def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Contents:
+    """The export of an open model, as it is cast now. From its checkpoint where it has one, so that names stay those of the
+    files; else from the live tensors. Raises UserError.
+    """
+    if model.checkpoint is not None:
+        places = placed(model.module, model.checkpoint.weights)
+        contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, places, planned)
+        there = {info.name for place in places.values() if (info := model.tree.canonical(place.name)) is not None}
+        absent = [info.name for info in model.tree.tensors.values() if info.persistent and info.name not in there]
+        if not absent:
+            return contents
+        notice = f"{len(absent)} weights that the checkpoint does not have are not exported, first {absent[0]}"
+        return dataclasses.replace(contents, notices=(*contents.notices, notice))
+    items = []
+    for info in model.tree.tensors.values():
+        if info.persistent:
+            weight, dtype = model.weights[info.name], planned[info.name]
+            scaled = dtype in dtypes.STORAGE_ONLY and (dtype != info.dtype or info.scaled)
+            items.append(
+                Item(
+                    info.name, info.shape, info.dtype, dtype, scaled, False, (),
+                    partial(_live_values, weight, dtype), partial(_live_kept, weight, dtype),
+                )
+            )  # fmt: skip
+    return Contents(model.title, _checked(items), recipe)
+
+
+def _stored_tree(module: torch.nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> Tree:
+    """A module's tree with the dtypes that its checkpoint stores. Tensors that it does not store keep the module's own."""
+    stored = stored_dtypes(checkpoint, places)
+    scaled = {places[name].name for name in checkpoint.scaled if name in places}
+    infos = []
+    for info in inventory(module)[0]:
+        name = next((name for name in info.names if name in stored), None)
+        known = info if name is None else dataclasses.replace(info, dtype=stored[name], scaled=name in scaled)
+        infos.append(known)
+    return Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
+
+
+def _placed_contents(
+    checkpoint: Checkpoint,
+    title: str,
+    recipe: Recipe,
+    tree: Tree,
+    places: Mapping[str, Placed],
+    planned: Mapping[str, str],
+) -> Contents:
+    """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
+    items: list[Item] = []
+    written: dict[str, str] = {}
+    for name, tensor in checkpoint.weights.items():
+        stored = checkpoint.dtype(name)
+        place = places.get(name)
+        info = tree.canonical(place.name) if place is not None else None
+        if info is not None and info.aliases and place is not None and not place.part:
+            first = written.setdefault(info.name, name)
+            if first != name and _same_bytes(checkpoint.weights[first], tensor):
+                continue  # a tied weight that its file holds twice is written once
+        dtype = planned[info.name] if info is not None and info.castable else stored
+        if place is not None and place.part and info is not None and dtype == info.dtype:
+            dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
+        if place is not None and place.part and dtype in dtypes.STORAGE_ONLY and dtype != stored:
+            raise UserError(
+                f"{place.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it can't be exported in "
+                f"{dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTED)}"
+            )
+        scaled = name in checkpoint.scaled or (dtype in dtypes.STORAGE_ONLY and dtype != stored)
+        items.append(_item(checkpoint, name, tensor, dtype, scaled, _expressible(tree, info, name, dtype)))
+    linears = tuple(name for name, node in tree.modules.items() if node.class_name == "Linear")
+    folder = checkpoint.path if checkpoint.path.is_dir() else None
+    if folder is None and checkpoint.config is not None:
+        folder = checkpoint.path.parent
+    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, _notices(items))
+
+
+def _item(
+    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, scaled: bool, declared: bool
+) -> Item:
+    stored = checkpoint.dtype(name)
+    raw: tuple[CheckpointTensor, ...] = ()
+    if dtype == stored:
+        found = checkpoint.scaled.get(name)
+        raw = (tensor,) if found is None else (found.data, found.scale)
+    kept = partial(_stored_kept, raw) if raw else partial(_cast_kept, tensor, dtype)
+    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, partial(read_mapped, tensor), kept)
+
+
+def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:
+    """Whether compressed-tensors has this weight: that of an `nn.Linear` of its own, under the name that the module has."""
+    if info is None or info.aliases or info.name != name or dtype not in _DECLARED or len(info.shape) != 2:
+        return False
+    module, _, local = name.rpartition(".")
+    return local == "weight" and tree.modules[module].class_name == "Linear"
+
+
+def _checked(items: list[Item]) -> tuple[Item, ...]:
+    """The items, no two of them with the same name in the file."""
+    if not items:
+        raise UserError("there are no tensors to export")
+    seen: set[str] = set()
+    for item in items:
+        for piece in item.pieces:
+            if piece.name in seen:
+                raise UserError(f"two tensors of the export would both be named {printable(piece.name)}")
+            seen.add(piece.name)
+    return tuple(items)
+
+
+def _notices(items: list[Item]) -> tuple[str, ...]:
+    own = [item.name for item in items if item.scaled and not item.declared]
+    if not own:
+        return ()
+    return (
+        f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
+        "formats have it for the weights of linear layers in float8_e4m3fn and int8 alone",
+    )
+
+
+def _same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(as_bytes(read_mapped(one)), as_bytes(read_mapped(other)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as uint8 [nbytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _stored_kept(raw: tuple[CheckpointTensor, ...]) -> Kept:
+    return read_mapped(raw[0]), read_mapped(raw[1]) if len(raw) > 1 else None
+
+
+def _cast_kept(tensor: CheckpointTensor, dtype: str) -> Kept:
+    return convert(read_mapped(tensor), dtype)
+
+
+def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
+    return weight.tensor.data if weight.dtype == dtype else weight.original
+
+
+def _live_kept(weight: Weight, dtype: str) -> Kept:
+    if weight.dtype == dtype:
+        return weight.tensor.data, weight.scale
+    return convert(weight.original, dtype)

@@ -1,0 +1,107 @@
+"""The README.md inside an export: what it is, and what loading it in each way gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .. import __version__, dtypes
+from ..readings_export import ExportedDtype
+from ..report_text import human_bytes
+from ..text import printable
+from .config import export_dtype
+from .contents import Contents
+
+
+def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
+    """Tensors and bytes of each dtype, those with the most bytes first."""
+    sums: dict[str, list[int]] = {}
+    for item in contents.items:
+        found = sums.setdefault(item.dtype, [0, 0])
+        found[0] += 1
+        found[1] += item.nbytes
+    return {name: ExportedDtype(*sums[name]) for name in sorted(sums, key=lambda name: -sums[name][1])}
+
+
+def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype]) -> str:
+    """The text. `name` is the folder's."""
+    rows = [f"| {dtype} | {found.tensors} | {human_bytes(found.nbytes)} |" for dtype, found in sums.items()]
+    made_from = printable(contents.title).replace("`", "'")
+    lines = [
+        f"# {printable(name)}",
+        "",
+        f"`{made_from}`, cast by the rules in `recipe.yaml` and written by dtype-engine {__version__}.",
+        "",
+        "| dtype | tensors | bytes |",
+        "|---|---|---|",
+        *rows,
+        "",
+        "## Loading it",
+        "",
+        "```python",
+        "import dtype_engine as de",
+        "",
+        *_snippet(contents, name),
+        "```",
+        "",
+        *_ours(contents),
+        "",
+        *_theirs(contents),
+        "",
+        "## Checking it",
+        "",
+        "    dtype-engine verify FOLDER --against SOURCE",
+        "",
+        "compares every tensor with what the recipe makes of the source, bit for bit.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _snippet(contents: Contents, name: str) -> list[str]:
+    if contents.config is None:
+        return [f'model = de.load_pretrained("{printable(name)}", module=YourModel())']
+    return [f'model = de.load_pretrained("{printable(name)}")']
+
+
+def _ours(contents: Contents) -> list[str]:
+    if not any(item.scaled for item in contents.items):
+        return ["gives the model with every weight in the dtype of the table, mapped from the files."]
+    return [
+        "gives the model with every weight in the dtype of the table, but for those with scales "
+        f"({', '.join(sorted({item.dtype for item in contents.items if item.scaled}))}): a plain module has no place for scales, "
+        f"so they come back as values in {export_dtype(contents)}. `de.open` keeps them as they are stored, and runs them so.",
+    ]
+
+
+def _theirs(contents: Contents) -> list[str]:
+    """What plain `from_pretrained` of transformers 5 does with it."""
+    if contents.config is None:
+        return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
+    own = [item.name for item in contents.items if item.scaled and not item.declared]
+    if own:
+        return [
+            f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first `{printable(own[0])}`) are stored "
+            "with scales under names that end in `_quantized`, a layout that only dtype-engine reads. transformers reports them "
+            "as missing and makes them at random.",
+        ]
+    config_dtype = export_dtype(contents)
+    found = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTED}
+    lines = []
+    if any(item.declared for item in contents.items):
+        rounded = (
+            ""
+            if config_dtype == "float32"
+            else f" Left out, the float32 scales are rounded to {config_dtype}, and weights may differ in their last bits."
+        )
+        lines.append(
+            "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
+            f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
+        )
+    if found - {config_dtype}:
+        lines.append(
+            "Plain `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one without a word: "
+            f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same; "
+            f"the memory is that of {config_dtype}, and what the model computes is no longer in the dtypes of the table."
+        )
+    if not lines:
+        lines.append(f"Plain `from_pretrained` of transformers loads it just so: all weights are in {config_dtype}.")
+    return "\n\n".join(lines).split("\n")

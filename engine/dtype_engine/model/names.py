@@ -1,0 +1,88 @@
+"""Which tensor of a live module each tensor of a checkpoint becomes.
+
+Mostly they have the same name. transformers also adds or drops the prefix of the base model, renames, and packs several
+tensors of a file into one parameter (the experts of a layer).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from .. import dtypes
+from ..checkpoint import Checkpoint
+from ..storage import dtype_name as name_of
+from ..storage import torch_dtype
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """The live tensor that a stored one becomes: its name there, and whether it is only a part of it."""
+
+    name: str
+    part: bool
+
+
+def placed(module: nn.Module, names: Iterable[str]) -> dict[str, Placed]:
+    """Where each stored tensor goes in `module` (which may be on the meta device). Those that it has no place for are
+    left out.
+    """
+    live = module.state_dict()
+    found: dict[str, Placed] = {}
+    rest: list[str] = []
+    prefix = str(getattr(module, "base_model_prefix", "") or "")
+    for name in names:
+        spellings = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if prefix else (name,)
+        same = next((spelling for spelling in spellings if spelling in live), None)
+        if same is not None:
+            found[name] = Placed(same, False)
+        else:
+            rest.append(name)
+    if rest:
+        found |= _converted(module, rest, live)
+    return found
+
+
+def _converted(module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> dict[str, Placed]:
+    """Names that transformers converts as it loads. Its functions for that are not public: none without them."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+        mapping = get_model_conversion_mapping(module)
+        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        found = {}
+        for name in names:
+            new, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, live)
+            if new in live:
+                found[name] = Placed(new, converter is not None)
+        return found
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return {}
+
+
+def restorable(checkpoint: Checkpoint) -> list[str]:
+    """The weights whose stored dtype a loader is to keep: those that can be cast, and those stored with scales by an export.
+
+    Integers, and what other programs quantised, are left to transformers.
+    """
+    return [
+        name for name in checkpoint.weights if name in checkpoint.scaled or checkpoint.dtype(name) in dtypes.COMPUTED
+    ]
+
+
+def stored_dtypes(checkpoint: Checkpoint, places: Mapping[str, Placed]) -> dict[str, str]:
+    """The dtype in which each live tensor is stored, by live name; for packed ones the widest of their parts."""
+    found: dict[str, str] = {}
+    for name, place in places.items():
+        stored = checkpoint.dtype(name)
+        before = found.get(place.name)
+        if before is None or before == stored or not {before, stored} <= set(dtypes.COMPUTED):
+            found[place.name] = stored
+        else:
+            found[place.name] = name_of(torch.promote_types(torch_dtype(before), torch_dtype(stored)))
+    return found
