@@ -14,18 +14,21 @@ from textual.widgets import Input
 from dtype_engine import dtypes, events
 from dtype_engine.options import RunSettings
 from dtype_engine.readings import (
+    ExponentHistogram,
     FlowCast,
     Generation,
     MemoryReading,
     ModuleDrift,
     SpeedReport,
     SpeedRow,
+    WeightError,
+    WeightReading,
     Written,
 )
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.tree import TensorInfo, Tree
 from dtype_tui.app import DIGITS, DtypeApp
-from dtype_tui.screens import Overlay
+from dtype_tui.screens import Overlay, _mark
 from dtype_tui.settings_screen import SettingsScreen
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes import DriftPane, MemoryPane, RecipePane
@@ -577,3 +580,46 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
         assert "autocast bfloat16" in screen(app)
         await pilot.press("comma", "right", "escape")
         assert engine(app).settings == [chosen], "Esc leaves everything as it was"
+
+
+async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> None:
+    first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
+    whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
+    app = DtypeApp("giant", first, NotingEngine, whole=False)
+    async with running(app) as pilot:
+        assert "layers" in screen(app)
+        assert "stored  32 B" not in screen(app), "sums of a part are not those of the model"
+        await say(app, pilot, events.HeadersRead(whole, ("a notice",)))
+        assert "96 B" in screen(app)
+        assert notices(app) == ["a notice"]
+        reason = "giant: no forward pass: the weights take 626.92 GiB"
+        await say(app, pilot, events.OpenFailed(reason), events.Idle())
+        assert "no engine: planning only" in screen(app)
+        assert "626.92 GiB" in " ".join(screen(app).split())
+        await pilot.press("1")
+        assert app.experiment.plan.planned_bytes == 192
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size: tuple[int, int]) -> None:
+    async with running(app, size) as pilot:
+        await pilot.press("v")
+        assert notices(app) == ["values are those of a tensor: go to one"]
+        tree_of(app).go_to("model.embed_tokens.weight")
+        await pilot.press("v")
+        assert engine(app).commands[-1] == "look at model.embed_tokens.weight"
+        lost = WeightError("w", "float32", "float16", 1000, 1e-5, 2e-4, 1e-3, 60.0, 3, 0, 20, 500, 0)
+        histogram = ExponentHistogram("w", ((-30, 20), (-10, 900), (20, 3)), 7, 0)
+        reading = WeightReading(histogram, (lost,))
+        name = "model.embed_tokens.weight"
+        await say(app, pilot, events.WeightLookedAt(app.experiment.recipe, name, reading))
+        text = screen(app)
+        for words in ("60.00 dB", "20 2.0 %", "500 50.0 %", "∞", "subnormal"):
+            assert words in text
+        assert all(len(line.rstrip()) <= size[0] for line in lines(app))
+
+
+def test_marks_of_the_histogram_say_how_a_dtype_keeps_a_power_of_two() -> None:
+    half = dtypes.BY_NAME["float16"]
+    marks = {first: _mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
+    assert marks == {16: "∞", 15: "|", -14: "|", -15: ":", -24: ":", -25: ":", -26: "0"}

@@ -156,6 +156,8 @@ class MemoryPane(Pane):
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment
         plan, reading = experiment.plan, experiment.memory
+        if experiment.partial:
+            return Text("Bytes appear when all headers are read.", style="dim")
         grid = _grid()
         change = ""
         if plan.stored_bytes and plan.planned_bytes != plan.stored_bytes:
