@@ -346,6 +346,9 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         return 0
 
 
+from . import cli_scan as _cli_scan  # noqa: E402, F401  (adds its commands)
+
+
 def main() -> None:
     """The `dtype-engine` program."""
     sys.exit(run(cli, "dtype-engine"))

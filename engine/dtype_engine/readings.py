@@ -291,6 +291,7 @@ class SearchReport:
     predicted: float
     front: tuple[FrontPoint, ...]
     measured: float | None = None
+    notices: tuple[str, ...] = ()
 
 
 def as_json(value: Any) -> Any:

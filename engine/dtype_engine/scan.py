@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from . import dtypes
-from .drift import _is_distribution
+from .drift import is_distribution
 from .errors import Cancelled, NoForward, UserError
 from .forward import Passes, main_output, reference_name
 from .inputs import Batch, Inputs
@@ -100,7 +100,7 @@ def _digest(value: Any, into: Any) -> None:
 
 
 @dataclass
-class Sequence_:
+class OneSequence:
     """What one sequence gave: its mass (positions, or energy of the output) and, by weight and dtype, the sum over its
     positions with the standard error of that sum over draws."""
 
@@ -124,7 +124,7 @@ class Scan:
     draws: int | None = None
     room: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
     save: Path | None = None
-    done: list[Sequence_] = field(default_factory=list)
+    done: list[OneSequence] = field(default_factory=list)
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
@@ -165,7 +165,7 @@ class Scan:
                 batch = passes.reference_batch(self.inputs.batches[index])
                 started = time.perf_counter()
                 _, seconds = passes.as_reference(lambda batch=batch: self.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
-                one = _OneSequence(self, local, on_progress, cancelled)
+                one = _UnderWay(self, local, on_progress, cancelled)
                 self.done.append(one.run(batch, index))
                 self.unit, self._operations = one.unit, one.operations
                 self.forward_seconds += seconds
@@ -193,7 +193,9 @@ class Scan:
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *self._score((name, dtype)))
+                WeightScore(
+                    name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *self._score((name, dtype))
+                )
                 for name, asked in self.wanted.items()
                 for dtype in asked
             ),
@@ -250,7 +252,7 @@ class Scan:
             saved = data["fingerprint"] | {"dtypes": tuple(data["fingerprint"]["dtypes"])}
             places = [(str(name), str(dtype)) for name, dtype in data["weights"]]
             done = [
-                Sequence_(
+                OneSequence(
                     float(entry["mass"]),
                     dict(zip(places, map(float, entry["sums"]), strict=True)),
                     {place: error for place, error in zip(places, entry["errors"], strict=True) if error is not None},
@@ -276,7 +278,7 @@ class Scan:
         self.forward_seconds, self.scan_seconds = times
 
 
-class _OneSequence:
+class _UnderWay:
     """One sequence of a scan: the pass with a graph, the backward passes, and the sums of g·Δ."""
 
     def __init__(self, scan: Scan, local: LocalErrors, on_progress: OnProgress, cancelled: Callable[[], bool]) -> None:
@@ -291,13 +293,13 @@ class _OneSequence:
         self._from = 0
         self._measured = 0
 
-    def run(self, batch: Batch, index: int) -> Sequence_:
+    def run(self, batch: Batch, index: int) -> OneSequence:
         output, operations = self._forward(batch, index)
         self.operations = len(operations)
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward("the output does not depend on any weight through operations that have a gradient")
-        distribution = _is_distribution(name, main)
+        distribution = is_distribution(name, main)
         drawn = _Directions(main.detach(), distribution, self.scan.backward_passes, seed=index)
         self.unit = (NATS if main.ndim > 2 else NATS_PER_EXAMPLE) if distribution else SQUARED
         self._backward(main, drawn, operations)
@@ -314,7 +316,7 @@ class _OneSequence:
                     errors[key] = float(squares.std()) / math.sqrt(len(squares))
             if not math.isfinite(sums[key]):
                 sums[key] = math.inf
-        return Sequence_(drawn.mass, sums, errors)
+        return OneSequence(drawn.mass, sums, errors)
 
     def _forward(self, batch: Batch, index: int) -> tuple[Any, list[Operation]]:
         """Run the reference with a graph; once more when an operation's tensors were written to after it."""

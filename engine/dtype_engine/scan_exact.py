@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable
 
 from .drift import DriftMeter, Measurement
-from .errors import UserError
 from .forward import reference_name
 from .inputs import Inputs
 from .model.live import LiveModel
@@ -17,7 +16,7 @@ from .recipe import tensor_bytes
 from .scan import OnEstimate, OnProgress, is_free, scanned_dtypes
 
 
-def drift_of(output: OutputDrift, last_shape: int = 3) -> float:
+def drift_of(output: OutputDrift) -> float:
     """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
@@ -96,4 +95,4 @@ def measure_alone(
 def _unit(measured: Measurement) -> str:
     if measured.output.kl_mean is None:
         return SQUARED
-    return NATS if measured.output_dimensions > 2 else NATS_PER_EXAMPLE
+    return NATS if measured.dimensions > 2 else NATS_PER_EXAMPLE

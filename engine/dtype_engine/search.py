@@ -8,6 +8,8 @@ only a few choices open, and these are enumerated.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -62,7 +64,9 @@ class Solution:
     score: float
 
 
-def make_items(tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()) -> list[Item]:
+def make_items(
+    tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
+) -> list[Item]:
     """The choices that there are. Raises UserError for a pattern that takes nothing, or a dtype that was not scanned."""
     weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.persistent]
     scanned = {dtype for _, dtype in scores}
@@ -84,7 +88,9 @@ def make_items(tree: Tree, scores: Mapping[tuple[str, str], float], constraints:
                 choices[dtype] = Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf)
         if not choices:
             names = ", ".join(group[:3]) + (", …" if len(group) > 3 else "")
-            raise UserError(f"no dtype is left for {names}, which are held together: some are kept, or allowed other dtypes")
+            raise UserError(
+                f"no dtype is left for {names}, which are held together: some are kept, or allowed other dtypes"
+            )
         items.append(Item(group, _undominated(choices.values())))
     return items
 
@@ -164,8 +170,7 @@ class Front:
         for place, item in enumerate(self.items):
             hull = _hull(item.choices)
             steps += [
-                (_slope(item.choices[low], item.choices[high]), place, high)
-                for low, high in zip(hull, hull[1:], strict=False)
+                (_slope(item.choices[low], item.choices[high]), place, high) for low, high in itertools.pairwise(hull)
             ]
         # Within one item slopes fall along its hull, so that this order never goes back.
         steps.sort(key=lambda step: -step[0])
@@ -184,10 +189,7 @@ class Front:
 
     def within(self, budget: int) -> Solution | None:
         """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
-        place = -1
-        for at, point in enumerate(self.points):
-            if point.bytes <= budget:
-                place = at
+        place = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if place < 0:
             return None
         start = self._chosen(place)
@@ -198,8 +200,8 @@ class Front:
 
     def reaching(self, most: float) -> Solution | None:
         """The fewest bytes at a score of no more than `most`; None when even the best is worse."""
-        place = next((at for at in range(len(self.points)) if self._score(self._chosen(at)) <= most), None)
-        if place is None:
+        place = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
+        if place == len(self.points):
             return None
         start = self._chosen(place)
         if place > 0 and self._slopes[place - 1] > 0:

@@ -195,9 +195,7 @@ class WeightedOperations(Widened):
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
         if place in self.copies:
             keep = _copied
-        activations = {
-            id(tensor): keep(tensor) for tensor in _tensors(args, kwargs) if id(tensor) not in sources
-        }
+        activations = {id(tensor): keep(tensor) for tensor in _tensors(args, kwargs) if id(tensor) not in sources}
         held, held_named = _replaced(args, kwargs, activations)
         operation = Operation(
             func, name, self.module, held, held_named, sources, [keep(tensor) for tensor in tapped],
@@ -207,7 +205,7 @@ class WeightedOperations(Widened):
         self.operations.append(operation)
         for index, tensor in enumerate(tapped):
             if tensor.requires_grad:
-                tensor.register_hook(_hook(self.heard, operation, index))
+                tensor.register_hook(_hook(self.heard, operation, index))  # type: ignore[no-untyped-call]
         return output
 
     def _is_view(

@@ -107,18 +107,22 @@ class _Proposals:
             literal |= dict.fromkeys([generalisations(name)[0], *self._pure_above(name)])
         patterns: dict[str, None] = {}
         by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
-        for (before, after), wants in layers.items():
-            for dtype in {dtype for dtype_set in wants.values() for dtype in dtype_set}:
-                numbers = tuple(sorted(number for number, dtype_set in wants.items() if dtype_set == {dtype}))
+        for (before, after), by_layer in layers.items():
+            for dtype in {dtype for dtype_set in by_layer.values() for dtype in dtype_set}:
+                numbers = tuple(sorted(number for number, dtype_set in by_layer.items() if dtype_set == {dtype}))
                 if numbers:
                     by_set.setdefault((before, dtype, numbers), []).append(after)
         for (before, _, numbers), afters in by_set.items():
             chosen = _numbers(numbers)
             for after in afters:
                 patterns[f"{before}.{chosen}{after}"] = None
-            tops = [after for after in afters if not any(after.startswith(f"{other}.") or not other for other in afters if other != after)]
+            tops = [
+                after
+                for after in afters
+                if not any(after.startswith(f"{other}.") or not other for other in afters if other != after)
+            ]
             if 1 < len(tops) <= _MOST_KINDS:
-                patterns[f"{before}.{chosen}.{{{','.join(sorted(top[1:] for top in tops))}}}"] = None
+                patterns[f"{before}.{chosen}.{_choices(sorted(top[1:] for top in tops))}"] = None
         return [*patterns, *literal]
 
     def _below(self, name: str) -> list[str]:
@@ -170,3 +174,13 @@ def _numbers(numbers: tuple[int, ...]) -> str:
     if len(texts) == 1:
         return texts[0]
     return "{" + ",".join(texts) + "}"
+
+
+def _choices(names: list[str]) -> str:
+    """`self_attn.{k_proj,v_proj}`: several dotted names in one pattern, what all begin with in front."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):
+        common += 1
+    front = "".join(f"{part}." for part in parts[0][:common])
+    return front + "{" + ",".join(".".join(part[common:]) for part in parts) + "}"
