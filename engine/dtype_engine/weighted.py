@@ -48,11 +48,11 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """What a tensor is of a weight: the weight itself (`remake` gives it back) or a view made of it."""
+    """What a tensor is of a weight: the weight itself (`remake` gives it back), or a view or function of it alone."""
 
     weight: str
     remake: Remake
-    view: bool
+    itself: bool
 
 
 @dataclass(slots=True)
@@ -110,7 +110,7 @@ class WeightedOperations(Widened):
         self.wanted = wanted
         self.heard = heard
         self.copies = copies
-        self._views: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._made: dict[int, tuple[torch.Tensor, Source]] = {}
         self._start = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -154,16 +154,16 @@ class WeightedOperations(Widened):
             parent = source.remake
             weight = self._weight(args[0])
             made = func(self._values(weight) if weight is not None else args[0], *args[1:])
-            self._views[id(made)] = made, Source(source.weight, lambda tensor: func(parent(tensor), *args[1:]), True)
+            self._made[id(made)] = made, Source(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
             return made
         return func(*args)
 
     def _source(self, tensor: object) -> Source | None:
-        known = self._views.get(id(tensor))
+        known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
         weight = self._weight(tensor)
-        return None if weight is None else Source(weight.info.name, _same, False)
+        return None if weight is None else Source(weight.info.name, _same, True)
 
     def _weighted(
         self,
@@ -176,20 +176,28 @@ class WeightedOperations(Widened):
         sources: dict[int, Source],
     ) -> Any:
         place = len(self.operations)
-        if _in_place(name) and isinstance(args[0], torch.Tensor):
+        in_place = _in_place(name) and isinstance(args[0], torch.Tensor)
+        written = id(args[0]) if in_place else None
+        if in_place and written not in sources:
             # It is run again on what the destination was before.
             args = (args[0].detach().clone(), *args[1:])
         output = _call(func, name, given, named, self)
         found: list[torch.Tensor] = []
         _outputs(output, found)
-        if len(sources) == 1 and self._is_view(found, given, named, sources):
-            self._note_views(func, name, args, kwargs, output, sources)
+        if not in_place and self._of_one_weight(args, kwargs, found, sources):
+            self._note_made(func, args, kwargs, output, sources)
             return output
+        if written is not None:
+            self._made.pop(written, None)  # from here on there is more in it than a weight
         floats = [tensor for tensor in found if tensor.is_floating_point()]
         if not floats or not any(source.weight in self.wanted for source in sources.values()):
             return output
         # The first operations have nothing before them that a gradient is wanted of.
-        new = {id(tensor): tensor + self._start.to(tensor.dtype) for tensor in floats if not tensor.requires_grad}
+        new = {
+            id(tensor): tensor.add_(self._start.to(tensor.dtype)) if in_place else tensor + self._start.to(tensor.dtype)
+            for tensor in floats
+            if not tensor.requires_grad
+        }
         output = _swapped(output, new)
         tapped = [new.get(id(tensor), tensor) for tensor in floats]
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
@@ -208,25 +216,23 @@ class WeightedOperations(Widened):
                 tensor.register_hook(_hook(self.heard, operation, index))  # type: ignore[no-untyped-call]
         return output
 
-    def _is_view(
-        self, found: list[torch.Tensor], given: Arguments, named: dict[str, Any], sources: dict[int, Source]
+    def _of_one_weight(
+        self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, Source]
     ) -> bool:
-        """Whether all that came out shares its memory with the one weight that went in."""
-        inputs = [tensor for tensor in _tensors(given, named) if tensor.is_floating_point()]
-        if len(inputs) != 1 or not found:
-            return False
-        memory = inputs[0].untyped_storage().data_ptr()
-        return all(tensor.untyped_storage().data_ptr() == memory and not tensor.requires_grad for tensor in found)
+        """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
+        alone = all(id(tensor) in sources for tensor in _tensors(args, kwargs))
+        one = len({source.weight for source in sources.values()}) == 1
+        return alone and one and bool(found) and not any(tensor.requires_grad for tensor in found)
 
-    def _note_views(
-        self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, Source]
+    def _note_made(
+        self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, Source]
     ) -> None:
-        ((key, source),) = sources.items()
-        parent = source.remake
+        weight = next(iter(sources.values())).weight
 
         def remade(tensor: torch.Tensor, place: int | None) -> torch.Tensor:
-            with_tensor, with_named = _replaced(args, kwargs, {key: parent(tensor)})
-            made = func(*with_tensor, **with_named)
+            parents = {key: source.remake(tensor) for key, source in sources.items()}
+            with_parents, named = _replaced(args, kwargs, parents)
+            made = func(*with_parents, **named)
             result = made if place is None else made[place]
             assert isinstance(result, torch.Tensor)
             return result
@@ -237,7 +243,7 @@ class WeightedOperations(Widened):
             def remake(tensor: torch.Tensor, place: int | None = place) -> torch.Tensor:
                 return remade(tensor, place)
 
-            self._views[id(part)] = part, Source(source.weight, remake, True)
+            self._made[id(part)] = part, Source(weight, remake, False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -307,11 +313,11 @@ class LocalErrors:
             for key, source in operation.sources.items():
                 cast = source.weight == weight
                 value = self._in(weight, dtype) if cast else self._stored(source.weight)
-                if cast and dtype in dtypes.STORAGE_ONLY and (source.view or not floating):
+                if cast and dtype in dtypes.STORAGE_ONLY and not (source.itself and floating):
                     value = value.to(self.compute)  # rule 4: no activation says which dtype it comes back to
                 new[key] = source.remake(value)
-                owner = self.weights[source.weight]
-                known[id(new[key])] = Weight(owner.info, new[key], new[key], dtype if cast else owner.info.dtype)
+                if new[key].untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    known[id(new[key])] = Weight(self.weights[source.weight].info, new[key], new[key], dtype)
             args, kwargs = _replaced(operation.args, operation.kwargs, new)
             if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
                 args = (args[0].clone(), *args[1:])
