@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -102,11 +103,14 @@ def _digest(value: Any, into: Any) -> None:
 @dataclass
 class OneSequence:
     """What one sequence gave: its mass (positions, or energy of the output) and, by weight and dtype, the sum over its
-    positions with the standard error of that sum over draws."""
+    positions with the standard error of that sum over draws; and the same sum if the errors of an operation's output
+    elements were independent, Σ g²Δ², which varies far less from draw to draw."""
 
     mass: float
     sums: dict[tuple[str, str], float]
+    independent: dict[tuple[str, str], float] = field(default_factory=dict)
     errors: dict[tuple[str, str], float] = field(default_factory=dict)
+    complete: bool = False
 
 
 @dataclass
@@ -179,6 +183,7 @@ class Scan:
         """The estimate so far."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence has gone by")
+        found = self._scores()
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -193,14 +198,50 @@ class Scan:
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(
-                    name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *self._score((name, dtype))
-                )
+                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *found[name, dtype])
                 for name, asked in self.wanted.items()
                 for dtype in asked
             ),
             notices=self.model.notices,
         )
+
+    def _scores(self) -> dict[tuple[str, str], tuple[float, float | None]]:
+        """Every score and its standard error. Sampled ones are drawn towards what the weight's dtypes have in common.
+
+        A sample (Σ g·Δ)² has a relative standard error of √2, and that is independent from dtype to dtype while its
+        ratio to Σ g²Δ², how much an operation's errors reinforce each other, is nearly the same. So each ratio is
+        moved to the mean of its weight's, as far as the spread between dtypes is not more than sampling explains.
+        """
+        found = {(name, dtype): self._score((name, dtype)) for name, asked in self.wanted.items() for dtype in asked}
+        if all(sequence.complete for sequence in self.done):
+            return found
+        variance = 2.0 / (self.backward_passes * sum(not sequence.complete for sequence in self.done))
+        groups: list[dict[tuple[str, str], float]] = []
+        for name, asked in self.wanted.items():
+            for computed in (True, False):
+                ratios = {}
+                for dtype in asked:
+                    key = (name, dtype)
+                    apart = math.fsum(sequence.independent.get(key, 0.0) for sequence in self.done)
+                    whole = math.fsum(sequence.sums.get(key, 0.0) for sequence in self.done)
+                    if (dtype in dtypes.COMPUTED) == computed and 0 < apart < math.inf and math.isfinite(whole):
+                        ratios[key] = whole / apart
+                if len(ratios) > 1:
+                    groups.append(ratios)
+        # The variance of the ratios within a weight, relative to its mean, beyond that of the sampling.
+        spreads = [statistics.variance(ratios.values()) / statistics.fmean(ratios.values()) ** 2 for ratios in groups]
+        beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
+        own = beyond / (beyond + variance)
+        for ratios in groups:
+            mean = statistics.fmean(ratios.values())
+            for key, ratio in ratios.items():
+                score, error = found[key]
+                if ratio > 0:
+                    found[key] = (
+                        score * (own + (1 - own) * mean / ratio),
+                        None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
+                    )
+        return found
 
     def _score(self, key: tuple[str, str]) -> tuple[float, float | None]:
         """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
@@ -233,6 +274,8 @@ class Scan:
                 {
                     "mass": sequence.mass,
                     "sums": [sequence.sums.get(place, 0.0) for place in places],
+                    "independent": [sequence.independent.get(place, 0.0) for place in places],
+                    "complete": sequence.complete,
                     "errors": [sequence.errors.get(place) for place in places],
                 }
                 for sequence in self.done
@@ -255,7 +298,9 @@ class Scan:
                 OneSequence(
                     float(entry["mass"]),
                     dict(zip(places, map(float, entry["sums"]), strict=True)),
+                    dict(zip(places, map(float, entry["independent"]), strict=True)),
                     {place: error for place, error in zip(places, entry["errors"], strict=True) if error is not None},
+                    bool(entry["complete"]),
                 )
                 for entry in data["sequences"]
             ]
@@ -289,6 +334,7 @@ class _UnderWay:
         self.unit = ""
         self.operations = 0
         self._sums: dict[tuple[str, str], torch.Tensor] = {}
+        self._independent: dict[tuple[str, str], float] = {}
         self._last = False
         self._from = 0
         self._measured = 0
@@ -316,7 +362,8 @@ class _UnderWay:
                     errors[key] = float(squares.std()) / math.sqrt(len(squares))
             if not math.isfinite(sums[key]):
                 sums[key] = math.inf
-        return OneSequence(drawn.mass, sums, errors)
+        independent = {key: half * value for key, value in self._independent.items()}
+        return OneSequence(drawn.mass, sums, independent, errors, drawn.complete)
 
     def _forward(self, batch: Batch, index: int) -> tuple[Any, list[Operation]]:
         """Run the reference with a graph; once more when an operation's tensors were written to after it."""
@@ -369,23 +416,26 @@ class _UnderWay:
         gradients = [torch.stack(heard) if heard else None for heard in operation.gradients]
         for heard in operation.gradients:
             heard.clear()
+        squares = [None if gradient is None else gradient.square().sum(0) for gradient in gradients]
         for weight in operation.weights:
             stored = self.scan.model.weights[weight].info.dtype
             for dtype in self.scan.wanted.get(weight, ()):
                 if is_free(stored, dtype):
                     continue
                 deltas = self.local.of(operation, weight, dtype)
-                for gradient, delta in zip(gradients, deltas, strict=True):
-                    if gradient is not None:
-                        products = torch.mv(gradient, delta.reshape(-1).to(gradient.dtype))
-                        self._add((weight, dtype), products)
+                for gradient, square, delta in zip(gradients, squares, deltas, strict=True):
+                    if gradient is not None and square is not None:
+                        flat = delta.reshape(-1).to(gradient.dtype)
+                        apart = float(torch.dot(square, flat.square())) / self._count
+                        self._add((weight, dtype), torch.mv(gradient, flat), apart)
         self._measured += 1
         done = len(self.scan.done) * self.operations + self._measured
         self.on_progress("scan", done, self.operations * len(self.scan.inputs.batches))
 
-    def _add(self, key: tuple[str, str], products: torch.Tensor) -> None:
+    def _add(self, key: tuple[str, str], products: torch.Tensor, apart: float) -> None:
         if key not in self._sums:
             self._sums[key] = torch.zeros(self._count, dtype=torch.float64)
+        self._independent[key] = self._independent.get(key, 0.0) + apart
         self._sums[key][self._from : self._from + len(products)] += products.double().cpu()
 
 
