@@ -1,10 +1,12 @@
 """The scan: how much every weight matters in every dtype, from a few backward passes.
 
-For each sequence, labels are drawn from the reference's own softmax. The gradient g of their log-likelihood with respect to
-a weighted operation's output, times the local error Δ of running just that operation in a candidate dtype, summed over the
-sequence and over all uses of the weight, is squared: ½ E[(Σ g·Δ)²] is the KL divergence to second order, since labels drawn
-from the model make g a sample of the Fisher information. Where the output is no distribution, g is drawn from a
-Gaussian on the output divided by its norm, and E[(Σ g·Δ)²] is the relative squared error.
+KL divergence is, to second order, half the square of the change of the logits weighed by their Fisher information
+F = diag(p) - ppᵀ, p the reference's softmax. For each sequence, directions v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, ξ
+random signs, so that E[vvᵀ] = F, and carried back: g is the gradient of v·logits with respect to a weighted operation's
+output. Its product with the local error Δ of running just that operation in a candidate dtype, summed over the sequence and
+over all uses of the weight, is squared: ½ E[(Σ g·Δ)²] is the KL divergence. (Labels drawn from p give the same mean, since
+their log-likelihood has the same Fisher information; where p is nearly certain it hangs on the few unlikely ones.) Where the
+output is no distribution, v is drawn from a Gaussian, and E[(Σ g·Δ)²] over the output's energy is the relative squared error.
 
 Sequences go by one at a time; after each there is an estimate with its standard error. Local errors are computed inside the
 backward pass, one operation's at a time, and nothing of them is kept but their products with the gradients.
@@ -468,9 +470,11 @@ class _Directions:
                 yield torch.randn(self._rows.shape, generator=self.generator)
             return
         p = torch.softmax(self._rows.float(), -1)
-        labels = torch.multinomial(p.cpu(), self.count, replacement=True, generator=self.generator)
-        for label in labels.unbind(1):
-            yield (-p).scatter_add(1, label[:, None].to(p.device), torch.ones_like(p[:, :1]))
+        root = p.sqrt()
+        for _ in range(self.count):
+            signs = torch.empty(p.shape).bernoulli_(0.5, generator=self.generator).mul_(2).sub_(1)
+            part = root * signs.to(p.device)
+            yield part - p * part.sum(-1, keepdim=True)
 
     def _spanning(self) -> Iterator[torch.Tensor]:
         if not self.distribution:
