@@ -27,7 +27,9 @@ scan_options = [
         metavar="DTYPE,...",
         help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
     ),
-    click.option("--draws", type=click.IntRange(min=1), help="Backward passes a sequence.  [default: 48 over all]"),
+    click.option(
+        "--draws", type=click.IntRange(min=1), help="Backward passes a sequence.  [default: 24 over all, at least 4]"
+    ),
     click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
     click.option(
         "--save",
