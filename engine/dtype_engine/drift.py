@@ -64,6 +64,8 @@ class Measurement:
     candidate_seconds: float
     reused: bool
     notices: tuple[str, ...] = ()
+    dimensions: int = 0
+    """Of the main output: 3 for a distribution at every token, 2 for one an example."""
 
 
 @dataclass
@@ -126,7 +128,7 @@ class DriftMeter:
                     f"({record.output_name}, {tuple(record.output.shape)}), so they can't be compared"
                 )
             if comparison is None:
-                comparison = OutputComparison(_is_distribution(name, candidate))
+                comparison = OutputComparison(is_distribution(name, candidate))
             comparison.add(record.output, candidate, batch.next_tokens)
             for module, found in comparer.found.items():
                 _merge(sums.setdefault(module, _Sums()), found)
@@ -146,6 +148,7 @@ class DriftMeter:
             candidate_seconds,
             reused,
             tuple(notices),
+            candidate.ndim,
         )
 
     def _candidate(self, passes: Passes, index: int, batch: Batch, comparer: _Comparer) -> Candidate:
@@ -328,6 +331,6 @@ def _readings(sums: dict[str, _Sums]) -> tuple[ModuleDrift, ...]:
     )
 
 
-def _is_distribution(name: str, output: torch.Tensor) -> bool:
+def is_distribution(name: str, output: torch.Tensor) -> bool:
     """Whether the output holds logits over classes or tokens in its last dimension."""
     return name in _DISTRIBUTIONS and output.ndim >= 2 and output.shape[-1] >= 2

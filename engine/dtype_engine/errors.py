@@ -32,5 +32,9 @@ class KernelError(UserError):
         self.nearest = nearest
 
 
+class OutOfReach(UserError):
+    """What was asked for can't be met. On the command line the exit status is 1: the answer is no."""
+
+
 class Cancelled(Exception):
     """The user, or a newer command, stopped what was under way."""

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from . import dtypes as dtype_table
 from . import memory
 from .drift import DriftMeter, OnModules, OnProgress
-from .errors import NoForward, UserError
+from .errors import NoForward, OutOfReach, UserError
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
@@ -22,9 +23,25 @@ from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
 from .options import Options, RunSettings
-from .readings import CastNotes, DriftReport, FlowCast, Generation, MemoryReading, Seconds, SpeedReport
+from .readings import (
+    CastNotes,
+    DriftReport,
+    FlowCast,
+    Generation,
+    MemoryReading,
+    Prediction,
+    ScanReport,
+    SearchReport,
+    Seconds,
+    SpeedReport,
+)
 from .readings_export import ExportReport
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
+from .recipe.compress import compress
+from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
+from .scan import OnProgress as OnScan
+from .scan_exact import drift_of, measure_alone
+from .search import Constraints, Front, make_items
 from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
 
@@ -48,6 +65,8 @@ class Session:
         self._history = History()
         self._plan = make_plan(model.tree, self.recipe)
         self._meter: DriftMeter | None = None
+        self._scan: Scan | None = None
+        self.scanned: ScanReport | None = None
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -200,6 +219,114 @@ class Session:
 
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled)
+
+    def scan(
+        self,
+        dtypes: Sequence[str] = DEFAULT_DTYPES,
+        draws: int | None = None,
+        exact: bool = False,
+        save: Path | None = None,
+        on_progress: OnScan = lambda what, done, total: None,
+        on_estimate: OnEstimate = lambda report: None,
+        cancelled: Cancelled = _never,
+    ) -> ScanReport:
+        """How much every weight matters in each of `dtypes`, everything else as in the reference.
+
+        Estimated from `draws` backward passes a sequence; `exact` measures each alone. A scan that was cancelled goes on
+        where it was when the same is asked for again; `save` names a file to keep it in, and to go on from. The recipe in
+        force plays no part. Raises as `drift` does, and UserError for a saved scan that is of something else.
+        """
+        inputs = self._need_inputs()
+        asked = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
+        if dtype_table.STORED in asked or not asked:
+            raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtype_table.TARGETS)}")
+        settings = RunSettings(compute=self.settings.compute)
+        if exact:
+            try:
+                self.scanned = measure_alone(self.model, inputs, asked, settings, on_progress, on_estimate, cancelled)
+            finally:
+                self.model.apply(self._plan.dtypes)
+            return self.scanned
+        known = self._scan
+        if known is None or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save):
+            known = self._scan = Scan(self.model, inputs, asked, settings, draws, save=save)
+        self.scanned = known.run(on_progress, on_estimate, cancelled)
+        return self.scanned
+
+    def predict(self, recipe: Recipe | None = None) -> Prediction:
+        """The drift of a recipe (by default the one in force) by the last scan: the sum of its weights' scores.
+
+        Raises UserError when nothing was scanned, or not in a dtype of the recipe.
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so no drift can be predicted")
+        plan = self._plan if recipe is None else make_plan(self.tree, recipe)
+        scores = self.scanned.scores()
+        total = 0.0
+        for name, dtype in plan.dtypes.items():
+            tensor = self.tree.tensors[name]
+            if not (tensor.castable and tensor.persistent) or is_free(tensor.dtype, dtype):
+                continue
+            if (name, dtype) not in scores:
+                raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
+            total += scores[name, dtype]
+        return Prediction(total, self.scanned.unit, plan.planned_bytes)
+
+    def front(self, constraints: Constraints | None = None) -> Front:
+        """The Pareto front of bytes against predicted drift, by the last scan. Raises UserError."""
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so there is nothing to search in")
+        return Front(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
+
+    def search(
+        self,
+        budget: int | None = None,
+        max_drift: float | None = None,
+        constraints: Constraints | None = None,
+        measure: bool = False,
+        cancelled: Cancelled = _never,
+    ) -> SearchReport:
+        """The recipe of the lowest predicted drift within `budget` bytes (of the whole model), or the smallest whose
+        predicted drift is at most `max_drift`; by the last scan.
+
+        measure: put it in force and measure it too. Raises UserError, and OutOfReach when nothing meets the limit.
+        """
+        if (budget is None) == (max_drift is None):
+            raise UserError("a search needs either a budget in bytes or the most drift there may be")
+        front = self.front(constraints)
+        fixed = self.tree.stored_bytes - sum(
+            self.tree.tensors[name].nbytes for item in front.items for name in item.weights
+        )
+        if budget is not None:
+            found = front.within(budget - fixed)
+            if found is None:
+                raise OutOfReach(
+                    f"nothing fits in {budget:,} bytes: the smallest is {front.points[0].bytes + fixed:,} bytes"
+                )
+        else:
+            assert max_drift is not None
+            found = front.reaching(max_drift)
+            if found is None:
+                raise OutOfReach(
+                    f"nothing drifts by {max_drift:g} or less: the best is {front.points[-1].predicted:.3g} predicted"
+                )
+        recipe = compress(self.tree, found.dtypes)
+        measured = None
+        if measure:
+            self.apply(recipe, cancelled=cancelled)
+            measured = drift_of(self.drift(cancelled=cancelled).output)
+        assert self.scanned is not None
+        return SearchReport(
+            model=self.model.title,
+            unit=self.scanned.unit,
+            rules=tuple(map(str, recipe.rules)),
+            stored_bytes=self.tree.stored_bytes,
+            planned_bytes=found.bytes + fixed,
+            predicted=found.score,
+            front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
+            measured=measured,
+            notices=self.model.notices,
+        )
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from dtype_engine.cli import cli, run
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
 
 TINYNET = f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet"
 PROGRAM = str(Path(sys.executable).with_name("dtype-engine"))

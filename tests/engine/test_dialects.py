@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dtype_engine import dtypes
-from dtype_engine.cli import cli, run
-from dtype_engine.cli_recipe import TARGETS
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+from dtype_engine.cli.recipe import TARGETS
 from dtype_engine.errors import UserError
 from dtype_engine.model.described import describe
 from dtype_engine.model.source import locate

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.cli import cli, run
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
 
 
 class Net(nn.Module):

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtype_engine import dtypes
-from dtype_engine.cli import cli, run
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
 from dtype_engine.errors import UserError
 from dtype_engine.model.described import describe
 from dtype_engine.model.source import locate

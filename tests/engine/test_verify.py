@@ -12,7 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dtype_engine as de
-from dtype_engine.cli import cli, run
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
 from dtype_engine.export.verify import verify
 from dtype_engine.model.source import locate
 

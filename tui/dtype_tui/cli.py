@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from dtype_engine.cli import (
+from dtype_engine.cli.common import (
     cast_options,
     model_argument,
     options_from,

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import dtypes
-from .errors import UserError
-from .options import Options
-from .readings import as_json
-from .recipe import Recipe, make_plan, require_matches
-from .text import printable
+from .. import dtypes
+from ..errors import UserError
+from ..options import Options
+from ..readings import as_json
+from ..recipe import Recipe, make_plan, require_matches
+from ..text import printable
 
 if TYPE_CHECKING:
-    from .recipe.dialects import Context, Converted
-    from .recipe.lint import Lint, RuleReading
+    from ..recipe.dialects import Context, Converted
+    from ..recipe.lint import Lint, RuleReading
 
 # Spelled out because both programs read this file when they start, and the targets themselves are not needed then.
 TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
@@ -49,12 +49,12 @@ def convert(file: Path, target: str, model: str | None, trust_remote_code: bool,
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
-    from .recipe.dialects import dialect, left_out_as_json
+    from ..recipe.dialects import dialect, left_out_as_json
 
     context = _from_file(file, model, trust_remote_code)
     written = dialect(target).convert(context)
     if as_object:
-        from .cli import print_json
+        from .common import print_json
 
         print_json(
             {
@@ -96,13 +96,13 @@ def lint(
     ctx: click.Context, file: Path, target: str, model: str | None, trust_remote_code: bool, as_object: bool
 ) -> None:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
-    from .recipe.dialects import dialect
-    from .recipe.lint import lint as read_as
+    from ..recipe.dialects import dialect
+    from ..recipe.lint import lint as read_as
 
     context = _from_file(file, model, trust_remote_code)
     found = read_as(context, dialect(target))
     if as_object:
-        from .cli import print_json
+        from .common import print_json
 
         print_json({"model": context.title, "differs": found.differs} | _lint_object(found))
     else:
@@ -149,7 +149,7 @@ def _rule_lines(rule: RuleReading) -> list[str]:
 @json_option
 def presets(model: str | None, trust_remote_code: bool, as_object: bool) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
-    from .recipe.presets import PRESETS
+    from ..recipe.presets import PRESETS
 
     context = _context(Recipe(), model, trust_remote_code)
     entries: list[dict[str, Any]] = []
@@ -164,11 +164,11 @@ def presets(model: str | None, trust_remote_code: bool, as_object: bool) -> None
             entry["planned_bytes"] = make_plan(context.tree, made).planned_bytes
         entries.append(entry)
     if as_object:
-        from .cli import print_json
+        from .common import print_json
 
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return
-    from .report_text import human_bytes
+    from ..report_text import human_bytes
 
     click.echo(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
     for entry in entries:
@@ -186,7 +186,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 def _from_file(file: Path, model: str | None, trust_remote_code: bool) -> Context:
     """The plan of a recipe file for the model asked for, else the one that the file names."""
-    from .recipe.file import read_recipe_file
+    from ..recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
     if model is None and given.model is None:
@@ -196,9 +196,9 @@ def _from_file(file: Path, model: str | None, trust_remote_code: bool) -> Contex
 
 def _context(recipe: Recipe, model: str | None, trust_remote_code: bool) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
-    from .model.described import describe
-    from .model.source import locate
-    from .recipe.dialects import Context
+    from ..model.described import describe
+    from ..model.source import locate
+    from ..recipe.dialects import Context
 
     source = locate(model)
     found = describe(source, Options(device="cpu", trust_remote_code=trust_remote_code))

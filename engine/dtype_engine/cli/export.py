@@ -12,22 +12,20 @@ from types import FrameType
 
 import click
 
-from . import dtypes
-from .cli import _opened as opened
-from .cli import _say as say
-from .cli import cast_options, cli, json_option, model_argument, print_json, read_rules, with_options
-from .errors import UserError
-from .options import Options
-from .readings import as_json
-from .readings_export import ExportReport, VerifyReport
-from .report_text import human_bytes, seconds_text
-from .text import printable
+from .. import dtypes
+from ..errors import UserError
+from ..options import Options
+from ..readings import as_json
+from ..readings_export import ExportReport, VerifyReport
+from ..report_text import human_bytes, seconds_text
+from ..text import printable
+from .common import cast_options, json_option, model_argument, opened, print_json, read_rules, say, with_options
 
 NO = 1
 _SHOWN = 20
 
 
-@cli.command()
+@click.command()
 @model_argument
 @with_options(cast_options)
 @click.option(
@@ -52,9 +50,9 @@ def export(
     as_object: bool,
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
-    from .export import export_checkpoint
-    from .export.folder import free_name
-    from .model.source import locate
+    from ..export import export_checkpoint
+    from ..export.folder import free_name
+    from ..model.source import locate
 
     recipe = read_rules(casts, recipe_file)
     free_name(folder)
@@ -77,7 +75,7 @@ def export(
         click.echo(f"dtype-engine: note: {notice}", err=True)
 
 
-@cli.command()
+@click.command()
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
 @click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
@@ -88,8 +86,8 @@ def verify(folder: Path, model: str, drift: bool, trust_remote_code: bool, as_ob
 
     Exit status 1 when anything differs.
     """
-    from .export.verify import verify as check
-    from .model.source import locate
+    from ..export.verify import verify as check
+    from ..model.source import locate
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")

@@ -1,0 +1,249 @@
+"""What the commands share: options, how a model is opened with its rules, progress, and errors as one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+import click
+
+from .. import dtypes
+from ..errors import UserError
+from ..options import Options, RunSettings
+from ..recipe import Recipe, Rule, require_matches
+from ..tree import Tree
+
+if TYPE_CHECKING:
+    from ..model.source import Source
+    from ..session import Session
+
+BAD_INPUT, INTERRUPTED = 2, 130
+_PRESET = f"{__name__}.preset"
+_AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
+
+model_argument = click.argument("model", required=False)
+json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
+cast_options = [
+    click.option("--cast", "casts", multiple=True, metavar="PATTERN=DTYPE", help="A rule; the last that matches wins."),
+    click.option(
+        "--recipe",
+        "recipe_file",
+        type=click.Path(path_type=Path),
+        help="A recipe file; --cast rules come after its own.",
+    ),
+]
+find_options = [
+    click.option(
+        "--trust-pickle", is_flag=True, help="Load pickles that hold more than tensors; they can run any code."
+    ),
+    click.option("--download", is_flag=True, help="Fetch MODEL from the Hugging Face hub when it is not in the cache."),
+]
+preset_option = click.option(
+    "--preset",
+    metavar="NAME",
+    expose_value=False,
+    callback=lambda ctx, parameter, name: ctx.meta.update({_PRESET: name}) if name else None,
+    help="Start from a preset; see `recipe presets`.",
+)
+"""For commands that know the tree before they need the rules; `with_preset` puts the rules in."""
+run_options = [
+    *find_options,
+    click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
+    click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
+    click.option(
+        "--text", "texts", multiple=True, type=click.Path(path_type=Path), help="A text file, cut into sequences."
+    ),
+    click.option(
+        "--compute",
+        default="float32",
+        show_default=True,
+        help="What storage-only weights compute in without an activation.",
+    ),
+    click.option("--autocast", metavar="DTYPE", help="Run the candidate under torch.autocast in bf16 or fp16."),
+    click.option(
+        "--float-inputs",
+        type=click.Choice(["given", "model"]),
+        default="given",
+        show_default=True,
+        help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
+    ),
+    click.option(
+        "--weights",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
+]
+
+
+Command = TypeVar("Command", bound=Callable[..., Any])
+
+
+def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command], Command]:
+    """A decorator that adds several click options in the order given."""
+
+    def decorate(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+def opened(model: str | None, recipe: Recipe, options: Options) -> Session:
+    """A session with a recipe in force whose rules all take something."""
+    from ..model.source import locate
+
+    source = locate(model, options.trust_pickle, options.download)
+    checkpoint = source.open()
+    if checkpoint is not None:
+        refuse_unmatched(source, checkpoint.tree(), recipe, options)
+    from ..session import open_session
+
+    session = open_session(source, settled(options), say=say)
+    recipe = with_preset(recipe, session.tree)
+    require_matches(session.tree, recipe)
+    session.apply(recipe)
+    return session
+
+
+def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
+    """The rules of a recipe file, then those of the command line. Raises UserError."""
+    preset_asked()
+    recipe = Recipe()
+    if recipe_file is not None:
+        from ..recipe.file import read_recipe
+
+        recipe = read_recipe(recipe_file)
+    for cast in casts:
+        recipe = recipe.then(Rule.parse(cast))
+    return recipe
+
+
+def preset_asked() -> str | None:
+    """The name given with --preset. It stays with the command: its rules can't be known before the model's tree is."""
+    context = click.get_current_context(silent=True)
+    name: str | None = context.meta.get(_PRESET) if context is not None else None
+    if name is not None:
+        from ..recipe.presets import preset
+
+        preset(name)  # a name that is none is refused at once
+    return name
+
+
+def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
+    """A recipe after the rules of the preset that was asked for, if one was. Raises UserError."""
+    name = preset_asked()
+    if name is None:
+        return recipe
+    from ..recipe.presets import preset
+
+    return Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
+
+
+def settled(options: Options) -> Options:
+    """With the run settings of the recipe file, where it has some and the command line says nothing else."""
+    context = click.get_current_context(silent=True)
+    file = context.params.get("recipe_file") if context is not None else None
+    if context is None or file is None:
+        return options
+    from ..recipe.file import read_recipe_file
+
+    written = read_recipe_file(file).settings
+    if written is None:
+        return options
+    said = {
+        name: getattr(options.settings, name)
+        for name in ("compute", "autocast", "float_inputs")
+        if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
+    }
+    return dataclasses.replace(options, settings=dataclasses.replace(written, **said))
+
+
+def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:
+    """Raise UserError for a rule that takes nothing, before any weight is loaded.
+
+    The headers' names mostly tell at once. Where they do not match, the architecture itself is asked, which imports torch:
+    it also has tied names and packed experts that the files do not have.
+    """
+    try:
+        require_matches(tree, recipe)
+    except UserError:
+        from ..model.load import expected_tree
+
+        expected = expected_tree(source, options)
+        if expected is None:
+            raise
+        require_matches(expected, recipe)
+
+
+def options_from(
+    device: str,
+    prompts: tuple[str, ...],
+    texts: tuple[Path, ...],
+    compute: str,
+    autocast: str | None,
+    float_inputs: Literal["given", "model"],
+    weights: Path | None,
+    trust_remote_code: bool,
+    trust_pickle: bool,
+    download: bool,
+) -> Options:
+    """What `run_options` gathered from the command line. Raises UserError."""
+    chosen = dtypes.parse_target(compute)
+    if chosen not in dtypes.COMPUTED:
+        raise UserError(f"--compute {compute}: choose one of {', '.join(dtypes.COMPUTED)}")
+    cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
+    if autocast is not None and cast is None:
+        raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
+    return Options(
+        device=device,
+        prompts=prompts,
+        texts=texts,
+        settings=RunSettings(chosen, cast, float_inputs),
+        weights=weights,
+        trust_remote_code=trust_remote_code,
+        trust_pickle=trust_pickle,
+        download=download,
+    )
+
+
+def print_json(value: Any) -> None:
+    """One object on standard output."""
+    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
+    sys.stdout.write("\n")
+
+
+def say(step: str) -> None:
+    """Progress for a person; nothing when standard error is not a terminal."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[K{step}")
+        sys.stderr.flush()
+
+
+def say_progress(run: str, done: int, total: int | None) -> None:
+    share = f" {100 * done // total} %" if total else ""
+    say(f"{run}: {done} module calls{share}")
+
+
+def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
+    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input."""
+    try:
+        result = command.main(args=arguments, prog_name=program, standalone_mode=False)
+        return result if isinstance(result, int) else 0
+    except (UserError, click.ClickException) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
+        return BAD_INPUT
+    except (KeyboardInterrupt, click.Abort):
+        print(f"{program}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0

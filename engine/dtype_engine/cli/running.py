@@ -1,0 +1,238 @@
+"""The commands that look at a model as it is, and run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import UserError
+from ..options import Options
+from ..readings import Generation, as_json
+from ..recipe import make_plan, require_matches
+
+if TYPE_CHECKING:
+    pass
+
+
+from .common import (
+    cast_options,
+    find_options,
+    json_option,
+    model_argument,
+    opened,
+    options_from,
+    preset_asked,
+    preset_option,
+    print_json,
+    read_rules,
+    refuse_unmatched,
+    run_options,
+    say,
+    say_progress,
+    with_options,
+    with_preset,
+)
+
+
+@click.command()
+@model_argument
+@with_options([*cast_options, preset_option])
+@with_options(find_options)
+@json_option
+def inspect(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    trust_pickle: bool,
+    download: bool,
+    as_object: bool,
+) -> None:
+    """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
+    from ..model.source import locate
+
+    source = locate(model, trust_pickle, download)
+    checkpoint = source.open()
+    if checkpoint is not None:
+        tree = checkpoint.tree()
+    else:
+        from ..model.load import load
+
+        tree = load(source, Options(device="cpu")).tree
+    recipe = read_rules(casts, recipe_file)
+    refuse_unmatched(source, tree, recipe, Options(device="cpu"))
+    if preset_asked():
+        from ..model.described import describe
+
+        tree = describe(source, Options(device="cpu")).tree
+        recipe = with_preset(recipe, tree)
+    plan = make_plan(tree, recipe)
+    totals = tree.totals(plan.dtypes)
+    tensors = [
+        {
+            "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
+            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.fixed,
+        }
+        for tensor in tree.tensors.values()
+    ]  # fmt: skip
+    whole = totals[""]
+    result = {
+        "model": source.title,
+        "parameters": whole.total_elements,
+        "stored_bytes": plan.stored_bytes,
+        "planned_bytes": plan.planned_bytes,
+        "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
+        "rules": [str(rule) for rule in recipe.rules],
+        "modules": [
+            {
+                "name": name, "class": module.class_name, "parameters": totals[name].total_elements,
+                "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
+            }
+            for name, module in tree.modules.items()
+        ],
+        "tensors": tensors,
+    }  # fmt: skip
+    if as_object:
+        print_json(result)
+        return
+    from ..report_text import inspect_text
+
+    click.echo(inspect_text(tree, plan, source.title))
+
+
+@click.command()
+@model_argument
+@with_options([*cast_options, preset_option])
+@with_options(run_options)
+@click.option(
+    "--generate",
+    "tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Also let both write N tokens, greedily, and show where they part.",
+)
+@json_option
+def drift(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    tokens: int | None,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
+    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    report = session.drift(on_progress=say_progress)
+    texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
+    say("")
+    if as_object:
+        print_json(as_json(report) | ({"generated": [_generation(text) for text in texts]} if tokens else {}))
+        return
+    from ..report_text import drift_text, generation_text
+
+    click.echo(drift_text(report))
+    for text in texts:
+        click.echo(generation_text(text))
+    for notice in report.notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+@click.command()
+@model_argument
+@with_options([*cast_options, preset_option])
+@with_options(run_options)
+@json_option
+def flow(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """Every implicit cast of one forward pass: module, operation, from, to, elements."""
+    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    found = session.flow()
+    if as_object:
+        rules = [str(rule) for rule in session.recipe.rules]
+        print_json({"model": session.model.title, "rules": rules, "casts": as_json(found)})
+        return
+    from ..report_text import flow_text
+
+    click.echo(flow_text(found))
+
+
+@click.command()
+@model_argument
+@with_options([*cast_options, preset_option])
+@with_options(run_options)
+@click.option(
+    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
+)
+@json_option
+def speed(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    repeats: int,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
+    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    report = session.speed(lambda what, done, total: say(f"timing {what}: {done} of {total}"), repeats=repeats)
+    say("")
+    if as_object:
+        print_json(as_json(report))
+        return
+    from ..report_text import speed_text
+
+    click.echo(speed_text(report))
+    for notice in report.notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)
+
+
+@click.command()
+@model_argument
+@with_options(cast_options)
+@with_options(find_options)
+@json_option
+def weights(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    trust_pickle: bool,
+    download: bool,
+    as_object: bool,
+) -> None:
+    """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
+    from ..model.source import locate
+
+    source = locate(model, trust_pickle, download)
+    checkpoint = source.open()
+    if checkpoint is None:
+        raise UserError(f"{source.title} is code, not a checkpoint: give the file or folder of its weights")
+    tree = checkpoint.tree()
+    recipe = read_rules(casts, recipe_file)
+    require_matches(tree, recipe)
+    plan = make_plan(tree, recipe)
+    from ..weight_errors import round_trips
+
+    found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: say(f"weights: {done} of {total}")))
+    say("")
+    if as_object:
+        print_json({"model": source.title, "rules": [str(rule) for rule in recipe.rules], "weights": as_json(found)})
+        return
+    from ..report_text import weights_text
+
+    click.echo(weights_text(found))
+
+
+def _generation(text: Generation) -> dict[str, Any]:
+    """One generation as JSON: what was written, and the first token that differs (null when none does)."""
+    return {
+        "prompt": text.prompt,
+        "reference": as_json(text.reference) | {"text": text.reference.text},
+        "candidate": as_json(text.candidate) | {"text": text.candidate.text},
+        "first_difference": text.same_tokens if text.differs else None,
+    }

@@ -1,0 +1,178 @@
+"""`dtype-engine scan` and `dtype-engine search`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .. import dtypes
+from ..errors import OutOfReach, UserError
+from ..readings import ScanReport, as_json
+from ..recipe import Recipe, Rule
+from .common import json_option, model_argument, opened, options_from, print_json, run_options, say, with_options
+
+NO = 1
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    f"{letter}{i}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for i in ("", "i", "ib")
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+
+scan_options = [
+    click.option(
+        "--dtypes",
+        "dtype_names",
+        metavar="DTYPE,...",
+        help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
+    ),
+    click.option(
+        "--draws", type=click.IntRange(min=1), help="Backward passes a sequence.  [default: 24 over all, at least 4]"
+    ),
+    click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
+    click.option(
+        "--save",
+        type=click.Path(path_type=Path),
+        help="Keep the scan in this file after every sequence, and go on from it.",
+    ),
+]
+
+
+def parse_bytes(text: str, whole: int) -> int:
+    """`12GiB`, `500MB`, `4096`, or `45%` of `whole` bytes. Raises UserError."""
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[2] != "%" and found[2].lower() not in _UNITS):
+        raise UserError(f"can't read the budget {text!r}: write a size like 12GiB, 500MB or 45%")
+    return int(float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()]))
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """`bf16,fp8` as dtype names. Raises UserError."""
+    return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
+
+
+@click.command()
+@model_argument
+@with_options(scan_options)
+@with_options(run_options)
+@json_option
+def scan(
+    model: str | None,
+    dtype_names: str | None,
+    draws: int | None,
+    exact: bool,
+    save: Path | None,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """How much every weight matters in every dtype, in the time of a few forward passes."""
+    _, report = _scanned(model, dtype_names, draws, exact, save, run_settings)
+    if as_object:
+        print_json(as_json(report))
+        return
+    from ..report_scan import scan_text
+
+    click.echo(scan_text(report))
+    _notes(report.notices)
+
+
+@click.command()
+@model_argument
+@click.option("--budget", metavar="SIZE", help="The most bytes there may be: 12GiB, 500MB, or 45% of those stored.")
+@click.option("--max-kl", "--max-drift", "max_drift", type=float, help="The most predicted drift there may be.")
+@click.option("--keep", multiple=True, metavar="PATTERN", help="Stays as stored; may be repeated.")
+@click.option(
+    "--together",
+    multiple=True,
+    metavar="PATTERN",
+    help="One dtype for what it takes in one parent, as '*.{q,k,v}_proj'; may be repeated.",
+)
+@click.option(
+    "--only",
+    multiple=True,
+    metavar="PATTERN=DTYPE,...",
+    help="The dtypes allowed for what a pattern takes; may be repeated, the last that matches decides.",
+)
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
+@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure what was found.")
+@with_options(scan_options)
+@with_options(run_options)
+@json_option
+def search(
+    model: str | None,
+    budget: str | None,
+    max_drift: float | None,
+    keep: tuple[str, ...],
+    together: tuple[str, ...],
+    only: tuple[str, ...],
+    output: Path | None,
+    measure: bool,
+    dtype_names: str | None,
+    draws: int | None,
+    exact: bool,
+    save: Path | None,
+    as_object: bool,
+    **run_settings: Any,
+) -> int:
+    """The best recipe for a budget, by a scan; predicted drift beside measured."""
+    from ..search import Constraints
+
+    if (budget is None) == (max_drift is None):
+        raise UserError("give either --budget or --max-kl")
+    if budget is not None:
+        parse_bytes(budget, 0)
+    rules = [_only(text) for text in only]
+    session, _ = _scanned(model, dtype_names, draws, exact, save, run_settings)
+    most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
+    try:
+        report = session.search(most, max_drift, Constraints(keep, together, (), tuple(rules)), measure)
+    except OutOfReach as error:
+        if as_object:
+            print_json({"model": session.model.title, "met": False, "reason": str(error)})
+        click.echo(f"dtype-engine: {error}", err=True)
+        return NO
+    if output is not None:
+        from ..recipe.file import write_recipe
+
+        text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model)
+        try:
+            output.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"can't write the recipe {output}: {error.strerror}") from None
+    if as_object:
+        print_json(as_json(report) | {"met": True})
+    else:
+        from ..report_scan import search_text
+
+        click.echo(search_text(report))
+    _notes(report.notices)
+    return 0
+
+
+def _only(text: str) -> tuple[str, tuple[str, ...]]:
+    pattern, equals, names = text.rpartition("=")
+    if not equals or not pattern or not names:
+        raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
+    return pattern, parse_dtypes(names)
+
+
+def _scanned(
+    model: str | None, names: str | None, draws: int | None, exact: bool, save: Path | None, settings: dict[str, Any]
+) -> tuple[Any, ScanReport]:
+    """A session, scanned."""
+    asked = parse_dtypes(names) if names is not None else None
+    session = opened(model, Recipe(), options_from(**settings))
+    from ..scan import DEFAULT_DTYPES
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        say(f"{what}: {done}" + (f" of {total}" if total else ""))
+
+    report = session.scan(asked or DEFAULT_DTYPES, draws, exact, save, progress)
+    say("")
+    return session, report
+
+
+def _notes(notices: tuple[str, ...]) -> None:
+    for notice in notices:
+        click.echo(f"dtype-engine: note: {notice}", err=True)

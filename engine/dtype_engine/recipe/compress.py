@@ -1,0 +1,186 @@
+"""Few readable rules for a dtype of every weight. Never imports torch.
+
+Rules are picked greedily: of all patterns that suggest themselves (whole kinds, `*.mlp.down_proj`; ranges of numbered
+layers, `model.layers.{3..9}.mlp`; classes; names) the one that brings the most weights to the dtype they should have, less
+those it takes away from it, until none is wrong. What a pattern takes is always asked of the tree itself, so the rules
+stand for exactly the dtypes asked for, whatever the names are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from .. import dtypes
+from ..tree import Tree, ancestors
+from .pattern import generalisations
+from .plan import make_plan, select
+from .rules import Recipe, Rule
+
+_MOST_KINDS = 4
+
+
+def compress(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
+    """A recipe whose plan has `wanted` (dtypes by canonical tensor name) and everything else as stored."""
+    target = {name: tensor.dtype for name, tensor in tree.tensors.items()} | dict(wanted)
+    now = {name: tensor.dtype for name, tensor in tree.tensors.items()}
+    proposals = _Proposals(tree, target)
+    rules: list[Rule] = []
+    while wrong := {name for name in target if now[name] != target[name]}:
+        rule, taken = proposals.best(now, wrong)
+        rules.append(rule)
+        for name in taken:
+            now[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
+    recipe = _pruned(tree, rules, target)
+    assert dict(make_plan(tree, recipe).dtypes) == target
+    return recipe
+
+
+def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
+    """Without the rules that later ones made needless."""
+    place = 0
+    while place < len(rules):
+        fewer = Recipe((*rules[:place], *rules[place + 1 :]))
+        if dict(make_plan(tree, fewer).dtypes) == target:
+            rules = list(fewer.rules)
+        else:
+            place += 1
+    return Recipe(tuple(rules))
+
+
+class _Proposals:
+    """The patterns that suggest themselves for a tree, and what each takes."""
+
+    def __init__(self, tree: Tree, target: Mapping[str, str]) -> None:
+        self.tree = tree
+        self.target = target
+        self._takes: dict[str, tuple[str, ...]] = {}
+        self._patterns = self._general()
+
+    def best(self, now: Mapping[str, str], wrong: set[str]) -> tuple[Rule, tuple[str, ...]]:
+        """The rule that mends the most weights, less those it breaks; short patterns first where that is equal."""
+        best: tuple[float, int, str, str] | None = None
+        for pattern in (*self._patterns, *self._ranges(wrong)):
+            taken = self.taken(pattern)
+            votes = Counter(self.target[name] for name in taken if name in wrong)
+            for dtype, mended in votes.items():
+                broken = sum(now[name] == self.target[name] != dtype for name in taken)
+                # Every further choice or range in a pattern must earn its place.
+                gain = mended - broken - 0.2 * (pattern.count(",") + pattern.count(".."))
+                entry = (-gain, len(pattern), pattern, dtype)
+                if mended > broken and (best is None or entry < best):
+                    best = entry
+        if best is None:
+            name = min(wrong)
+            pattern, dtype = generalisations(name)[0], self.target[name]
+        else:
+            _, _, pattern, dtype = best
+        return Rule.make(pattern, dtype), self.taken(pattern)
+
+    def taken(self, pattern: str) -> tuple[str, ...]:
+        if pattern not in self._takes:
+            self._takes[pattern] = select(self.tree, pattern).tensors
+        return self._takes[pattern]
+
+    def _general(self) -> list[str]:
+        """`*`, classes, and suffixes that several modules share."""
+        found = {"*": 0}
+        for name, module in self.tree.modules.items():
+            if name:
+                found |= dict.fromkeys(generalisations(name, module.class_name)[1:], 0)
+        for name in self.target:
+            found |= dict.fromkeys(generalisations(name)[1:], 0)
+        return list(found)
+
+    def _ranges(self, wrong: Iterable[str]) -> list[str]:
+        """For every kind of module or tensor in numbered layers: the layers in which all of it should be one dtype."""
+        layers: dict[tuple[str, str], dict[int, set[str]]] = {}
+        literal: dict[str, None] = {}
+        kinds = {kind for name in wrong for kind in _kinds(name)}
+        names = [*(name for name in self.tree.modules if name), *self.target]
+        for name in names:
+            for kind, number in _kinds(name).items():
+                if kind in kinds:
+                    wants = {self.target[tensor] for tensor in self._below(name)}
+                    layers.setdefault(kind, {}).setdefault(number, set()).update(wants)
+        for name in wrong:
+            literal |= dict.fromkeys([generalisations(name)[0], *self._pure_above(name)])
+        patterns: dict[str, None] = {}
+        by_set: dict[tuple[str, str, tuple[int, ...]], list[str]] = {}
+        for (before, after), by_layer in layers.items():
+            for dtype in {dtype for dtype_set in by_layer.values() for dtype in dtype_set}:
+                numbers = tuple(sorted(number for number, dtype_set in by_layer.items() if dtype_set == {dtype}))
+                if numbers:
+                    by_set.setdefault((before, dtype, numbers), []).append(after)
+        for (before, _, numbers), afters in by_set.items():
+            chosen = _numbers(numbers)
+            for after in afters:
+                patterns[f"{before}.{chosen}{after}"] = None
+            tops = [
+                after
+                for after in afters
+                if not any(after.startswith(f"{other}.") or not other for other in afters if other != after)
+            ]
+            if 1 < len(tops) <= _MOST_KINDS:
+                patterns[f"{before}.{chosen}.{_choices(sorted(top[1:] for top in tops))}"] = None
+        return [*patterns, *literal]
+
+    def _below(self, name: str) -> list[str]:
+        tensor = self.tree.canonical(name)
+        if tensor is not None and name not in self.tree.modules:
+            return [tensor.name] if tensor.castable and tensor.persistent else []
+        return [each.name for each in self.tree.below(name) if each.castable and each.persistent]
+
+    def _pure_above(self, name: str) -> list[str]:
+        """Modules above a tensor in which everything should be of one dtype."""
+        return [
+            generalisations(module)[0]
+            for module in ancestors(name)
+            if module and len({self.target[tensor] for tensor in self._below(module)}) == 1
+        ]
+
+
+def _kinds(name: str) -> dict[tuple[str, str], int]:
+    """For each numbered part of a name, of it and of the modules above: what stands before and behind, and the number.
+
+    Numbers further behind are starred: `layers.3.experts.5.w1` is `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for whole in (name, *ancestors(name)):
+        parts = whole.split(".")
+        for place, part in enumerate(parts):
+            if part.isdigit() and str(int(part)) == part and place:
+                before = ".".join(parts[:place])
+                rest = "".join("." + ("*" if other.isdigit() else other) for other in parts[place + 1 :])
+                if not any(character in before + rest.replace("*", "") for character in "*?[]{},"):
+                    found[before, rest] = int(part)
+    return found
+
+
+def _numbers(numbers: tuple[int, ...]) -> str:
+    """`3`, `{0..4}`, `{0,3..5}` written as the pattern language has it: `{0,{3..5}}`."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = []
+    for run in runs:
+        if len(run) > 2:
+            texts.append(f"{{{run[0]}..{run[-1]}}}")
+        else:
+            texts += map(str, run)
+    if len(texts) == 1:
+        return texts[0]
+    return "{" + ",".join(texts) + "}"
+
+
+def _choices(names: list[str]) -> str:
+    """`self_attn.{k_proj,v_proj}`: several dotted names in one pattern, what all begin with in front."""
+    parts = [name.split(".") for name in names]
+    common = 0
+    while all(len(part) > common + 1 and part[: common + 1] == parts[0][: common + 1] for part in parts):
+        common += 1
+    front = "".join(f"{part}." for part in parts[0][:common])
+    return front + "{" + ",".join(".".join(part[common:]) for part in parts) + "}"

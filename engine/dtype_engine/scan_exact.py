@@ -1,0 +1,98 @@
+"""The exhaustive truth that the scan estimates: every weight in every dtype measured alone, one candidate pass each."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+
+from .drift import DriftMeter, Measurement
+from .forward import reference_name
+from .inputs import Inputs
+from .model.live import LiveModel
+from .options import RunSettings
+from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift, ScanReport, WeightScore
+from .recipe import tensor_bytes
+from .scan import OnEstimate, OnProgress, is_free, scanned_dtypes
+
+
+def drift_of(output: OutputDrift) -> float:
+    """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
+    value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
+    return value if math.isfinite(value) and not output.nonfinite else math.inf
+
+
+def alone(model: LiveModel) -> dict[str, str]:
+    """The dtypes in which nothing drifts: as stored, those narrower than the reference in its dtype."""
+    return {
+        name: weight.info.dtype
+        if not weight.info.castable or is_free(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
+        else "float32"
+        for name, weight in model.weights.items()
+    }
+
+
+def measure_alone(
+    model: LiveModel,
+    inputs: Inputs,
+    dtypes: tuple[str, ...],
+    settings: RunSettings,
+    on_progress: OnProgress = lambda what, done, total: None,
+    on_estimate: OnEstimate = lambda report: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> ScanReport:
+    """Measure them all; what comes before the weight is not run again. Leaves the model cast in its own way: the caller
+    puts its recipe back.
+
+    Raises NoForward, KernelError, Cancelled.
+    """
+    meter = DriftMeter(model, inputs, settings)
+    base = alone(model)
+    started = time.perf_counter()
+    model.apply(base, cancelled=cancelled)
+    first: Measurement = meter.measure(cancelled=cancelled)
+    forward = first.candidate_seconds
+    wanted = [
+        (name, dtype)
+        for name, weight in model.weights.items()
+        if weight.info.castable and weight.info.persistent
+        for dtype in scanned_dtypes(weight, dtypes)
+    ]
+    scores: list[WeightScore] = []
+
+    def report() -> ScanReport:
+        return ScanReport(
+            model=model.title,
+            device=str(model.device),
+            reference=reference_name(model),
+            inputs=inputs.description,
+            unit=_unit(first),
+            exact=True,
+            draws=0,
+            sequences=len(inputs.batches),
+            all_sequences=len(inputs.batches),
+            dtypes=dtypes,
+            forward_seconds=forward,
+            scan_seconds=time.perf_counter() - started,
+            weights=tuple(scores),
+            notices=model.notices,
+        )
+
+    for done, (name, dtype) in enumerate(wanted):
+        info = model.weights[name].info
+        if is_free(info.dtype, dtype):
+            scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), 0.0, 0.0))
+            continue
+        model.apply(base | {name: dtype}, cancelled=cancelled)
+        output = meter.measure(cancelled=cancelled).output
+        scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), drift_of(output), output.kl_mean_se))
+        on_progress("scan", done + 1, len(wanted))
+        if done % 64 == 63:
+            on_estimate(report())
+    return report()
+
+
+def _unit(measured: Measurement) -> str:
+    if measured.output.kl_mean is None:
+        return SQUARED
+    return NATS if measured.dimensions > 2 else NATS_PER_EXAMPLE

@@ -1,0 +1,325 @@
+"""The best recipe for a budget: a multiple-choice knapsack over (bytes, predicted drift). Never imports torch.
+
+An item is a weight, or a group of weights that are held to one dtype; its choices are dtypes, each with bytes and a score.
+The lower convex hulls of all items, merged by slope, give the whole Pareto front at once: at each of its points no mix is
+both smaller and better by the scores. Between two points the rest of the budget is filled exactly: Lagrangian bounds leave
+only a few choices open, and these are enumerated.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import dtypes
+from .errors import UserError
+from .readings import FrontPoint
+from .recipe import no_match, select, tensor_bytes
+from .tree import Tree
+
+_MOST_STATES = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """An item in one dtype."""
+
+    dtype: str
+    bytes: int
+    score: float
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """Weights that share one dtype, and what they may be, the smallest first; none is larger and worse than another."""
+
+    weights: tuple[str, ...]
+    choices: tuple[Choice, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Constraints:
+    """What a recipe must respect.
+
+    keep: patterns of weights that stay as stored. together: patterns; what one takes in one parent module is held to one
+    dtype (`*.{q,k,v}_proj`: the three of each layer). dtypes: those allowed, besides as stored; empty for all that were
+    scanned. only: patterns with the dtypes allowed for what they take; the last that matches decides.
+    """
+
+    keep: tuple[str, ...] = ()
+    together: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ()
+    only: tuple[tuple[str, tuple[str, ...]], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """A dtype for every weight, with the bytes and the predicted drift of all of them together."""
+
+    dtypes: Mapping[str, str]
+    bytes: int
+    score: float
+
+
+def make_items(
+    tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
+) -> list[Item]:
+    """The choices that there are. Raises UserError for a pattern that takes nothing, or a dtype that was not scanned."""
+    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.persistent]
+    scanned = {dtype for _, dtype in scores}
+    for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
+        if dtype != dtypes.STORED and dtype not in scanned:
+            raise UserError(f"{dtype} was not scanned: scan with it, or choose among {', '.join(sorted(scanned))}")
+    allowed: dict[str, frozenset[str]] = {}
+    for pattern, only in constraints.only:
+        allowed |= dict.fromkeys(_taken(tree, pattern), frozenset(only))
+    kept = {name for pattern in constraints.keep for name in _taken(tree, pattern)}
+    general = frozenset(constraints.dtypes or scanned) | {dtypes.STORED}
+    items = []
+    for group in _groups(tree, weights, constraints.together):
+        choices: dict[str, Choice] = {}
+        for dtype in sorted({*scanned, *(tree.tensors[name].dtype for name in group)}):
+            if all(_may_be(tree, name, dtype, kept, allowed.get(name, general)) for name in group):
+                parts = [scores.get((name, dtype), math.inf) for name in group]
+                size = sum(tensor_bytes(tree.tensors[name], dtype) for name in group)
+                choices[dtype] = Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf)
+        if not choices:
+            names = ", ".join(group[:3]) + (", …" if len(group) > 3 else "")
+            raise UserError(
+                f"no dtype is left for {names}, which are held together: some are kept, or allowed other dtypes"
+            )
+        items.append(Item(group, _undominated(choices.values())))
+    return items
+
+
+def _taken(tree: Tree, pattern: str) -> tuple[str, ...]:
+    taken = select(tree, pattern)
+    if not taken:
+        raise UserError(no_match(tree, pattern, taken))
+    return taken.tensors
+
+
+def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozenset[str]) -> bool:
+    stored = tree.tensors[name].dtype
+    if name in kept:
+        return dtype == stored
+    return dtype in allowed or (dtype == stored and dtypes.STORED in allowed)
+
+
+def _groups(tree: Tree, weights: Sequence[str], together: Iterable[str]) -> list[tuple[str, ...]]:
+    """The weights, those that are held together in one tuple. Groups that share a weight become one."""
+    leader = {name: name for name in weights}
+
+    def find(name: str) -> str:
+        while leader[name] != name:
+            leader[name] = leader[leader[name]]
+            name = leader[name]
+        return name
+
+    for pattern in together:
+        taken = select(tree, pattern)
+        if not taken:
+            raise UserError(no_match(tree, pattern, taken))
+        first: dict[str, str] = {}
+        for name in taken.tensors:
+            if name not in leader:
+                continue
+            outermost = name
+            for alias in tree.tensors[name].names:
+                inside = [module for module in _above(alias) if module in taken.modules]
+                outermost = inside[-1] if inside else outermost
+            parent = outermost.rpartition(".")[0]
+            leader[find(name)] = find(first.setdefault(parent, name))
+    groups: dict[str, list[str]] = {}
+    for name in weights:
+        groups.setdefault(find(name), []).append(name)
+    return [tuple(group) for group in groups.values()]
+
+
+def _above(name: str) -> list[str]:
+    """The modules above a name, nearest first."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
+
+
+def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
+    """By bytes, without those that another is at least as good as in both; of equals the wider dtype stays."""
+    ordered = sorted(choices, key=lambda choice: (choice.bytes, choice.score, -dtypes.BY_NAME[choice.dtype].bits))
+    best: list[Choice] = []
+    for choice in ordered:
+        if not best or choice.score < best[-1].score:
+            best.append(choice)
+    finite = [choice for choice in best if math.isfinite(choice.score)]
+    return tuple(finite or best[:1])
+
+
+@dataclass
+class Front:
+    """The Pareto front of items: from everything in its smallest dtype, step by step to the best of all."""
+
+    items: Sequence[Item]
+    points: list[FrontPoint] = field(default_factory=list)
+    _steps: list[tuple[int, int]] = field(default_factory=list)
+    _slopes: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        steps: list[tuple[float, int, int]] = []
+        for place, item in enumerate(self.items):
+            hull = _hull(item.choices)
+            steps += [
+                (_slope(item.choices[low], item.choices[high]), place, high) for low, high in itertools.pairwise(hull)
+            ]
+        # Within one item slopes fall along its hull, so that this order never goes back.
+        steps.sort(key=lambda step: -step[0])
+        self._steps = [(place, choice) for _, place, choice in steps]
+        self._slopes = [slope for slope, _, _ in steps]
+        chosen = [0] * len(self.items)
+        size, scores = self._size(chosen), [item.choices[0].score for item in self.items]
+        self.points = [FrontPoint(size, math.fsum(scores))]
+        total = self.points[0].predicted
+        for place, choice in self._steps:
+            before, after = self.items[place].choices[chosen[place]], self.items[place].choices[choice]
+            chosen[place] = choice
+            size += after.bytes - before.bytes
+            total += after.score - before.score
+            self.points.append(FrontPoint(size, max(0.0, total)))
+
+    def within(self, budget: int) -> Solution | None:
+        """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
+        place = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
+        if place < 0:
+            return None
+        start = self._chosen(place)
+        if place < len(self._steps):
+            table = [[(choice.score, float(choice.bytes)) for choice in item.choices] for item in self.items]
+            start = knapsack(table, float(budget), self._slopes[place], start)
+        return self.solution(start)
+
+    def reaching(self, most: float) -> Solution | None:
+        """The fewest bytes at a score of no more than `most`; None when even the best is worse."""
+        place = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
+        if place == len(self.points):
+            return None
+        start = self._chosen(place)
+        if place > 0 and self._slopes[place - 1] > 0:
+            table = [[(float(choice.bytes), choice.score) for choice in item.choices] for item in self.items]
+            start = knapsack(table, most, 1 / self._slopes[place - 1], start)
+        return self.solution(start)
+
+    def _size(self, chosen: Sequence[int]) -> int:
+        return sum(item.choices[choice].bytes for item, choice in zip(self.items, chosen, strict=True))
+
+    def _score(self, chosen: Sequence[int]) -> float:
+        return math.fsum(item.choices[choice].score for item, choice in zip(self.items, chosen, strict=True))
+
+    def _chosen(self, steps: int) -> list[int]:
+        chosen = [0] * len(self.items)
+        for place, choice in self._steps[:steps]:
+            chosen[place] = choice
+        return chosen
+
+    def solution(self, chosen: Sequence[int]) -> Solution:
+        """A choice for every item as dtypes by weight."""
+        planned = {
+            name: item.choices[choice].dtype
+            for item, choice in zip(self.items, chosen, strict=True)
+            for name in item.weights
+        }
+        return Solution(planned, self._size(chosen), self._score(chosen))
+
+
+def _slope(low: Choice, high: Choice) -> float:
+    """Drift saved a byte."""
+    return (low.score - high.score) / (high.bytes - low.bytes) if math.isfinite(low.score) else math.inf
+
+
+def _hull(choices: Sequence[Choice]) -> list[int]:
+    """Places of the choices on the lower convex hull of score over bytes."""
+    hull: list[int] = []
+    for place in range(len(choices)):
+        while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
+            choices[hull[-1]], choices[place]
+        ):
+            hull.pop()
+        hull.append(place)
+    return hull
+
+
+@dataclass(frozen=True, slots=True)
+class _State:
+    """Choices for the items so far: their weight and cost, and the reduced costs they have used up."""
+
+    weight: float
+    cost: float
+    used: float
+    choice: int
+    before: _State | None
+
+
+def knapsack(
+    table: Sequence[Sequence[tuple[float, float]]], limit: float, price: float, start: Sequence[int]
+) -> list[int]:
+    """One (cost, weight) of each row, the sum of costs least, the sum of weights at most `limit`.
+
+    start: a choice that fits. price: cost a unit of weight, which the bound is made with. With p the price, every
+    choice's reduced cost is what it lacks to its row's least cost + p·weight, and no better solution uses up more of
+    them than the distance of `start` to the bound: all choices above that are out, which leaves few. The result is
+    exact unless over 20 000 partial solutions stay open at once; then it is the best of those nearest to the bound.
+    """
+    least = [min(cost + price * weight for cost, weight in row) for row in table]
+    best_cost = math.fsum(row[place][0] for row, place in zip(table, start, strict=True))
+    gap = (best_cost + price * limit - math.fsum(least)) * (1 + 1e-9) + 1e-300
+    open_rows: list[tuple[int, list[tuple[float, int]]]] = []
+    chosen = list(start)
+    fixed_weight = fixed_cost = 0.0
+    for place, row in enumerate(table):
+        left = [
+            (max(0.0, cost + price * weight - least[place]), choice)
+            for choice, (cost, weight) in enumerate(row)
+            if cost + price * weight - least[place] <= gap
+        ]
+        if len(left) <= 1:
+            choice = left[0][1] if left else start[place]
+            chosen[place] = choice
+            fixed_cost += row[choice][0]
+            fixed_weight += row[choice][1]
+        else:
+            open_rows.append((place, left))
+    lightest = [min(table[place][choice][1] for _, choice in left) for place, left in open_rows]
+    remaining = math.fsum(lightest)
+    states = [_State(fixed_weight, fixed_cost, 0.0, -1, None)]
+    for (place, left), light in zip(open_rows, lightest, strict=True):
+        remaining -= light
+        grown = [
+            _State(state.weight + table[place][choice][1], state.cost + table[place][choice][0], used, choice, state)
+            for state in states
+            for reduced, choice in left
+            if (used := state.used + reduced) <= gap
+            and state.weight + table[place][choice][1] + remaining <= limit * (1 + 1e-12)
+        ]
+        states = _pareto(grown)
+        if len(states) > _MOST_STATES:
+            states = sorted(states, key=lambda state: state.used)[:_MOST_STATES]
+    for end in sorted(states, key=lambda state: state.cost):
+        found, state = list(chosen), end
+        for place, _ in reversed(open_rows):
+            found[place] = state.choice
+            assert state.before is not None
+            state = state.before
+        if math.fsum(table[place][choice][1] for place, choice in enumerate(found)) <= limit:
+            cost = math.fsum(table[place][choice][0] for place, choice in enumerate(found))
+            return found if cost < best_cost else list(start)
+    return list(start)
+
+
+def _pareto(states: list[_State]) -> list[_State]:
+    """Without those that another is at least as good as in weight and cost."""
+    states.sort(key=lambda state: (state.weight, state.cost))
+    best: list[_State] = []
+    for state in states:
+        if not best or state.cost < best[-1].cost:
+            best.append(state)
+    return best

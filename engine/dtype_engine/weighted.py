@@ -1,0 +1,374 @@
+"""The weighted operations of a reference pass: every torch call that takes a weight or a view of one.
+
+A pass under `WeightedOperations` computes what the reference does, with a graph: each weighted operation is noted with
+its arguments, and a hook on its output hears the gradient on the way back. `LocalErrors` runs one of them again with one
+weight in another dtype, under the four rules of `execution`, which is its local error. Neither knows modules or
+architectures.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import dtypes
+from .execution import (
+    _EXPLICIT,
+    _METADATA,
+    _TENSOR_VALUED_PROPERTIES,
+    Arguments,
+    MixedDtypes,
+    Widened,
+    _call,
+    _in_place,
+    _promoted,
+    _reference_dtype,
+    _replaced,
+    _tensors,
+)
+from .model.live import Weight
+from .storage import bring_back, convert, torch_dtype
+
+Remake = Callable[[torch.Tensor], torch.Tensor]
+
+# Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
+# without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
+_PRODUCTS = frozenset(
+    {
+        "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d",
+        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "_grouped_mm", "grouped_mm",
+    }
+)  # fmt: skip
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a tensor is of a weight: the weight itself (`remake` gives it back), or a view or function of it alone."""
+
+    weight: str
+    remake: Remake
+    itself: bool
+
+
+@dataclass(slots=True)
+class Operation:
+    """One weighted operation of a pass. `sources` says of which arguments (by id) it takes which weight.
+
+    `gradients` has, per output, those heard so far: flat, one a backward pass.
+    """
+
+    func: Any
+    name: str
+    module: str
+    args: Arguments
+    kwargs: dict[str, Any]
+    sources: dict[int, Source]
+    outputs: list[torch.Tensor]
+    versions: list[int] = field(default_factory=list)
+    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """The weights that it takes, each once."""
+        return tuple(dict.fromkeys(source.weight for source in self.sources.values()))
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether something wrote to what it was given or gave, so that it can't be run again as it was."""
+        return [tensor._version for tensor in self._held()] != self.versions
+
+    def _held(self) -> list[torch.Tensor]:
+        return [*_tensors(self.args, self.kwargs), *self.outputs]
+
+    def note_versions(self) -> None:
+        """From here on, `overwritten` tells."""
+        self.versions = [tensor._version for tensor in self._held()]
+
+
+class WeightedOperations(Widened):
+    """The reference, with a graph, and every weighted operation noted.
+
+    wanted: names of the weights to note operations of. copies: places (in the order of the pass) of operations whose
+    tensors are written to later: they get copies. heard: is called for every gradient.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[int, Weight],
+        device: torch.device,
+        wanted: frozenset[str],
+        heard: Callable[[Operation, int, torch.Tensor], None],
+        copies: frozenset[int] = frozenset(),
+    ) -> None:
+        super().__init__(weights, device)
+        self.operations: list[Operation] = []
+        self.wanted = wanted
+        self.heard = heard
+        self.copies = copies
+        self._made: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._start = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def overwritten(self) -> frozenset[int]:
+        """Places of the operations whose tensors were written to since."""
+        return frozenset(place for place, operation in enumerate(self.operations) if operation.overwritten)
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name: str = func.__name__
+        if name == "__get__":
+            return self._get(func, args)
+        if name in _METADATA or name == "__set__":
+            return func(*args, **kwargs)
+        if name == "is_floating_point" and self._weight(args[0]) is not None:
+            return True
+        tensors = _tensors(args, kwargs)
+        sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
+        values = {
+            id(tensor): self._values(weight) for tensor in tensors if (weight := self._weight(tensor)) is not None
+        }
+        given, named = _replaced(args, kwargs, values) if values else (args, kwargs)
+        if name not in _EXPLICIT and not _in_place(name):
+            floats = [tensor for tensor in _tensors(given, named) if tensor.is_floating_point()]
+            if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
+                given, named = _promoted(name, floats, given, named)
+        if not sources:
+            return _call(func, name, given, named, self)
+        return self._weighted(func, name, args, kwargs, given, named, sources)
+
+    def _get(self, func: Any, args: Arguments) -> Any:
+        source = self._source(args[0])
+        if source is None:
+            return func(*args)
+        if func.__self__ is torch.Tensor.dtype:
+            weight = self._weight(args[0])
+            return _reference_dtype(weight) if weight is not None else func(*args)
+        if func.__self__ in _TENSOR_VALUED_PROPERTIES:
+            parent = source.remake
+            weight = self._weight(args[0])
+            made = func(self._values(weight) if weight is not None else args[0], *args[1:])
+            self._made[id(made)] = made, Source(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
+            return made
+        return func(*args)
+
+    def _source(self, tensor: object) -> Source | None:
+        known = self._made.get(id(tensor))
+        if known is not None:
+            return known[1]
+        weight = self._weight(tensor)
+        return None if weight is None else Source(weight.info.name, _same, True)
+
+    def _weighted(
+        self,
+        func: Any,
+        name: str,
+        args: Arguments,
+        kwargs: dict[str, Any],
+        given: Arguments,
+        named: dict[str, Any],
+        sources: dict[int, Source],
+    ) -> Any:
+        place = len(self.operations)
+        in_place = _in_place(name) and isinstance(args[0], torch.Tensor)
+        written = id(args[0]) if in_place else None
+        if in_place and written not in sources:
+            # It is run again on what the destination was before.
+            args = (args[0].detach().clone(), *args[1:])
+        output = _call(func, name, given, named, self)
+        found: list[torch.Tensor] = []
+        _outputs(output, found)
+        if not in_place and self._of_one_weight(args, kwargs, found, sources):
+            self._note_made(func, args, kwargs, output, sources)
+            return output
+        if written is not None:
+            self._made.pop(written, None)  # from here on there is more in it than a weight
+        floats = [tensor for tensor in found if tensor.is_floating_point()]
+        if not floats or not any(source.weight in self.wanted for source in sources.values()):
+            return output
+        # The first operations have nothing before them that a gradient is wanted of.
+        new = {
+            id(tensor): tensor.add_(self._start.to(tensor.dtype)) if in_place else tensor + self._start.to(tensor.dtype)
+            for tensor in floats
+            if not tensor.requires_grad
+        }
+        output = _swapped(output, new)
+        tapped = [new.get(id(tensor), tensor) for tensor in floats]
+        keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
+        if place in self.copies:
+            keep = _copied
+        activations = {id(tensor): keep(tensor) for tensor in _tensors(args, kwargs) if id(tensor) not in sources}
+        held, held_named = _replaced(args, kwargs, activations)
+        operation = Operation(
+            func, name, self.module, held, held_named, sources, [keep(tensor) for tensor in tapped],
+            gradients=[[] for _ in tapped],
+        )  # fmt: skip
+        operation.note_versions()
+        self.operations.append(operation)
+        for index, tensor in enumerate(tapped):
+            if tensor.requires_grad:
+                tensor.register_hook(_hook(self.heard, operation, index))  # type: ignore[no-untyped-call]
+        return output
+
+    def _of_one_weight(
+        self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, Source]
+    ) -> bool:
+        """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
+        alone = all(id(tensor) in sources for tensor in _tensors(args, kwargs))
+        one = len({source.weight for source in sources.values()}) == 1
+        return alone and one and bool(found) and not any(tensor.requires_grad for tensor in found)
+
+    def _note_made(
+        self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, Source]
+    ) -> None:
+        weight = next(iter(sources.values())).weight
+
+        def remade(tensor: torch.Tensor, place: int | None) -> torch.Tensor:
+            parents = {key: source.remake(tensor) for key, source in sources.items()}
+            with_parents, named = _replaced(args, kwargs, parents)
+            made = func(*with_parents, **named)
+            result = made if place is None else made[place]
+            assert isinstance(result, torch.Tensor)
+            return result
+
+        parts = [(None, output)] if isinstance(output, torch.Tensor) else list(enumerate(output))
+        for place, part in parts:
+
+            def remake(tensor: torch.Tensor, place: int | None = place) -> torch.Tensor:
+                return remade(tensor, place)
+
+            self._made[id(part)] = part, Source(weight, remake, False)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone()
+
+
+def _hook(
+    heard: Callable[[Operation, int, torch.Tensor], None], operation: Operation, index: int
+) -> Callable[[torch.Tensor], None]:
+    def hook(gradient: torch.Tensor) -> None:
+        heard(operation, index, gradient)
+
+    return hook
+
+
+def _outputs(value: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(value, torch.Tensor):
+        found.append(value)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            _outputs(item, found)
+
+
+def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
+    """An output with some tensors (by `id`) replaced; named tuples of torch become plain ones."""
+    if not new:
+        return value
+    if isinstance(value, torch.Tensor):
+        return new.get(id(value), value)
+    if isinstance(value, (list, tuple)):
+        swapped = [_swapped(item, new) for item in value]
+        return swapped if isinstance(value, list) else tuple(swapped)
+    return value
+
+
+class LocalErrors:
+    """Runs weighted operations again with one weight in another dtype.
+
+    room: bytes of cast weights kept from one operation and sequence to the next.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, room: int) -> None:
+        self.weights = weights
+        self.compute = compute
+        self.device = device
+        self.room = room
+        self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
+        self._held = 0
+
+    def of(self, operation: Operation, weight: str, dtype: str) -> list[torch.Tensor]:
+        """The local error of each output: what the operation gives with `weight` in `dtype` and everything else as in the
+        reference, less what it gave. Same shapes, the reference's dtype.
+
+        Raises KernelError where there is no kernel for the dtype.
+        """
+        floating = any(
+            tensor.is_floating_point() and id(tensor) not in operation.sources
+            for tensor in _tensors(operation.args, operation.kwargs)
+        )
+        with torch.no_grad():
+            new: dict[int, torch.Tensor] = {}
+            known: dict[int, Weight] = {}
+            for key, source in operation.sources.items():
+                cast = source.weight == weight
+                value = self._in(weight, dtype) if cast else self._stored(source.weight)
+                if cast and dtype in dtypes.STORAGE_ONLY and not (source.itself and floating):
+                    value = value.to(self.compute)  # rule 4: no activation says which dtype it comes back to
+                new[key] = source.remake(value)
+                if new[key].untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+                    known[id(new[key])] = Weight(self.weights[source.weight].info, new[key], new[key], dtype)
+            args, kwargs = _replaced(operation.args, operation.kwargs, new)
+            if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
+                args = (args[0].clone(), *args[1:])
+            rules = MixedDtypes(known, self.compute, self.device)
+            rules.module = operation.module
+            func = operation.func
+            if self.device.type == "cpu" and operation.name in _PRODUCTS:
+                func = _summed_in_float32(func)
+            found: list[torch.Tensor] = []
+            _outputs(rules.__torch_function__(func, (), args, kwargs), found)
+            floats = [tensor for tensor in found if tensor.is_floating_point()]
+            return [
+                tensor.to(before.dtype).sub(before) for tensor, before in zip(floats, operation.outputs, strict=True)
+            ]
+
+    def _stored(self, name: str) -> torch.Tensor:
+        weight = self.weights[name]
+        return weight.original.to(self.device, _reference_dtype(weight))
+
+    def _in(self, name: str, dtype: str) -> torch.Tensor:
+        """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
+        key = (name, dtype)
+        if key in self._cast:
+            self._cast.move_to_end(key)
+            return self._cast[key]
+        weight = self.weights[name]
+        original = weight.original.to(self.device)
+        if dtype in dtypes.STORAGE_ONLY:
+            data, scale = convert(original, dtype)
+            assert scale is not None
+            values = bring_back(data, scale, _reference_dtype(weight))
+        else:
+            values = original.to(torch_dtype(dtype), copy=True)
+        self._cast[key] = values
+        self._held += values.nbytes
+        while self._held > self.room and len(self._cast) > 1:
+            _, oldest = self._cast.popitem(last=False)
+            self._held -= oldest.nbytes
+        return values
+
+
+def _summed_in_float32(func: Any) -> Any:
+    """A matrix product or convolution whose 16-bit arguments are multiplied in float32 and whose result is rounded back."""
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
+        if not floats or floats[0].dtype not in _SIXTEEN_BITS:
+            return func(*args, **kwargs)
+        dtype = floats[0].dtype
+        args, kwargs = _replaced(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
+        return func(*args, **kwargs).to(dtype)
+
+    product.__name__ = func.__name__
+    return product

@@ -1,0 +1,252 @@
+"""How good scan and search are, against the exhaustive truth: `python -m tests.benchmarks.scan`.
+
+Takes some minutes: the truth is one forward pass a weight and dtype. Exit status 1 when a figure is missed.
+"""
+
+from __future__ import annotations
+
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
+
+DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
+ZOO = ("vit", "bert", "mixtral")
+BUDGETS = (0.28, 0.35, 0.45, 0.55, 0.75)
+RANDOM_RECIPES = 200
+
+
+class Checks:
+    """Prints figures as they come, and remembers what was missed."""
+
+    def __init__(self) -> None:
+        self.missed = 0
+
+    def __call__(self, what: str, value: float, low: float | None = None, high: float | None = None) -> None:
+        missed = (low is not None and not value >= low) or (high is not None and not value <= high)
+        self.missed += missed
+        bounds = " ".join(
+            [f"at least {low:g}" if low is not None else "", f"at most {high:g}" if high is not None else ""]
+        )
+        print(f"{'MISSED' if missed else 'ok    '}  {what:<72} {value:.4g}   {bounds.strip()}", flush=True)
+
+
+def zoo_session(name: str, sequences: int = 4) -> Any:
+    """A model of the zoo with several inputs of its kind."""
+    import torch
+    import zoo
+
+    import dtype_engine as de
+
+    module, inputs = zoo.make(name)
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for _ in range(sequences):
+        batch = dict(inputs)
+        if "input_ids" in batch:
+            batch["input_ids"] = torch.randint(3, zoo.VOCABULARY, batch["input_ids"].shape, generator=generator)
+        if "pixel_values" in batch:
+            batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
+        batches.append(batch)
+    _train(module, batches)
+    return de.open(module, inputs=batches)
+
+
+def _train(module: Any, batches: list[dict[str, Any]], steps: int = 10) -> None:
+    """A short training to fixed random labels: right after their initialisation all weights of a kind matter alike."""
+    import torch
+
+    generator = torch.Generator().manual_seed(2)
+    labels = []
+    for batch in batches:
+        with torch.no_grad():
+            logits = module(**batch).logits
+        labels.append(torch.randint(0, logits.shape[-1], logits.shape[:-1], generator=generator))
+    optimizer = torch.optim.Adam(module.parameters(), lr=1e-3)
+    for _ in range(steps):
+        for batch, label in zip(batches, labels, strict=True):
+            optimizer.zero_grad()
+            logits = module(**batch).logits
+            torch.nn.functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), label.reshape(-1)).backward()
+            optimizer.step()
+
+
+def accuracy(check: Checks, name: str, session: Any) -> None:
+    """The scan with its default number of draws against measuring each alone."""
+    from ranks import FLOOR, compared
+
+    scan = session.scan(DTYPES)
+    exact = session.scan(DTYPES, exact=True)
+    session.scanned = scan
+    rank, ratio, count = compared(scan, exact)
+    check(f"{name}: Spearman over {count} weights x dtypes", rank, low=0.99)
+    check(f"{name}: median ratio to the truth", ratio, low=0.8, high=1.25)
+    for dtype in DTYPES:
+        rank, _, count = compared(scan, exact, dtype)
+        check(f"{name}: Spearman within {dtype}, {count} weights", rank, low=0.95)
+    found, truth = scan.scores(), exact.scores()
+    for weight, tensor in session.tree.tensors.items():
+        if tensor.aliases and tensor.castable:
+            for dtype in DTYPES:
+                if truth[weight, dtype] > FLOOR:
+                    check(
+                        f"{name}: tied {weight} in {dtype}, ratio",
+                        found[weight, dtype] / truth[weight, dtype],
+                        0.8,
+                        1.2,
+                    )
+
+
+def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> None:
+    """The scan's time in forward passes over the same inputs, both timed several times in turn."""
+    import torch
+
+    from dtype_engine.forward import Passes
+    from dtype_engine.options import RunSettings
+    from dtype_engine.scan import Scan
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # on a shared machine threads that wait for each other drown what is measured
+    model, inputs = session.model, session.inputs
+    forwards, scans = [], []
+    with Passes(model, RunSettings(), lambda: False, watch=False) as passes:
+        batches = [passes.reference_batch(batch) for batch in inputs.batches]
+        for _ in range(5):
+            started = time.perf_counter()
+            for batch in batches:
+                passes.as_reference(lambda batch=batch: model.module(*batch.args, **batch.kwargs))
+            forwards.append(time.perf_counter() - started)
+            scan = Scan(model, inputs, DTYPES, draws=draws)
+            started = time.perf_counter()
+            scan.run()
+            scans.append(time.perf_counter() - started)
+    torch.set_num_threads(threads)
+    forward, whole = statistics.median(forwards), statistics.median(scans)
+    what = f"{name}: cost of {scan.backward_passes} draws, {len(DTYPES)} dtypes, in forward passes of {forward:.3f} s"
+    check(what, whole / forward, high=20)
+
+
+def mixed_recipe(session: Any, chooser: random.Random, dtypes: tuple[str, ...]) -> Any:
+    """A random dtype for every weight."""
+    from dtype_engine import Recipe, Rule
+
+    return Recipe(
+        tuple(
+            Rule(name, chooser.choice(dtypes))
+            for name, tensor in session.tree.tensors.items()
+            if tensor.castable and tensor.persistent
+        )
+    )
+
+
+def measured(session: Any, recipe: Any) -> float:
+    """The KL of a recipe."""
+    session.apply(recipe)
+    found = session.drift().output.kl_mean
+    assert found is not None
+    return float(found)
+
+
+def prediction(check: Checks, session: Any) -> None:
+    """Random mixed recipes: the sum of singles against the measured joint drift."""
+    from ranks import spearman
+
+    chooser = random.Random(0)
+    for label, palette in (
+        ("float32 and 6 dtypes", ("float32", *DTYPES)),
+        ("float32, bf16, int8", ("float32", "bfloat16", "int8")),
+    ):
+        recipes = [mixed_recipe(session, chooser, palette) for _ in range(20)]
+        predicted = [session.predict(recipe).value for recipe in recipes]
+        truth = [measured(session, recipe) for recipe in recipes]
+        errors = [abs(one - other) / other for one, other in zip(predicted, truth, strict=True)]
+        check(f"20 random recipes of {label}: Spearman predicted, measured", spearman(predicted, truth), low=0.95)
+        check(f"20 random recipes of {label}: median error", statistics.median(errors), high=0.15)
+        print(f"        largest error {max(errors):.3f}")
+
+
+def at_most(session: Any, chooser: random.Random, budget: int) -> Any:
+    """A random recipe that comes close under a budget: weights in a random order go to a smaller dtype until it fits."""
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.recipe import tensor_bytes
+
+    tensors = {name: tensor for name, tensor in session.tree.tensors.items() if tensor.castable and tensor.persistent}
+    palette = ("float32", *DTYPES)
+    planned = {name: chooser.choice(palette) for name in tensors}
+    size = sum(tensor_bytes(tensors[name], dtype) for name, dtype in planned.items())
+    while size > budget:
+        name = chooser.choice(list(tensors))
+        dtype = chooser.choice(palette)
+        change = tensor_bytes(tensors[name], dtype) - tensor_bytes(tensors[name], planned[name])
+        if change < 0:
+            planned[name] = dtype
+            size += change
+    return Recipe(tuple(Rule(name, dtype) for name, dtype in planned.items()))
+
+
+def searching(check: Checks, session: Any) -> None:
+    """Found recipes against uniform ones, "all linears small, the rest kept", and random ones of the same size."""
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.recipe import make_plan
+
+    chooser = random.Random(1)
+    simple = {f"uniform {dtype}": Recipe((Rule("*", dtype),)) for dtype in DTYPES} | {
+        f"linears {dtype}, rest kept": Recipe((Rule("type:Linear", dtype),)) for dtype in DTYPES
+    }
+    sized = {
+        what: (make_plan(session.tree, recipe).planned_bytes, measured(session, recipe))
+        for what, recipe in simple.items()
+    }
+    for what, (size, drift) in sized.items():
+        report = session.search(size)
+        found = measured(session, Recipe.of(map(Rule.parse, report.rules)))
+        check(f"{what} ({size:,} bytes, KL {drift:.3g}): KL found / its KL", found / drift, high=1.0)
+    for share in BUDGETS:
+        budget = int(share * session.tree.stored_bytes)
+        started = time.perf_counter()
+        report = session.search(budget)
+        seconds = time.perf_counter() - started
+        found = measured(session, Recipe.of(map(Rule.parse, report.rules)))
+        fitting = [drift for size, drift in sized.values() if size <= budget]
+        best = min((measured(session, at_most(session, chooser, budget)) for _ in range(RANDOM_RECIPES)), default=0.0)
+        print(
+            f"        {share:.0%}: {report.planned_bytes:,} of {budget:,} bytes, {len(report.rules)} rules in {seconds:.2f} s, "
+            f"predicted {report.predicted:.3g}, measured {found:.3g}"
+        )
+        if fitting:
+            check(
+                f"search at {share:.0%}: KL / that of the best simple recipe that fits", found / min(fitting), high=1.0
+            )
+        check(f"search at {share:.0%}: KL / best of {RANDOM_RECIPES} random recipes", found / best, high=1.0)
+
+
+def main() -> int:
+    import dtype_engine as de
+
+    check = Checks()
+    steps: dict[str, Callable[[Any], None]] = {
+        "accuracy": lambda demo: accuracy(check, "demo", demo),
+        "cost": lambda demo: cost(check, "demo", demo),
+        "prediction": lambda demo: prediction(check, demo),
+        "search": lambda demo: searching(check, demo),
+    }
+    asked = sys.argv[1:] or [*steps, *ZOO]
+    demo = de.open()
+    for step in asked:
+        if step in steps:
+            if step in ("prediction", "search") and demo.scanned is None:
+                demo.scan(DTYPES)
+            steps[step](demo)
+        else:
+            accuracy(check, step, zoo_session(step))
+    print(f"{check.missed} missed")
+    return 1 if check.missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

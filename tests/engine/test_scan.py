@@ -1,0 +1,251 @@
+"""The scan against measuring every weight alone, and what it does when stopped, saved and taken up again."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from ranks import compared
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.readings import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
+
+
+def opened(name: str) -> Any:
+    module, inputs = zoo.make(name)
+    return de.open(module, inputs=inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"), [("llama", NATS), ("vit", NATS_PER_EXAMPLE), ("bert", NATS), ("mixtral", NATS)]
+)
+def test_agrees_with_measuring_each_alone(name: str, unit: str) -> None:
+    session = opened(name)
+    scan = session.scan(draws=64)
+    rank, ratio, count = compared(scan, session.scan(exact=True))
+    assert scan.unit == unit
+    assert count >= 50
+    assert rank >= 0.99
+    assert 0.8 <= ratio <= 1.25
+
+
+def test_an_output_that_is_no_distribution_gives_the_relative_squared_error() -> None:
+    session = opened("torch_encoder")
+    scan, exact = session.scan(draws=96), session.scan(exact=True)
+    rank, ratio, _ = compared(scan, exact)
+    assert scan.unit == exact.unit == SQUARED
+    assert rank >= 0.97
+    assert 0.8 <= ratio <= 1.25
+
+
+def test_few_classes_are_exact_with_few_backward_passes() -> None:
+    torch.manual_seed(0)
+    session = de.open(
+        nn.Sequential(nn.Linear(8, 16, bias=False), nn.Linear(16, 3, bias=False), Classes()), inputs=torch.randn(1, 8)
+    )
+    few, many = session.scan(["int8"], draws=2), session.scan(["int8"], draws=4)
+    exact = session.scan(["int8"], exact=True)
+    assert few.unit == NATS_PER_EXAMPLE
+    for one, other, truth in zip(few.weights, many.weights, exact.weights, strict=True):
+        assert one.score == pytest.approx(other.score, rel=1e-6)  # two directions span three classes
+        assert one.score == pytest.approx(truth.score, rel=0.02)
+
+
+class Classes(nn.Module):
+    def forward(self, logits: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": logits}
+
+
+def test_both_uses_of_a_tied_embedding_count() -> None:
+    session = opened("llama")
+    weight = "model.embed_tokens.weight"
+    assert session.tree.tensors[weight].aliases
+    kinds = ["float8_e4m3fn", "float8_e5m2", "int8"]
+    scan, exact = session.scan(kinds, draws=400).scores(), session.scan(kinds, exact=True).scores()
+    for kind in kinds:
+        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
+
+
+class Twice(nn.Module):
+    """One weight used twice, where the errors of the two uses cancel to the first order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.t() - x @ self.weight.T[:, :] + x
+
+
+def test_uses_of_one_weight_are_summed_before_squaring() -> None:
+    torch.manual_seed(0)
+    session = de.open(Twice(), inputs=torch.randn(4, 6))
+    (score,) = [entry.score for entry in session.scan(["int8"], draws=8).weights if entry.dtype == "int8"]
+    assert score < 1e-12  # either use alone would give about 1e-5
+
+
+class Odd(nn.Module):
+    """Weights in views, slices, lists, functions of weights alone, in place, and in outputs that are overwritten."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.packed = nn.Parameter(torch.randn(3, 8, 8))
+        self.log = nn.Parameter(torch.randn(8))
+        self.shift = nn.Parameter(torch.randn(8))
+        self.linear = nn.Linear(8, 8)
+        self.unused = nn.Parameter(torch.randn(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.packed[1:].unbind(0):
+            x = torch.einsum("ij,kj->ik", x, part)
+        first, second = self.packed[0].chunk(2, 1)
+        x = x + torch.cat([x @ first, x @ second], 1)
+        x = x * torch.exp(-self.log.exp())
+        x += self.shift
+        return torch.relu_(self.linear(x)) + x
+
+
+def test_any_way_to_use_a_weight_is_seen() -> None:
+    torch.manual_seed(0)
+    session = de.open(Odd(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
+    kinds = ["bfloat16", "float8_e4m3fn", "int8"]
+    scan, exact = session.scan(kinds, draws=600), session.scan(kinds, exact=True)
+    found, truth = scan.scores(), exact.scores()
+    assert {name for name, _ in truth} == {name for name, tensor in session.tree.tensors.items() if tensor.castable}
+    for key, value in truth.items():
+        if key[1] == "bfloat16":  # what follows a bfloat16 operation may round once more
+            assert value / 2 <= found[key] <= value * 1.5, key
+        else:
+            assert found[key] == pytest.approx(value, rel=0.2), key
+    assert found["unused", "int8"] == 0.0
+
+
+def test_the_error_bar_sharpens_sequence_by_sequence() -> None:
+    module = zoo.make("llama")[0]
+    ids = [torch.randint(3, 64, (1, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(8)]
+    session = de.open(module, inputs=[{"input_ids": each} for each in ids])
+    reports: list[ScanReport] = []
+    progress: list[tuple[int, int | None]] = []
+    session.scan(
+        ["int8"],
+        draws=4,
+        on_estimate=reports.append,
+        on_progress=lambda what, done, total: progress.append((done, total)),
+    )
+    assert [report.sequences for report in reports] == list(range(1, 9))
+    errors = [sum(entry.error or 0.0 for entry in report.weights) for report in reports]
+    assert 0 < errors[-1] < errors[1]
+    assert progress[-1][0] == progress[-1][1]
+    assert [done for done, _ in progress] == sorted(done for done, _ in progress)
+
+
+def test_what_is_as_wide_as_the_reference_costs_nothing_and_its_own_narrow_dtype_does(make_llama: Any) -> None:
+    session = de.open(str(make_llama(dtype="bfloat16")))
+    scan, exact = session.scan(["float32", "int8"], draws=16), session.scan(["float32", "int8"], exact=True)
+    scores = scan.scores()
+    weight = "model.layers.0.mlp.up_proj.weight"
+    assert scores[weight, "float32"] == 0.0 == exact.scores()[weight, "float32"]
+    assert 0 < scores[weight, "bfloat16"] < scores[weight, "int8"]
+    rank, ratio, _ = compared(scan, exact)
+    assert rank >= 0.97
+    assert 0.75 <= ratio <= 1.25
+
+
+def test_the_recipe_in_force_plays_no_part_and_stays() -> None:
+    session = opened("llama")
+    before = session.scan(["int8"], draws=4).scores()
+    session.cast("*", "float8_e4m3fn")
+    session._scan = None
+    assert session.scan(["int8"], draws=4).scores() == before
+    session.scan(["int8"], exact=True)
+    assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
+
+
+def test_values_that_overflow_are_infinite() -> None:
+    module = nn.Linear(4, 4)
+    module.weight.data.fill_(1e6)
+    session = de.open(module, inputs=torch.randn(2, 4))
+    assert session.scan(["float16"]).scores()["weight", "float16"] == float("inf")
+    assert session.scan(["float16"], exact=True).scores()["weight", "float16"] == float("inf")
+
+
+def sequences() -> Any:
+    module, _ = zoo.make("llama")
+    return de.open(module, inputs=[{"input_ids": zoo.tokens(length)} for length in (6, 7, 8)])
+
+
+def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole = sequences().scan(["int8"], draws=4).scores()
+    session, done = sequences(), []
+    file = tmp_path / "scan.json"
+    with pytest.raises(de.Cancelled):
+        session.scan(["int8"], draws=4, save=file, on_estimate=done.append, cancelled=lambda: len(done) == 2)
+    assert len(json.loads(file.read_text())["sequences"]) == 2
+    later: list[ScanReport] = []
+    assert session.scan(["int8"], draws=4, save=file, on_estimate=later.append).scores() == whole
+    assert len(later) == 1
+    other: list[ScanReport] = []
+    assert sequences().scan(["int8"], draws=4, save=file, on_estimate=other.append).scores() == whole
+    assert not other  # all of it was in the file
+
+
+@pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
+def test_a_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
+    file = tmp_path / "scan.json"
+    sequences().scan(["int8"], draws=2, save=file)
+    session, kinds, draws = sequences(), ["int8"], 2
+    if what == "model":
+        session.model.weights["model.norm.weight"].original[3] += 1
+    elif what == "inputs":
+        session = de.open(zoo.make("llama")[0], inputs={"input_ids": zoo.tokens(6)})
+    elif what == "dtypes":
+        kinds = ["bfloat16"]
+    else:
+        draws = 3
+    with pytest.raises(de.UserError, match=f"another {what}"):
+        session.scan(kinds, draws=draws, save=file)
+
+
+@pytest.mark.parametrize("text", ["", "{}", '{"fingerprint": 3}', "[1]"])
+def test_a_file_that_is_no_scan_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "scan.json"
+    file.write_text(text)
+    with pytest.raises(de.UserError, match="is not a saved scan"):
+        sequences().scan(["int8"], draws=2, save=file)
+
+
+def test_prediction_is_the_sum_of_singles() -> None:
+    session = opened("llama")
+    with pytest.raises(de.UserError, match="nothing was scanned"):
+        session.predict()
+    scores = session.scan(["int8", "bfloat16"], draws=8).scores()
+    recipe = Recipe((Rule("*.mlp", "int8"), Rule("*.down_proj", "bfloat16"), Rule("*.norm", "float32")))
+    predicted = session.predict(recipe)
+    mlp = [name for name in session.tree.tensors if ".mlp." in name]
+    assert predicted.value == pytest.approx(sum(scores[name, "bfloat16" if "down" in name else "int8"] for name in mlp))
+    session.apply(recipe)
+    assert session.predict() == predicted
+    assert predicted.planned_bytes == session.plan.planned_bytes
+    assert predicted.value == pytest.approx(session.drift().output.kl_mean, rel=0.5)
+    with pytest.raises(de.UserError, match="was not scanned in float16"):
+        session.predict(Recipe((Rule("*", "float16"),)))
+
+
+def test_sixteen_bit_products_are_those_of_torch_itself() -> None:
+    from dtype_engine.weighted import _summed_in_float32
+
+    torch.manual_seed(0)
+    linear, conv = nn.functional.linear, nn.functional.conv2d
+    for dtype in (torch.bfloat16, torch.float16):
+        x, w, b = torch.randn(16, 64).to(dtype), torch.randn(32, 64).to(dtype), torch.randn(32).to(dtype)
+        picture, kernel = torch.randn(1, 4, 8, 8).to(dtype), torch.randn(6, 4, 3, 3).to(dtype)
+        for func, args in ((linear, (x, w, b)), (torch.matmul, (x, w.t())), (conv, (picture, kernel))):
+            own, ours = func(*args), _summed_in_float32(func)(*args)
+            assert ours.dtype == dtype
+            assert (own != ours).float().mean() < 0.01  # they may round a tie differently

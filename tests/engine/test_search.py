@@ -1,0 +1,282 @@
+"""Search: the knapsack against trying everything, constraints, and rules that stand for exactly the plan."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zoo
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule, dtypes
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.compress import compress
+from dtype_engine.recipe.file import read_recipe, write_recipe
+from dtype_engine.search import Choice, Constraints, Front, Item, make_items
+from dtype_engine.tree import TensorInfo, Tree
+
+CHOICES = st.lists(
+    st.tuples(st.integers(1, 60), st.floats(1e-9, 1e3)), min_size=1, max_size=4, unique_by=lambda choice: choice[0]
+)
+
+
+def items_of(table: list[list[tuple[int, float]]]) -> list[Item]:
+    """Items without dominated choices, as `make_items` gives them."""
+    items = []
+    for place, row in enumerate(table):
+        kept: list[tuple[int, float]] = []
+        for size, score in sorted(row):
+            if not kept or score < kept[-1][1]:
+                kept.append((size, score))
+        items.append(Item((f"w{place}",), tuple(Choice("int8", size, score) for size, score in kept)))
+    return items
+
+
+def everything(items: list[Item]) -> list[tuple[int, float]]:
+    """(bytes, score) of every combination there is."""
+    return [
+        (sum(choice.bytes for choice in mix), math.fsum(choice.score for choice in mix))
+        for mix in itertools.product(*(item.choices for item in items))
+    ]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CHOICES, min_size=1, max_size=6), st.integers(0, 320))
+def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, float]]], budget: int) -> None:
+    items = items_of(table)
+    best = min((score for size, score in everything(items) if size <= budget), default=None)
+    found = Front(items).within(budget)
+    assert (found is None) == (best is None)
+    if found is not None and best is not None:
+        assert found.bytes <= budget
+        assert found.score == pytest.approx(best, rel=1e-9, abs=1e-300)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(CHOICES, min_size=1, max_size=6), st.floats(1e-9, 3e3))
+def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, float]]], most: float) -> None:
+    items = items_of(table)
+    best = min((size for size, score in everything(items) if score <= most), default=None)
+    found = Front(items).reaching(most)
+    assert (found is None) == (best is None)
+    if found is not None:
+        assert found.score <= most
+        assert found.bytes == best
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(CHOICES, min_size=1, max_size=5))
+def test_no_mix_is_better_than_a_point_of_the_front(table: list[list[tuple[int, float]]]) -> None:
+    items = items_of(table)
+    front = Front(items)
+    sizes = [point.bytes for point in front.points]
+    assert sizes == sorted(set(sizes))
+    for point in front.points:
+        best = min(score for size, score in everything(items) if size <= point.bytes)
+        assert point.predicted == pytest.approx(best, rel=1e-6, abs=1e-9)
+
+
+KINDS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+    "norm",
+    "experts.0",
+    "experts.1",
+)
+LAYERS = 4
+NAMES = [f"model.layers.{layer}.{kind}.weight" for layer in range(LAYERS) for kind in KINDS] + [
+    "model.embed.weight", "model.norm.weight", "head.weight", "odd[name].w{1}", "model.layers.10.norm.weight",
+]  # fmt: skip
+
+
+def tree_of() -> Tree:
+    infos = [
+        TensorInfo(name, (16, 16), "float32", aliases=("tied.weight",) if name == "model.embed.weight" else ())
+        for name in NAMES
+    ]
+    scratch = TensorInfo("model.rotary.inv_freq", (4,), "float32", "non-persistent buffer")
+    counts = TensorInfo("model.norm.steps", (1,), "int64", "buffer")
+    classes = {name.rpartition(".")[0]: "RMSNorm" if "norm" in name else "Linear" for name in NAMES}
+    return Tree([*infos, scratch, counts], {"": "Model", **classes})
+
+
+WANTED = st.one_of(
+    st.lists(st.sampled_from(dtypes.TARGETS), min_size=len(NAMES), max_size=len(NAMES)),
+    st.tuples(
+        st.lists(st.sampled_from(dtypes.TARGETS[1:4]), min_size=len(KINDS), max_size=len(KINDS)), st.integers(0, LAYERS)
+    ).map(
+        lambda drawn: [
+            drawn[0][place % len(KINDS)] if place // len(KINDS) < drawn[1] else "float32" for place in range(len(NAMES))
+        ]
+    ),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(WANTED)
+def test_the_rules_stand_for_exactly_the_plan(wanted: list[str]) -> None:
+    tree = tree_of()
+    asked = dict(zip(NAMES, wanted, strict=True))
+    recipe = compress(tree, asked)
+    plan = make_plan(tree, recipe)
+    assert {name: plan.dtypes[name] for name in NAMES} == asked
+    assert plan.dtypes["model.rotary.inv_freq"] == "float32"
+    assert not plan.unmatched
+    assert len(recipe) <= len(NAMES)
+
+
+def test_rules_are_few_and_readable(tmp_path: Path) -> None:
+    tree = tree_of()
+    wanted = dict.fromkeys(NAMES, "float32")
+    wanted |= {name: "int8" for name in NAMES if ".mlp." in name and name.split(".")[2] in "123"}
+    recipe = compress(tree, wanted)
+    assert list(map(str, recipe.rules)) == ["model.layers.{1..3}.mlp=int8"]
+    wanted |= {name: "bfloat16" for name in NAMES if "norm" in name}
+    recipe = compress(tree, wanted)
+    assert len(recipe) == 2
+    file = tmp_path / "recipe.yaml"
+    file.write_text(write_recipe(recipe))
+    assert read_recipe(file) == recipe
+    assert len(compress(tree, dict.fromkeys(NAMES, "float16"))) == 1
+    assert len(compress(tree, dict.fromkeys(NAMES, "float32"))) == 0
+
+
+def scores_of(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) -> dict[tuple[str, str], float]:
+    return {
+        (name, kind): 0.0 if kind == "float32" else (place + 1) * (1e-6 if kind == "bfloat16" else 1e-5)
+        for place, name in enumerate(NAMES)
+        for kind in ("float32", *kinds)
+    }
+
+
+def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
+    tree = tree_of()
+    constraints = Constraints(
+        keep=("type:RMSNorm",), together=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
+    )
+    items = make_items(tree, scores_of(tree), constraints)
+    groups = {item.weights for item in items if len(item.weights) > 1}
+    assert groups == {
+        tuple(f"model.layers.{layer}.{kind}.weight" for kind in kinds)
+        for layer in range(LAYERS)
+        for kinds in (KINDS[:3], KINDS[6:])
+    }
+    tight = Front(items).within(Front(items).points[0].bytes)
+    assert tight is not None
+    assert {tight.dtypes[name] for name in NAMES if "norm" in name} == {"float32"}
+    assert tight.dtypes["head.weight"] == "bfloat16"
+    assert {tight.dtypes[name] for name in NAMES if "mlp" in name} == {"int8"}
+    middle = Front(items).within((Front(items).points[0].bytes + Front(items).points[-1].bytes) // 2)
+    assert middle is not None
+    assert all(len({middle.dtypes[name] for name in group}) == 1 for group in groups)
+
+
+def test_constraints_that_make_no_sense_are_refused() -> None:
+    tree = tree_of()
+    with pytest.raises(de.UserError, match="matches nothing"):
+        make_items(tree, scores_of(tree), Constraints(keep=("*.missing",)))
+    with pytest.raises(de.UserError, match="matches nothing"):
+        make_items(tree, scores_of(tree), Constraints(together=("*.missing",)))
+    with pytest.raises(de.UserError, match="was not scanned"):
+        make_items(tree, scores_of(tree), Constraints(dtypes=("float16",)))
+    with pytest.raises(de.UserError, match="no dtype is left"):
+        make_items(
+            tree,
+            scores_of(tree),
+            Constraints(together=("*.{q,k}_proj",), only=(("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))),
+        )
+
+
+def test_what_is_not_finite_is_not_chosen() -> None:
+    tree = tree_of()
+    scores = scores_of(tree) | {(name, "int8"): math.inf for name in NAMES}
+    found = Front(make_items(tree, scores)).within(10**9)
+    assert found is not None
+    assert "int8" not in found.dtypes.values()
+
+
+@pytest.fixture(scope="module")
+def scanned() -> Any:
+    module, inputs = zoo.make("llama")
+    session = de.open(module, inputs=inputs)
+    session.scan(draws=16)
+    return session
+
+
+def test_a_found_recipe_keeps_its_word(scanned: Any) -> None:
+    for share in (0.3, 0.45, 0.7):
+        budget = int(share * scanned.tree.stored_bytes)
+        report = scanned.search(budget, measure=True)
+        recipe = Recipe.of(map(Rule.parse, report.rules))
+        assert make_plan(scanned.tree, recipe).planned_bytes == report.planned_bytes <= budget
+        assert scanned.predict(recipe).value == pytest.approx(report.predicted)
+        assert scanned.recipe == recipe
+        assert report.predicted / 3 < report.measured < report.predicted * 3
+    most = scanned.search(max_drift=1e-6)
+    assert most.predicted <= 1e-6
+    assert most.planned_bytes < scanned.tree.stored_bytes
+
+
+def test_a_limit_that_cannot_be_met(scanned: Any) -> None:
+    with pytest.raises(de.UserError, match="nothing fits in 10 bytes"):
+        scanned.search(10)
+    with pytest.raises(de.UserError, match="either a budget"):
+        scanned.search()
+    assert scanned.search(max_drift=0.0).predicted == 0.0
+
+
+def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from dtype_engine.cli import cli
+    from dtype_engine.cli.common import run
+
+    folder, file, saved = str(make_llama()), tmp_path / "recipe.yaml", str(tmp_path / "scan.json")
+    common = ["--dtypes", "bf16,int8", "--draws", "4", "--save", saved]
+    assert run(cli, "dtype-engine", ["scan", folder, *common, "--json"]) == 0
+    scan = json.loads(capsys.readouterr().out)
+    assert scan["unit"] == "nats per token"
+    assert scan["forward_seconds"] > 0 < scan["scan_seconds"]
+    assert {entry["dtype"] for entry in scan["weights"]} == {"float32", "bfloat16", "int8"}
+    assert {"name", "dtype", "bytes", "score"} <= set(scan["weights"][0])
+    assert (
+        run(
+            cli,
+            "dtype-engine",
+            ["search", folder, *common, "--budget", "50%", "--keep", "*.norm", "-o", str(file), "--json"],
+        )
+        == 0
+    )
+    found = json.loads(capsys.readouterr().out)
+    assert found["met"]
+    assert found["planned_bytes"] <= found["stored_bytes"] // 2
+    assert list(map(str, read_recipe(file).rules)) == found["rules"]
+    assert found["measured"] > 0
+    assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "1KB"]) == 1
+    assert "nothing fits in 1,000 bytes" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "much"]) == 2
+    assert run(cli, "dtype-engine", ["search", folder, *common]) == 2
+    assert run(cli, "dtype-engine", ["scan", folder, "--dtypes", "stored"]) == 2
+    capsys.readouterr()
+    assert run(cli, "dtype-engine", ["scan", folder, *common]) == 0
+    text = capsys.readouterr().out
+    assert "what matters most" in text
+    assert run(cli, "dtype-engine", ["search", folder, *common, "--max-kl", "1e-6"]) == 0
+    assert "Pareto front" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
+)
+def test_sizes(text: str, size: int) -> None:
+    from dtype_engine.cli.scan import parse_bytes
+
+    assert parse_bytes(text, 1000) == size
