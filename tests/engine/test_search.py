@@ -121,7 +121,7 @@ WANTED = st.one_of(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(WANTED)
 def test_the_rules_stand_for_exactly_the_plan(wanted: list[str]) -> None:
     tree = tree_of()

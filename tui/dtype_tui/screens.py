@@ -242,16 +242,15 @@ def _exponents(reading: WeightReading) -> Text:
     text = Text()
     if not counts:
         return Text("no values but zeros" if reading.exponents.zeros else "no values")
-    most = max(counts.values())
     low, high = min(counts), max(counts)
     step = max(1, -(-(high - low + 1) // 24))
     text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
     text.append("  ".join(dtypes.badge(name) for name in _RANGES) + "\n", style="dim")
     grouped = [
         (first, sum(counts.get(power, 0) for power in range(first, first + step)))
-        for first in range(high - (high - low) // step * step, low - step, -step)
+        for first in range(low + (high - low) // step * step, low - 1, -step)
     ]
-    tallest = max(count for _, count in grouped) or most
+    tallest = max(count for _, count in grouped)
     for first, count in grouped:
         text.append(f"2^{first:<8}{human_count(count) if count else '-':>10}  ")
         text.append(bar(count / tallest, 24), style="cyan")
