@@ -53,23 +53,23 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     if dtypes.BY_NAME[dtype].one_scale:
         largest = torch.zeros(1, device=tensor.device)
         for start in starts:
-            largest = torch.maximum(largest, largest_finite(rows[start : start + step].to(torch.float32)).amax())
+            largest = torch.maximum(largest, largest_finite(rows[start : start + step].to(torch.float32).abs()).amax())
         whole = scale_for(largest, top)
     for start in starts:
         chunk = rows[start : start + step].to(torch.float32)
-        scale = scale_for(largest_finite(chunk), top) if whole is None else whole
+        scale = scale_for(largest_finite(chunk.abs()), top) if whole is None else whole
         kept[start : start + step] = to_codes(chunk, scale[:, None], dtype)
         scales[start : start + step] = scale
     return kept.view(tensor.shape), scales if whole is None else whole
 
 
-def largest_finite(rows: torch.Tensor) -> torch.Tensor:
-    """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
-    if not rows.shape[1]:
-        return rows.new_zeros(len(rows))
-    found = rows.abs().amax(dim=1)
+def largest_finite(magnitudes: torch.Tensor) -> torch.Tensor:
+    """The largest finite value of each row of |values|, a float32 matrix: float32 [rows]."""
+    if not magnitudes.shape[1]:
+        return magnitudes.new_zeros(len(magnitudes))
+    found = magnitudes.amax(dim=1)
     if not bool(torch.isfinite(found).all()):
-        found = torch.nan_to_num(rows, 0.0, 0.0, 0.0).abs().amax(dim=1)
+        found = torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).amax(dim=1)
     return found
 
 
@@ -91,29 +91,29 @@ def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Ten
     return scaled.to(target)
 
 
-def from_codes(kept: torch.Tensor) -> torch.Tensor:
-    """A storage-only tensor as float32, its scale left out.
+def from_codes(kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A storage-only tensor as float32, times a scale that spreads over it.
 
     On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
     gives the same values ten times as fast: e5m2 is the upper byte, e4m3fn has an exponent that counts from 8 less.
     """
     if kept.device.type != "cpu" or kept.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return kept.to(torch.float32)
+        return kept.to(torch.float32).mul_(scale)
     bits = kept.contiguous().view(torch.int8)
     if kept.dtype == torch.float8_e5m2:
-        return (bits.to(torch.int16) << 8).view(torch.float16).to(torch.float32)
+        return (bits.to(torch.int16) << 8).view(torch.float16).to(torch.float32).mul_(scale)
     if bits.numel() and int((bits & 0x7F).max()) == 0x7F:  # NaN, which has no place of its own in float16
-        return kept.to(torch.float32)
+        return kept.to(torch.float32).mul_(scale)
     half = ((bits.to(torch.int16) << 7) & ~0x4000).view(torch.float16)
-    return half.to(torch.float32).mul_(256.0)
+    # Times 256 in one go with the scale: a power of two rounds nothing, and amax / 448 leaves it room.
+    return half.to(torch.float32).mul_(scale * 256.0)
 
 
 def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A storage-only tensor as values again, in `dtype`. Same shape as `kept`."""
-    values = from_codes(kept)
-    per_channel = values.ndim >= 2 and len(scale) == values.shape[0]
-    shape = (-1,) + (1,) * (values.ndim - 1) if per_channel else (1,) * values.ndim
-    return values.mul_(scale.view(shape)).to(dtype)
+    per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
+    shape = (-1,) + (1,) * (kept.ndim - 1) if per_channel else (1,) * kept.ndim
+    return from_codes(kept, scale.view(shape)).to(dtype)
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,8 @@ def round_trip(
         if cancelled():
             raise Cancelled
         x = part.to(wide)
-        kept, back = _there_and_back(x, dtype, scale, wide)
+        magnitudes = x.abs()
+        kept, back = _there_and_back(x, magnitudes, dtype, scale, wide)
         delta = torch.sub(back, x).view(-1)
         x, back = x.view(-1), back.view(-1)
         chunk_noise, chunk_energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
@@ -51,7 +52,7 @@ def round_trip(
             delta.abs_()
             total += float(delta.sum())
             largest = max(largest, float(delta.max()))
-        small, gone = _small(x, kept.view(-1), dtype)
+        small, gone = _small(x, magnitudes, kept.view(-1), dtype)
         subnormal, underflowed = subnormal + small, underflowed + gone
     return WeightError(
         name=name,
@@ -84,14 +85,14 @@ def _chunks(tensor: torch.Tensor, dtype: str) -> Iterator[tuple[torch.Tensor, to
     if storage_only:
         largest = torch.zeros(1)
         for start in range(0, flat.numel(), CHUNK):
-            largest = torch.maximum(largest, largest_finite(flat[None, start : start + CHUNK].to(torch.float32)))
+            largest = torch.maximum(largest, largest_finite(flat[None, start : start + CHUNK].to(torch.float32).abs()))
         scale = scale_for(largest, dtypes.BY_NAME[dtype].max)
     for start in range(0, flat.numel(), CHUNK):
         yield flat[start : start + CHUNK], scale
 
 
 def _there_and_back(
-    x: torch.Tensor, dtype: str, scale: torch.Tensor | None, wide: torch.dtype
+    x: torch.Tensor, magnitudes: torch.Tensor, dtype: str, scale: torch.Tensor | None, wide: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk (flat, or rows) in `dtype`, and the same as values again, in `wide`."""
     if dtype not in dtypes.STORAGE_ONLY:
@@ -99,9 +100,9 @@ def _there_and_back(
         return kept, kept.to(wide)
     x = x.to(torch.float32)
     if scale is None:
-        scale = scale_for(largest_finite(x), dtypes.BY_NAME[dtype].max)[:, None]
+        scale = scale_for(largest_finite(magnitudes.to(torch.float32)), dtypes.BY_NAME[dtype].max)[:, None]
     kept = to_codes(x, scale, dtype)
-    return kept, from_codes(kept).mul_(scale).to(wide)
+    return kept, from_codes(kept, scale).to(wide)
 
 
 _BITS = {
@@ -112,7 +113,7 @@ _BITS = {
 }
 
 
-def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str) -> tuple[int, int]:
+def _small(x: torch.Tensor, magnitudes: torch.Tensor, kept: torch.Tensor, dtype: str) -> tuple[int, int]:
     """Values that become subnormal, and values that become zero. Those that were zero are neither.
 
     Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
@@ -129,7 +130,7 @@ def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str) -> tuple[int, int]:
     if not below:
         return 0, 0
     zeros_after = magnitude.numel() - int(torch.count_nonzero(magnitude))
-    zeros_before = x.numel() - int(torch.count_nonzero(x)) if zeros_after and not float(x.abs().amin()) > 0 else 0
+    zeros_before = x.numel() - int(torch.count_nonzero(x)) if zeros_after and not float(magnitudes.amin()) > 0 else 0
     return below - zeros_after, zeros_after - zeros_before
 
 

@@ -133,7 +133,7 @@ def test_float8_codes_come_back_as_torch_says() -> None:
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
         from dtype_engine.storage import from_codes
 
-        assert torch.equal(from_codes(codes).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9))
+        assert torch.equal(from_codes(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9))
 
 
 def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
