@@ -165,7 +165,7 @@ def prediction(check: Checks, session: Any) -> None:
         predicted = [session.predict(recipe).value for recipe in recipes]
         truth = [measured(session, recipe) for recipe in recipes]
         errors = [abs(one - other) / other for one, other in zip(predicted, truth, strict=True)]
-        check(f"20 random recipes of {label}: Spearman predicted, measured", spearman(predicted, truth), low=0.95)
+        check(f"20 random recipes of {label}: Spearman predicted, measured", spearman(predicted, truth), low)
         check(f"20 random recipes of {label}: median error", statistics.median(errors), high=0.15)
         print(f"        largest error {max(errors):.3f}")
 
