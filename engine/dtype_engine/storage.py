@@ -10,6 +10,8 @@ float32 and rounded once to the dtype asked for.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -78,35 +80,61 @@ def scale_for(amax: torch.Tensor, top: float) -> torch.Tensor:
     return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
 
 
-def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str) -> torch.Tensor:
+@dataclass(slots=True)
+class Scratch:
+    """Buffers for the pieces of a large tensor, all of the same shape: without them, every temporary of every piece would be
+    memory fresh from the system, whose first touch takes longer than the arithmetic.
+    """
+
+    kept: torch.Tensor
+    values: torch.Tensor
+    half: torch.Tensor
+
+    @classmethod
+    def like(cls, piece: torch.Tensor, dtype: str) -> Scratch:
+        """For pieces up to the size of `piece`, kept in `dtype`."""
+        made = partial(torch.empty, piece.shape, device=piece.device)
+        return cls(made(dtype=torch_dtype(dtype)), made(dtype=torch.float32), made(dtype=torch.int16))
+
+    def first(self, count: int) -> Scratch:
+        """The same for a piece of only `count` rows (or elements)."""
+        return Scratch(self.kept[:count], self.values[:count], self.half[:count])
+
+
+def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str, scratch: Scratch | None = None) -> torch.Tensor:
     """float32 values in a storage-only dtype under a scale that spreads over them; NaN is 0 in an integer."""
     top = dtypes.BY_NAME[dtype].max
-    scaled = (values / scale).clamp_(-top, top)
+    scaled = torch.div(values, scale, out=scratch.values if scratch is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
     if target == torch.int8:
         scaled.round_()
         # Only here would NaN become any number at all; looking at the sum is one pass, replacing it two.
         if not math.isfinite(float(scaled.sum())):
-            scaled = torch.nan_to_num(scaled, 0.0)
-    return scaled.to(target)
+            scaled.nan_to_num_(0.0)
+    return scaled.to(target) if scratch is None else scratch.kept.copy_(scaled)
 
 
-def from_codes(kept: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def from_codes(kept: torch.Tensor, scale: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:
     """A storage-only tensor as float32, times a scale that spreads over it.
 
     On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
     gives the same values ten times as fast: e5m2 is the upper byte, e4m3fn has an exponent that counts from 8 less.
     """
-    if kept.device.type != "cpu" or kept.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
-        return kept.to(torch.float32).mul_(scale)
-    bits = kept.contiguous().view(torch.int8)
-    if kept.dtype == torch.float8_e5m2:
-        return (bits.to(torch.int16) << 8).view(torch.float16).to(torch.float32).mul_(scale)
-    if bits.numel() and int((bits & 0x7F).max()) == 0x7F:  # NaN, which has no place of its own in float16
-        return kept.to(torch.float32).mul_(scale)
-    half = ((bits.to(torch.int16) << 7) & ~0x4000).view(torch.float16)
+    bits = kept.contiguous().view(torch.int8) if kept.element_size() == 1 else kept
+    slow = kept.device.type != "cpu" or kept.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    e4m3 = kept.dtype == torch.float8_e4m3fn
+    # NaN of e4m3fn has no place of its own in float16.
+    if slow or (e4m3 and bits.numel() and int((bits & 0x7F).max()) == 0x7F):
+        values = kept.to(torch.float32) if scratch is None else scratch.values.copy_(kept)
+        return values.mul_(scale)
+    half = bits.to(torch.int16) if scratch is None else scratch.half.copy_(bits)
+    half.bitwise_left_shift_(7 if e4m3 else 8)
+    if e4m3:
+        half.bitwise_and_(~0x4000)
+    floats = half.view(torch.float16)
+    values = floats.to(torch.float32) if scratch is None else scratch.values.copy_(floats)
     # Times 256 in one go with the scale: a power of two rounds nothing, and amax / 448 leaves it room.
-    return half.to(torch.float32).mul_(scale * 256.0)
+    return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
 def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

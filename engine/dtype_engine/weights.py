@@ -15,7 +15,7 @@ from . import dtypes
 from .errors import Cancelled
 from .metrics import sqnr_db
 from .readings import ExponentHistogram, WeightError
-from .storage import from_codes, largest_finite, scale_for, to_codes, torch_dtype
+from .storage import Scratch, from_codes, largest_finite, scale_for, to_codes, torch_dtype
 
 CHUNK = 1 << 18
 """Elements of a chunk: 1 MiB in float32, so that what is made of it stays in the cache."""
@@ -28,17 +28,24 @@ def round_trip(
     wide = torch.float64 if tensor.dtype == torch.float64 or dtype == "float64" else torch.float32
     noise = energy = total = largest = 0.0
     overflowed = saturated = underflowed = subnormal = nonfinite = 0
+    scratch: Scratch | None = None
     for part, scale in _chunks(tensor, dtype):
         if cancelled():
             raise Cancelled
-        x = part.to(wide)
-        magnitudes = x.abs()
-        kept, back = _there_and_back(x, magnitudes, dtype, scale, wide)
-        delta = torch.sub(back, x).view(-1)
-        x, back = x.view(-1), back.view(-1)
+        if wide == torch.float32 and scratch is None:
+            scratch, magnitudes_of = Scratch.like(part, dtype), torch.empty(part.shape)
+            wide_of = torch.empty(part.shape) if part.dtype != wide else None
+        room = scratch.first(len(part)) if scratch is not None and part.ndim else None
+        x = part.to(wide) if part.dtype == wide or room is None else wide_of[: len(part)].copy_(part)  # type: ignore[index]
+        magnitudes = torch.abs(x, out=magnitudes_of[: len(part)]) if room is not None else x.abs()
+        kept, back = _there_and_back(x, magnitudes, dtype, scale, wide, room)
+        delta = (back.sub_(x) if room is not None else torch.sub(back, x)).view(-1)
+        x = x.view(-1)
         chunk_noise, chunk_energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
         if not (math.isfinite(chunk_noise) and math.isfinite(chunk_energy)):
-            before, after = torch.isfinite(x), torch.isfinite(back)
+            # What came back is not kept beside its error: the error of a finite value is finite just where it is.
+            before = torch.isfinite(x)
+            after = torch.isfinite(kept.view(-1).to(wide))
             lost = int((before & ~after).sum())
             overflowed += lost
             saturated += int((torch.isinf(x) & after).sum())
@@ -92,17 +99,24 @@ def _chunks(tensor: torch.Tensor, dtype: str) -> Iterator[tuple[torch.Tensor, to
 
 
 def _there_and_back(
-    x: torch.Tensor, magnitudes: torch.Tensor, dtype: str, scale: torch.Tensor | None, wide: torch.dtype
+    x: torch.Tensor,
+    magnitudes: torch.Tensor,
+    dtype: str,
+    scale: torch.Tensor | None,
+    wide: torch.dtype,
+    room: Scratch | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A chunk (flat, or rows) in `dtype`, and the same as values again, in `wide`."""
     if dtype not in dtypes.STORAGE_ONLY:
+        if room is not None:
+            return room.kept.copy_(x), room.values.copy_(room.kept)
         kept = x.to(torch_dtype(dtype))
         return kept, kept.to(wide)
     x = x.to(torch.float32)
     if scale is None:
         scale = scale_for(largest_finite(magnitudes.to(torch.float32)), dtypes.BY_NAME[dtype].max)[:, None]
-    kept = to_codes(x, scale, dtype)
-    return kept, from_codes(kept, scale).to(wide)
+    kept = to_codes(x, scale, dtype, room)
+    return kept, from_codes(kept, scale, room).to(wide)
 
 
 _BITS = {
