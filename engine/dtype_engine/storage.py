@@ -10,6 +10,8 @@ float32 and rounded once to the dtype asked for.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -78,6 +80,19 @@ def largest_finite(magnitudes: torch.Tensor) -> torch.Tensor:
 def scale_for(amax: torch.Tensor, top: float) -> torch.Tensor:
     """amax / top; 1 where all is zero."""
     return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one thread for a while. Pieces are small, and threads that wait for each other after every one of them take
+    ten times as long where other programs want the processors too.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @dataclass(slots=True)

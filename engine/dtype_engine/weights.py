@@ -15,12 +15,13 @@ from . import dtypes
 from .errors import Cancelled
 from .metrics import sqnr_db
 from .readings import ExponentHistogram, WeightError
-from .storage import Scratch, from_codes, largest_finite, scale_for, to_codes, torch_dtype
+from .storage import Scratch, from_codes, largest_finite, one_thread, scale_for, to_codes, torch_dtype
 
 CHUNK = 1 << 18
 """Elements of a chunk: 1 MiB in float32, so that what is made of it stays in the cache."""
 
 
+@one_thread()
 def round_trip(
     name: str, tensor: torch.Tensor, dtype: str, cancelled: Callable[[], bool] = lambda: False
 ) -> WeightError:
@@ -148,6 +149,7 @@ def _small(x: torch.Tensor, magnitudes: torch.Tensor, kept: torch.Tensor, dtype:
     return below - zeros_after, zeros_after - zeros_before
 
 
+@one_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: Callable[[], bool] = lambda: False) -> ExponentHistogram:
     """How many values lie in each power of two: floor(log2 |x|). Zeros and what is not finite are counted apart."""
     counts: dict[int, int] = {}

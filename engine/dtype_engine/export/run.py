@@ -15,11 +15,12 @@ from ..options import Options
 from ..readings_export import ExportReport
 from ..recipe import Recipe
 from ..recipe.file import write_recipe
+from ..storage import one_thread
 from .config import export_config, export_dtype
 from .contents import Contents, Item, of_checkpoint
 from .folder import copy_along, free_name, staged
 from .readme import by_dtype, readme
-from .write import Progress, one_thread, write_file
+from .write import Progress, write_file
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"

@@ -9,8 +9,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +23,6 @@ from .contents import Item, Piece, as_bytes
 
 _PIECE = 1 << 20
 """Bytes that are cast or copied at once: small enough that the allocator gives the same warm memory out again."""
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Torch on one thread for a while. Pieces are small, and threads that wait for each other after every one of them take
-    ten times as long where other programs want the processors too.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class Progress:
