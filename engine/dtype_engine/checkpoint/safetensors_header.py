@@ -27,7 +27,7 @@ _MOST_DIMENSIONS = 64
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """One tensor of a file: torch's name of its dtype, and where its bytes are (`start` counts from the file's first
-    byte). `packed`: its dtype is one that only its format knows. `key`: what the file itself calls it, where that differs.
+    byte). `packed`: its dtype is one that only its format knows.
     """
 
     name: str
@@ -37,11 +37,10 @@ class CheckpointTensor:
     start: int
     nbytes: int
     packed: bool = False
-    key: str | None = None
 
     def renamed(self, name: str) -> CheckpointTensor:
         """The same tensor under another name."""
-        return dataclasses.replace(self, name=name, key=self.key or self.name)
+        return dataclasses.replace(self, name=name)
 
 
 def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
