@@ -146,3 +146,13 @@ def test_where_there_is_no_terminal_the_other_program_is_named() -> None:
     assert done.returncode == 2
     assert "dtype-engine" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_the_settings_of_a_recipe_file_hold_in_the_app_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("version: 1\nsettings: {autocast: bfloat16}\nrules:\n  - {pattern: '*.mlp', dtype: float16}\n")
+    opened = Terminal("--recipe", str(recipe))
+    try:
+        opened.wait_for("autocast bfloat16")
+    finally:
+        opened.close()

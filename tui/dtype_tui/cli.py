@@ -20,6 +20,7 @@ from dtype_engine.cli.common import (
     refuse_unmatched,
     run,
     run_options,
+    settled,
     with_options,
 )
 from dtype_engine.errors import UserError
@@ -46,7 +47,7 @@ def command(
     from dtype_engine.model.source import locate
 
     recipe = read_rules(casts, recipe_file)
-    options = options_from(**run_settings)
+    options = settled(options_from(**run_settings))
     source = locate(model, options.trust_pickle, options.download)
     tree, whole = source.glance()
     if recipe.rules and tree is not None and not whole:
