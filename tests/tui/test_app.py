@@ -560,6 +560,14 @@ async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeA
         assert engine(app).commands == ["start"]
 
 
+async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await say(app, pilot, ready(app), events.Measuring(app.experiment.recipe, "candidate", 1, 10))
+        await pilot.press("t")
+        assert notices(app) == ["next: timing"]
+        assert "measuring: candidate" in screen(app)
+
+
 async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
         await say(app, pilot, ready(app), events.Measured(app.experiment.recipe, report(app.experiment.recipe)))

@@ -381,7 +381,9 @@ class DtypeApp(App[None]):
 
     def _expect(self, activity: str) -> None:
         """Something was asked of the engine: it is on the screen before the engine says so."""
-        if not self._busy:
+        if self._busy:
+            self._say(f"next: {activity}", "information")
+        else:
             self._busy, self._activity, self._share = True, activity, None
             self._show_status()
 
