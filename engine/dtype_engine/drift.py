@@ -23,6 +23,8 @@ from .reuse import Trace
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 OnProgress = Callable[[str, int, int | None], None]
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
+_WHOLE_SHARE = 50
+"""A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 _TELL_EVERY_S = 0.1
 
 
@@ -117,7 +119,7 @@ class DriftMeter:
             output_name = record.output_name
             progress = partial(self._tell_progress, on_progress, done)
             comparer = _Comparer(record, sums, progress, on_modules)
-            ran = self._candidate(passes, index, batch, comparer)
+            ran = self._candidate(passes, index, batch, comparer, record.calls // _WHOLE_SHARE)
             done += record.calls
             candidate_seconds += ran.seconds
             reused = reused or ran.reused
@@ -151,7 +153,7 @@ class DriftMeter:
             candidate.ndim,
         )
 
-    def _candidate(self, passes: Passes, index: int, batch: Batch, comparer: _Comparer) -> Candidate:
+    def _candidate(self, passes: Passes, index: int, batch: Batch, comparer: _Comparer, whole: int) -> Candidate:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
         earlier = self._traces.pop(index, None)
         kept = sum(record.nbytes for record in self._records.values()) + sum(
@@ -159,7 +161,7 @@ class DriftMeter:
         )
         while True:
             try:
-                ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None)
+                ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
                 break
             except RunsOtherwise:
                 comparer.found.clear()

@@ -77,9 +77,11 @@ class Passes:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
         return Passes(self.model, RunSettings(), self.cancelled, self.watch)
 
-    def candidate(self, batch: Batch, watcher: Watcher, room: int, earlier: Trace | None = None) -> Candidate:
+    def candidate(
+        self, batch: Batch, watcher: Watcher, room: int, earlier: Trace | None = None, whole: int = 0
+    ) -> Candidate:
         """Run the model as it is cast now; outputs of `earlier` stand in for what is the same. Keeps up to `room` bytes
-        of outputs in the trace that it returns.
+        of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
         Where every weight has one computed dtype the module runs plainly, with no mode in between. The first time it
         runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may stand in
@@ -94,11 +96,11 @@ class Passes:
         now = {name: weight.dtype for name, weight in model.weights.items()}
         as_rules = f"rules, {self.settings}"
         if uniform is None or way in model.needs_rules:
-            return self._candidate(batch, rules, watcher, Trace(now, as_rules, room), earlier)
+            return self._candidate(batch, rules, watcher, Trace(now, as_rules, room, whole), earlier)
         if way in model.rules_idle:
-            return self._candidate(batch, None, watcher, Trace(now, as_rules, room), earlier)
+            return self._candidate(batch, None, watcher, Trace(now, as_rules, room, whole), earlier)
         as_plain = f"plain {uniform}, {self.settings}"
-        ran = self._candidate(batch, None, watcher, Trace(now, as_plain, room), earlier)
+        ran = self._candidate(batch, None, watcher, Trace(now, as_plain, room, whole), earlier)
         if way not in model.rules_busy and not ran.reused:
             under_rules, _ = self._run(self._module_on(batch), rules, _Deaf(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])

@@ -10,6 +10,7 @@ pass, and such a call stands in for nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,15 +52,18 @@ def finished(module: str, call: int, began_after: int, output: Any, reading: Any
 class Trace:
     """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
 
-    Keeps at most `room` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty.
+    Keeps at most `room` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
+    called within a module of up to `whole` calls is let go as soon as that module returns: running so few again takes no
+    time, and their outputs (projections, experts) are most of the bytes.
     """
 
     dtypes: Mapping[str, str]
     kind: str
     room: int
+    whole: int = 0
     calls: list[FinishedCall] = field(default_factory=list)
     nbytes: int = 0
-    _storages: set[int] = field(default_factory=set)
+    _uses: Counter[int] = field(default_factory=Counter)
 
     def add(self, call: FinishedCall) -> None:
         """Append a finished call."""
@@ -67,14 +71,25 @@ class Trace:
             return
         for tensor, _ in call.versions:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in self._storages:
-                self._storages.add(storage.data_ptr())
+            self._uses[storage.data_ptr()] += 1
+            if self._uses[storage.data_ptr()] == 1:
                 self.nbytes += storage.nbytes()
+        if len(self.calls) - call.began_after < self.whole and call.output is not _OPAQUE:
+            for inner in self.calls[call.began_after :]:
+                self._let_go(inner)
         self.calls.append(call)
         if self.nbytes > self.room:
             self.room, self.nbytes = -1, 0
             self.calls.clear()
-            self._storages.clear()
+            self._uses.clear()
+
+    def _let_go(self, call: FinishedCall) -> None:
+        for tensor, _ in call.versions:
+            storage = tensor.untyped_storage()
+            self._uses[storage.data_ptr()] -= 1
+            if not self._uses[storage.data_ptr()]:
+                self.nbytes -= storage.nbytes()
+        call.output, call.versions = _OPAQUE, ()
 
     def prefix(self, dtypes: Mapping[str, str], first_use: Mapping[str, int]) -> int:
         """How many calls return the same under other dtypes: those that finished before any changed weight was used."""

@@ -7,7 +7,9 @@ channel need a chunk to hold whole rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -15,109 +17,142 @@ from . import dtypes
 from .errors import Cancelled
 from .metrics import sqnr_db
 from .readings import ExponentHistogram, WeightError
-from .storage import Scratch, from_codes, largest_finite, one_thread, scale_for, to_codes, torch_dtype
+from .storage import Scratch, from_codes, largest_finite, one_thread, scale_for, side_by_side, to_codes
 
-CHUNK = 1 << 18
-"""Elements of a chunk: 1 MiB in float32, so that what is made of it stays in the cache."""
+CHUNK = 1 << 19
+"""Elements of a chunk: 2 MiB in float32, so that what is made of it stays in the cache, and Python's share stays small."""
 
 
-@one_thread()
 def round_trip(
     name: str, tensor: torch.Tensor, dtype: str, cancelled: Callable[[], bool] = lambda: False
 ) -> WeightError:
     """The error of casting `tensor` to `dtype` and back; see `readings.WeightError`. Raises Cancelled."""
-    wide = torch.float64 if tensor.dtype == torch.float64 or dtype == "float64" else torch.float32
-    noise = energy = total = largest = 0.0
-    overflowed = saturated = underflowed = subnormal = nonfinite = 0
-    scratch: Scratch | None = None
-    for part, scale in _chunks(tensor, dtype):
-        if cancelled():
-            raise Cancelled
-        if wide == torch.float32 and scratch is None:
-            scratch, magnitudes_of = Scratch.like(part, dtype), torch.empty(part.shape)
-            wide_of = torch.empty(part.shape) if part.dtype != wide else None
-        room = scratch.first(len(part)) if scratch is not None and part.ndim else None
-        x = part.to(wide) if part.dtype == wide or room is None else wide_of[: len(part)].copy_(part)  # type: ignore[index]
-        magnitudes = torch.abs(x, out=magnitudes_of[: len(part)]) if room is not None else x.abs()
-        kept, back = _there_and_back(x, magnitudes, dtype, scale, wide, room)
-        delta = (back.sub_(x) if room is not None else torch.sub(back, x)).view(-1)
-        x = x.view(-1)
-        chunk_noise, chunk_energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
-        if not (math.isfinite(chunk_noise) and math.isfinite(chunk_energy)):
-            # What came back is not kept beside its error: the error of a finite value is finite just where it is.
-            before = torch.isfinite(x)
-            after = torch.isfinite(kept.view(-1).to(wide))
-            lost = int((before & ~after).sum())
-            overflowed += lost
-            saturated += int((torch.isinf(x) & after).sum())
-            nonfinite += int((~before).sum())
-            delta = delta[before & after]
-            chunk_noise = math.inf if lost else float(delta.double().square().sum())
-            chunk_energy = float(x[before].double().square().sum())
-            total, largest = (math.inf, math.inf) if lost else (total, largest)
-        noise, energy = noise + chunk_noise, energy + chunk_energy
-        if delta.numel():
-            delta.abs_()
-            total += float(delta.sum())
-            largest = max(largest, float(delta.max()))
-        small, gone = _small(x, magnitudes, kept.view(-1), dtype)
-        subnormal, underflowed = subnormal + small, underflowed + gone
+    pieces = _Pieces(tensor, dtype)
+    sums = _Sums()
+    for part in side_by_side(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
+        sums.add(part)
     return WeightError(
         name=name,
         stored=str(tensor.dtype).removeprefix("torch."),
         dtype=dtype,
         elements=tensor.numel(),
-        mean_abs=total / max(1, tensor.numel()),
-        max_abs=largest,
-        rel_l2=0.0 if noise == 0 else math.sqrt(noise / energy) if energy else math.inf,
-        sqnr_db=sqnr_db(energy, noise),
-        overflowed=overflowed,
-        saturated=saturated,
-        underflowed=underflowed,
-        subnormal=subnormal,
-        nonfinite=nonfinite,
+        mean_abs=sums.total / max(1, tensor.numel()),
+        max_abs=sums.largest,
+        rel_l2=0.0 if sums.noise == 0 else math.sqrt(sums.noise / sums.energy) if sums.energy else math.inf,
+        sqnr_db=sqnr_db(sums.energy, sums.noise),
+        overflowed=sums.overflowed,
+        saturated=sums.saturated,
+        underflowed=sums.underflowed,
+        subnormal=sums.subnormal,
+        nonfinite=sums.nonfinite,
     )
 
 
-def _chunks(tensor: torch.Tensor, dtype: str) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Pieces of a tensor: flat ones, or whole rows where each has a scale; and the one scale of all, where there is one."""
-    storage_only = dtype in dtypes.STORAGE_ONLY
-    if storage_only and tensor.ndim >= 2 and not dtypes.BY_NAME[dtype].one_scale:
-        rows = tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-        step = max(1, CHUNK // max(1, rows.shape[1]))
-        for start in range(0, rows.shape[0], step):
-            yield rows[start : start + step], None
-        return
-    flat = tensor.reshape(-1)
-    scale = None
-    if storage_only:
-        largest = torch.zeros(1)
-        for start in range(0, flat.numel(), CHUNK):
-            largest = torch.maximum(largest, largest_finite(flat[None, start : start + CHUNK].to(torch.float32).abs()))
-        scale = scale_for(largest, dtypes.BY_NAME[dtype].max)
-    for start in range(0, flat.numel(), CHUNK):
-        yield flat[start : start + CHUNK], scale
+@dataclass(slots=True)
+class _Sums:
+    """What adds up over the pieces of a tensor."""
+
+    noise: float = 0.0
+    energy: float = 0.0
+    total: float = 0.0
+    largest: float = 0.0
+    overflowed: int = 0
+    saturated: int = 0
+    underflowed: int = 0
+    subnormal: int = 0
+    nonfinite: int = 0
+
+    def add(self, other: _Sums) -> None:
+        self.noise += other.noise
+        self.energy += other.energy
+        self.total += other.total
+        self.largest = max(self.largest, other.largest)
+        self.overflowed += other.overflowed
+        self.saturated += other.saturated
+        self.underflowed += other.underflowed
+        self.subnormal += other.subnormal
+        self.nonfinite += other.nonfinite
 
 
-def _there_and_back(
-    x: torch.Tensor,
-    magnitudes: torch.Tensor,
-    dtype: str,
-    scale: torch.Tensor | None,
-    wide: torch.dtype,
-    room: Scratch | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """A chunk (flat, or rows) in `dtype`, and the same as values again, in `wide`."""
-    if dtype not in dtypes.STORAGE_ONLY:
-        if room is not None:
-            return room.kept.copy_(x), room.values.copy_(room.kept)
-        kept = x.to(torch_dtype(dtype))
-        return kept, kept.to(wide)
-    x = x.to(torch.float32)
-    if scale is None:
-        scale = scale_for(largest_finite(magnitudes.to(torch.float32)), dtypes.BY_NAME[dtype].max)[:, None]
-    kept = to_codes(x, scale, dtype, room)
-    return kept, from_codes(kept, scale, room).to(wide)
+class _Pieces:
+    """A tensor in pieces: flat ones, or whole rows where each row has a scale of its own."""
+
+    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
+        row = dtypes.BY_NAME[dtype]
+        storage_only = dtype in dtypes.STORAGE_ONLY
+        self.scale: torch.Tensor | None = None
+        """The one scale of all pieces, where there is one."""
+        if storage_only and tensor.ndim >= 2 and not row.one_scale:
+            self.tensor = tensor.reshape(tensor.shape[0], -1) if tensor.numel() else tensor.reshape(0, 1)
+            self.step = max(1, CHUNK // self.tensor.shape[1])
+            return
+        self.tensor, self.step = tensor.reshape(-1), CHUNK
+        if storage_only:
+            amax = side_by_side(self._largest, len(self))
+            self.scale = scale_for(torch.tensor([max(amax, default=0.0)]), row.max)
+
+    def __len__(self) -> int:
+        return -(-len(self.tensor) // self.step)
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return self.tensor[number * self.step : (number + 1) * self.step]
+
+    def _largest(self, numbers: range) -> float:
+        return max(float(largest_finite(self[number][None].to(torch.float32).abs())) for number in numbers)
+
+
+def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: Callable[[], bool], numbers: range) -> _Sums:
+    """The sums over some of the pieces, in buffers of their own. Raises Cancelled."""
+    wide = torch.float64 if stored == torch.float64 or dtype == "float64" else torch.float32
+    shape = pieces[numbers[0]].shape
+    scratch = Scratch.like(shape, dtype, wide)
+    x_buffer = torch.empty(shape, dtype=wide) if stored != wide else None
+    sums = _Sums()
+    for number in numbers:
+        if cancelled():
+            raise Cancelled
+        part = pieces[number]
+        x = part if x_buffer is None else x_buffer[: len(part)].copy_(part)
+        _measure_piece(x, dtype, pieces.scale, scratch.first(len(part)), sums)
+    return sums
+
+
+def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room: Scratch, sums: _Sums) -> None:
+    """Adds the error of one piece, already in float32 or float64, to `sums`."""
+    if dtype in dtypes.STORAGE_ONLY:
+        if scale is None:
+            amax = largest_finite(torch.abs(x, out=room.values).to(torch.float32))
+            scale = scale_for(amax, dtypes.BY_NAME[dtype].max)[:, None]
+        if x.dtype == torch.float32:
+            from_codes(to_codes(x, scale, dtype, room), scale, room)
+        else:
+            room.values.copy_(from_codes(room.kept.copy_(to_codes(x.to(torch.float32), scale, dtype)), scale))
+    else:
+        room.kept.copy_(x)
+        room.values.copy_(room.kept)
+    x, kept, delta = x.view(-1), room.kept.view(-1), room.values.sub_(x).view(-1)
+    noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
+    if not (math.isfinite(noise) and math.isfinite(energy)):
+        # What came back is not kept beside its error: the error of a finite value is finite just where it is.
+        before = torch.isfinite(x)
+        after = torch.isfinite(kept.to(x.dtype))
+        lost = int((before & ~after).sum())
+        sums.overflowed += lost
+        sums.saturated += int((torch.isinf(x) & after).sum())
+        sums.nonfinite += int((~before).sum())
+        delta = delta[before & after]
+        noise = math.inf if lost else float(delta.double().square().sum())
+        energy = float(x[before].double().square().sum())
+        sums.total, sums.largest = (math.inf, math.inf) if lost else (sums.total, sums.largest)
+    sums.noise += noise
+    sums.energy += energy
+    if noise and delta.numel():
+        delta.abs_()
+        sums.total += float(delta.sum())
+        sums.largest = max(sums.largest, float(delta.amax()))
+    small, gone = _small(x, kept, dtype, room)
+    sums.subnormal += small
+    sums.underflowed += gone
 
 
 _BITS = {
@@ -128,25 +163,31 @@ _BITS = {
 }
 
 
-def _small(x: torch.Tensor, magnitudes: torch.Tensor, kept: torch.Tensor, dtype: str) -> tuple[int, int]:
+def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Scratch) -> tuple[int, int]:
     """Values that become subnormal, and values that become zero. Those that were zero are neither.
 
     Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
     """
     row = dtypes.BY_NAME[dtype]
-    view, mask = _BITS[kept.element_size()]
     if row.kind != "float":
         zeros_after = kept.numel() - int(torch.count_nonzero(kept))
         # NaN has no code among integers and is kept as zero: that is no underflow.
         nan = int(torch.isnan(x).sum()) if zeros_after else 0
         return 0, zeros_after - nan - (x.numel() - int(torch.count_nonzero(x))) if zeros_after else 0
-    magnitude = kept.view(view) & mask
-    below = magnitude.numel() - int(torch.count_nonzero(magnitude >> row.mantissa))
-    if not below:
+    view, mask = _BITS[kept.element_size()]
+    # The values that came back are read, so their room is free for the bits.
+    bits = torch.bitwise_and(kept.view(view), mask, out=room.bits(kept.numel(), view))
+    least = int(bits.amin())
+    if least >> row.mantissa:
         return 0, 0
-    zeros_after = magnitude.numel() - int(torch.count_nonzero(magnitude))
-    zeros_before = x.numel() - int(torch.count_nonzero(x)) if zeros_after and not float(magnitudes.amin()) > 0 else 0
-    return below - zeros_after, zeros_after - zeros_before
+    zeros = bits.numel() - int(torch.count_nonzero(bits)) if least == 0 else 0
+    below = bits.numel() - int(torch.count_nonzero(bits.bitwise_right_shift_(row.mantissa)))
+    if not zeros:
+        return below, 0
+    # Looking for the smallest is two passes, and takes half as long as counting zeros in float32.
+    lowest = float(torch.abs(x, out=room.values.view(-1)).amin())
+    zeros_before = 0 if lowest > 0 else x.numel() - int(torch.count_nonzero(x))
+    return below - zeros, zeros - zeros_before
 
 
 @one_thread()

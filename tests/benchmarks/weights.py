@@ -1,0 +1,44 @@
+"""Round-trip errors beside the bare cast. A module of its own, since it runs in a new process."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from .rows import Row, most_anonymous
+
+
+def round_trips() -> list[Row]:
+    """What `weights` prints."""
+    import torch
+
+    from dtype_engine.storage import torch_dtype
+    from dtype_engine.weights import round_trip
+
+    rows = []
+    tensor = torch.randn(200 * 2**20 // 4 // 4096, 4096).mul_(0.02)
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"):
+        target = torch_dtype(dtype)
+        tensor.to(target)
+        round_trip("w", tensor, dtype)
+        ratios = []
+        for _ in range(7):
+            started = time.perf_counter()
+            tensor.to(target)
+            middle = time.perf_counter()
+            round_trip("w", tensor, dtype)
+            ratios.append((middle - started) / (time.perf_counter() - middle))
+        most = most_anonymous(lambda dtype=dtype: round_trip("w", tensor, dtype))  # type: ignore[misc]
+        rows.append(
+            Row(
+                f"bare cast to {dtype} / its round-trip error, at least {_SHARE.get(dtype, 0):g}",
+                statistics.median(ratios),
+                "x",
+            )
+        )
+        rows[-1].least = _SHARE.get(dtype)
+        rows.append(Row(f"memory for the error in {dtype}", most / 2**20, "MiB", 64))
+    return rows
+
+
+_SHARE = {"bfloat16": 0.4, "float16": 0.4, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}
