@@ -13,6 +13,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.drift import DriftMeter
 from dtype_engine.metrics import OutputComparison
+from dtype_engine.reuse import Trace, finished
 
 
 def meter(session: Any, reuse: bool) -> DriftMeter:
@@ -52,7 +53,11 @@ def steps(session: Any) -> list[Recipe]:
 
 
 @pytest.mark.parametrize("name", zoo.ZOO)
-def test_measuring_with_stand_ins_is_measuring_in_full(name: str, compared: list[torch.Tensor]) -> None:
+def test_measuring_with_stand_ins_is_measuring_in_full(
+    name: str, compared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So small models have modules, too, that are run whole or not at all.
+    monkeypatch.setattr("dtype_engine.drift._WHOLE_SHARE", 8)
     module, inputs = zoo.make(name)
     session = de.open(module, inputs=inputs)
     quick = meter(session, reuse=True)
@@ -140,3 +145,18 @@ def test_nothing_is_left_on_the_modules() -> None:
         assert "forward" not in child.__dict__
         assert not child._forward_hooks
         assert not child._forward_pre_hooks
+
+
+def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
+    trace = Trace({}, "plain", room=1 << 20, whole=3)
+    shared = torch.zeros(100)
+    trace.add(finished("block.up", 0, 0, torch.zeros(400), None))
+    trace.add(finished("block.down", 0, 1, shared, None))
+    assert trace.nbytes == 2000
+    trace.add(finished("block", 0, 0, shared, None))
+    assert trace.nbytes == 400  # what the module returned is still there
+    assert [call.usable for call in trace.calls] == [False, False, True]
+    trace.add(finished("head", 0, 3, torch.zeros(10), None))
+    trace.add(finished("", 0, 0, torch.zeros(10), None))
+    assert trace.nbytes == 480  # more than three calls: what it called stays
+    assert trace.stand_ins(4) == {("block", 0): 2, ("head", 0): 3}
