@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 .PHONY: demo test lint unit benchmarks screenshots clean
 
 demo: $(VENV)/.runs
-	$(BIN)/dtype-tui
+	$(BIN)/dtype-tui demo
 
 test: lint unit
 

@@ -43,7 +43,8 @@ class Terminal:
                 os.dup2(self._terminal, number)
             # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
             given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-            os.execve(PROGRAM, [PROGRAM, *arguments], given | {"TERM": "xterm-256color"} | (environment or {}))
+            own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
+            os.execve(PROGRAM, [PROGRAM, *arguments], given | own | (environment or {}))
 
     def read(self, seconds: float = 0.05) -> int:
         """Take in what the program writes within `seconds`; the number of bytes."""

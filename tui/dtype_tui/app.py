@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
 from rich.text import Text
@@ -17,16 +18,24 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from dtype_engine import dtypes, events
+from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
+from .ascii import AsciiFilter, wants_ascii
 from .cells import bar
+from .commands import Command, Completer, all_commands
+from .config import Config
 from .experiment import Experiment
+from .hints import next_keys
+from .keys import described, keys_of, on_keyboard, with_ids
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
-from .widgets.module_tree import ModuleTree
+from .themes import HIGH_CONTRAST
+from .widgets.command_line import CommandLine
+from .widgets.module_tree import COLUMNS, ORDERS, ModuleTree
 from .widgets.panes import SidePanes, worst_modules
 from .widgets.prompts import CastPrompt, FilterPrompt
 
@@ -65,27 +74,34 @@ class DtypeApp(App[None]):
     TITLE = "dtype-tui"
     ENABLE_COMMAND_PALETTE = True
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("c", "cast", "Cast by pattern"),
-        *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
-        Binding("u", "undo", "Undo"),
-        Binding("ctrl+r", "redo", "Redo"),
-        Binding("x", "drop_rules", "Drop the node's rules"),
-        Binding("m", "measure", "Measure again"),
-        Binding("f", "flow", "Dtype flow: where dtypes silently change"),
-        Binding("g", "generate", "Generate text with both, side by side"),
-        Binding("t", "speed", "Time forward passes"),
-        Binding("comma", "settings", "Settings of a run: autocast, inputs"),
-        Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
-        Binding("w", "worst", "Go to the module that drifts most"),
-        Binding("slash", "filter", "Filter by name"),
-        Binding("n", "match(1)", "Next match", show=False),
-        Binding("N", "match(-1)", "Previous match", show=False),
-        Binding("enter", "details", "Details of the node"),
-        Binding("escape", "stop", "Stop what the engine does"),
-        Binding("question_mark", "help", "Help"),
-        Binding("q", "quit", "Quit"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = with_ids(
+        [
+            Binding("c", "cast", "Cast by pattern", priority=True),
+            *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
+            Binding("u", "undo", "Undo"),
+            Binding("ctrl+r", "redo", "Redo"),
+            Binding("x", "drop_rules", "Drop the node's rules"),
+            Binding("m", "measure", "Measure again"),
+            Binding("f", "flow", "Dtype flow: where dtypes silently change"),
+            Binding("g", "generate", "Generate text with both, side by side"),
+            Binding("t", "speed", "Time forward passes"),
+            Binding("comma", "settings", "Settings of a run: autocast, inputs"),
+            Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
+            Binding("w", "worst", "Go to the module that drifts most"),
+            Binding("slash", "filter", "Filter by name", priority=True),
+            Binding("n", "match(1)", "Next match", show=False),
+            Binding("N", "match(-1)", "Previous match", show=False),
+            Binding("colon", "command", "Command line", priority=True),
+            Binding("z", "next_order", "Order of children: the model's, by bytes, by drift"),
+            Binding("y", "copy_name", "Copy the node's name"),
+            Binding("Y", "copy_rules", "Copy the rules as --cast options"),
+            Binding("enter", "details", "Details of the node"),
+            Binding("escape", "stop", "Stop what the engine does"),
+            Binding("question_mark", "help", "Help"),
+            Binding("ctrl+z", "suspend_process", "Suspend; fg in the shell comes back"),
+            Binding("q", "quit", "Quit"),
+        ]
+    )
 
     def __init__(
         self,
@@ -94,8 +110,17 @@ class DtypeApp(App[None]):
         engine: Callable[[Callable[[events.Event], None]], Engine],
         settings: RunSettings | None = None,
         whole: bool = True,
+        config: Config | None = None,
     ) -> None:
         super().__init__()
+        config = config or Config()
+        self.register_theme(HIGH_CONTRAST)
+        if config.theme is not None:
+            self.theme = config.theme
+        if wants_ascii(config.ascii):
+            self._filters.append(AsciiFilter())
+        self.chosen_keys = config.keys
+        self.set_keymap(dict(config.keys))
         self.experiment = Experiment(
             title, tree if tree is not None else Tree(()), settings=settings or RunSettings(), partial=not whole
         )
@@ -116,6 +141,7 @@ class DtypeApp(App[None]):
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
         yield CastPrompt(self.experiment)
+        yield CommandLine(self.experiment, self._completer())
         yield FilterPrompt(lambda: len(self.tree_view.matches))
         yield Static(id="too-small", markup=False)
         yield Static(id="message", markup=False)
@@ -158,7 +184,7 @@ class DtypeApp(App[None]):
     def _show_all(self) -> None:
         if not self.is_running:
             return
-        self.tree_view.refresh()
+        self.tree_view.refresh_changed()
         self._show_panes()
         self._show_status()
         message = self.query_one("#message", Static)
@@ -192,11 +218,15 @@ class DtypeApp(App[None]):
         line.append_text(left)
         line.append(" " * max(1, width - left.cell_len - len(about) - 1))
         line.append(about, style="dim")
-        self.query_one("#status", Static).update(line)
-        keys = " c cast  1-8 dtype  u undo  / filter  Enter details  w worst  ? help  q quit"
-        if self.tree_view.filter_text:
-            keys = " n next match  N previous  Esc clears the filter  c cast  1-8 dtype  ? help  q quit"
-        self.query_one("#keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+        self._put("#status", line)
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), self._busy)
+        self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+
+    def _put(self, id: str, words: Text) -> None:
+        """Show a line, if it says anything new: what is drawn again goes over the wire again."""
+        line = self.query_one(id, Static)
+        if line.content != words:
+            line.update(words)
 
     # -- what the engine says ------------------------------------------------------------------------------------
 
@@ -249,6 +279,8 @@ class DtypeApp(App[None]):
             if event.report.settings == str(experiment.settings):
                 experiment.report = event.report
                 experiment.modules = {reading.name: reading for reading in event.report.modules}
+                if self.tree_view.order == "drift":
+                    self.tree_view.rebuild()
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -355,6 +387,14 @@ class DtypeApp(App[None]):
         else:
             self._say("no rule takes this node", "information")
 
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The three prompts open before the next key is looked at: what is typed ahead, on a slow line say, is theirs. So
+        their keys come before those of widgets, and then only in the tree.
+        """
+        if action in ("cast", "filter", "command"):
+            return isinstance(self.focused, ModuleTree)
+        return True
+
     # -- keys ----------------------------------------------------------------------------------------------------
 
     def action_measure(self) -> None:
@@ -413,11 +453,12 @@ class DtypeApp(App[None]):
             self.engine.cancel()
 
     def action_worst(self) -> None:
-        worst = worst_modules(self.experiment, 1)
-        if not worst:
+        names = [reading.name for reading in worst_modules(self.experiment)]
+        if not names:
             self._say("no module drifts yet", "information")
         else:
-            self.tree_view.go_to(worst[0].name)
+            here = self.tree_view.current.name
+            self.tree_view.go_to(names[(names.index(here) + 1) % len(names)] if here in names else names[0])
 
     def action_filter(self) -> None:
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
@@ -425,6 +466,89 @@ class DtypeApp(App[None]):
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):
             self._say("no match: / filters by name", "information")
+
+    def action_next_order(self) -> None:
+        self.action_sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
+
+    def action_copy_name(self) -> None:
+        self._copy(self.tree_view.current.name or "*", "the name")
+
+    def action_copy_rules(self) -> None:
+        rules = self.experiment.recipe.rules
+        self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
+
+    def _copy(self, text: str, what: str) -> None:
+        """To the clipboard of the terminal, which over SSH is the one of the person who looks at it (OSC 52)."""
+        if text:
+            self.copy_to_clipboard(text)
+            self._say(f"copied {what}: {text}", "information")
+        else:
+            self._say("no rules to copy: every tensor is as stored", "information")
+
+    # -- the command line ----------------------------------------------------------------------------------------
+
+    def _completer(self) -> Completer:
+        actions = [
+            (binding.action, binding.description)
+            for binding in self.BINDINGS
+            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
+        ]
+        return Completer(
+            all_commands(actions),
+            lambda: self.experiment.tree.names[0],
+            lambda: generalisations(self.tree_view.current.name, self._class_here()),
+            self._choices,
+        )
+
+    def _class_here(self) -> str | None:
+        module = self.experiment.tree.modules.get(self.tree_view.current.name)
+        return module.class_name if module is not None else None
+
+    def _choices(self, kind: str) -> list[str]:
+        found = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.available_themes)}
+        return list(found.get(kind, ()))
+
+    def action_command(self) -> None:
+        self.query_one(CommandLine).open()
+
+    async def _do(self, command: Command, arguments: tuple[str, ...]) -> None:
+        try:
+            await self.run_action(("", command.action, arguments))
+        except UserError as error:
+            self._say(str(error), "error")
+
+    def action_cast_as(self, pattern: str, dtype: str) -> None:
+        self.add_rule(Rule.make(pattern, dtype))
+
+    def action_filter_by(self, text: str = "") -> None:
+        self.tree_view.set_filter(text)
+        if self.tree_view.matches:
+            self.tree_view.next_match(1)
+        elif text:
+            self._say(f"no name has {text} in it", "information")
+
+    def action_go_to(self, name: str) -> None:
+        if not self.tree_view.go_to(name):
+            raise UserError(f"there is no {printable(name, 200)} in this model")
+
+    def action_sort_by(self, order: str) -> None:
+        if order not in ORDERS:
+            raise UserError(f"children are sorted by {', '.join(ORDERS)}")
+        self.tree_view.sort_by(order)
+        self._say(f"children in order of {'the model' if order == 'model' else order}", "information")
+
+    def action_show_columns(self, words: str = "") -> None:
+        wanted = words.replace(",", " ").split() or list(COLUMNS)
+        if not set(wanted) <= set(COLUMNS):
+            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
+        self.tree_view.hide(frozenset(COLUMNS) - set(wanted))
+
+    def action_use_theme(self, name: str) -> None:
+        if name not in self.available_themes:
+            raise UserError(
+                f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(self.available_themes))}"
+            )
+        self.theme = name
 
     def action_details(self) -> None:
         self.push_screen(details(self.experiment, self.tree_view.current.name))
@@ -436,17 +560,22 @@ class DtypeApp(App[None]):
     def action_help(self) -> None:
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
         sections = [
-            ("Casting and measuring", _described(self.BINDINGS)),
-            ("In the tree", _described(ModuleTree.BINDINGS)),
-            ("In the cast prompt", _described(CastPrompt.BINDINGS)),
-            ("In the settings", _described(SettingsScreen.BINDINGS)),
+            ("Casting and measuring", described(self.BINDINGS, self.chosen_keys)),
+            ("In the tree", described(ModuleTree.BINDINGS, self.chosen_keys)),
+            ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
+            ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
+            ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
         ]
         self.push_screen(help_screen(sections, words))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in self.BINDINGS:
             if isinstance(binding, Binding) and binding.action not in ("quit", "help"):
-                yield SystemCommand(binding.description, f"key {_key(binding.key)}", self._runner(binding.action))
+                yield SystemCommand(
+                    binding.description,
+                    f"key {on_keyboard(keys_of(binding, self.chosen_keys))}",
+                    self._runner(binding.action),
+                )
         yield from super().get_system_commands(screen)
 
     def _runner(self, action: str) -> Callable[[], object]:
@@ -464,6 +593,16 @@ class DtypeApp(App[None]):
         self.tree_view.focus()
         self.add_rule(message.rule)
 
+    def on_command_line_previewed(self, message: CommandLine.Previewed) -> None:
+        self.tree_view.show_preview(message.preview)
+
+    def on_command_line_left(self) -> None:
+        self.tree_view.focus()
+
+    async def on_command_line_entered(self, message: CommandLine.Entered) -> None:
+        self.tree_view.focus()
+        await self._do(message.command, message.arguments)
+
     def on_cast_prompt_left(self) -> None:
         self.tree_view.focus()
 
@@ -477,20 +616,3 @@ class DtypeApp(App[None]):
             self.tree_view.next_match(1)
         self.tree_view.focus()
         self._show_all()
-
-
-def _described(bindings: Iterable[BindingType]) -> Iterator[tuple[str, str]]:
-    for binding in bindings:
-        if isinstance(binding, Binding):
-            yield ", ".join(map(_key, binding.key.split(","))), binding.description
-
-
-def _key(name: str) -> str:
-    """A key as it stands on the keyboard."""
-    named = {
-        "slash": "/", "less_than_sign": "<", "greater_than_sign": ">", "comma": ",", "question_mark": "?", "escape": "Esc",
-        "enter": "Enter", "tab": "Tab", "shift+tab": "Shift+Tab", "left_square_bracket": "[", "right_square_bracket": "]",
-        "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End", "up": "↑", "down": "↓", "left": "←", "right": "→",
-        "space": "Space",
-    }  # fmt: skip
-    return named.get(name, name.replace("ctrl+", "Ctrl+"))

@@ -4,15 +4,19 @@ thread.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+from textual.binding import Binding
 
 from dtype_engine.cli.common import (
+    BAD_INPUT,
     cast_options,
     model_argument,
     options_from,
@@ -27,39 +31,47 @@ from dtype_engine.errors import UserError
 from dtype_engine.events import Event
 from dtype_engine.text import read_text
 
+if TYPE_CHECKING:
+    from .config import Config
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 @model_argument
 @with_options(cast_options)
 @with_options(run_options)
+@click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
 def command(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
+    in_ascii: bool,
     **run_settings: Any,
 ) -> None:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
-    nothing for the built-in demo.
+    `demo`, the built-in one. Without it the models that lie here are offered. `dtype-tui serve` opens the app in a browser.
     """
     from dtype_engine.model.source import locate
 
+    config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
+    for text in options.texts:
+        read_text(text)
+    if model is None:
+        _need_a_terminal()
+        model = _chosen(config)
+        if model is None:
+            return
     source = locate(model, options.trust_pickle, options.download)
     tree, whole = source.glance()
     if recipe.rules and tree is not None and not whole:
         # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
-    for text in options.texts:
-        read_text(text)
-    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
-        raise UserError(
-            "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
-        )
+    _need_a_terminal()
     if tree is not None:
         refuse_unmatched(source, tree, recipe, options)
     from dtype_engine.worker import Worker
@@ -72,7 +84,7 @@ def command(
         workers.append(Worker(source, options, emit, read_headers=not whole))
         return workers[0]
 
-    app = DtypeApp(source.title, tree, start_worker, options.settings, whole)
+    app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
     app.start_with(recipe)
     app.run()
     if any(worker.alive for worker in workers):
@@ -80,6 +92,71 @@ def command(
         os._exit(app.return_code or 0)
 
 
+def _need_a_terminal() -> None:
+    """Textual draws on standard error. A browser that is served has its own driver."""
+    if "TEXTUAL_DRIVER" in os.environ:
+        return
+    for name in ("COLUMNS", "LINES"):
+        os.environ.pop(name, None)  # exported by some shells; they would stand in the way of every later resize
+    if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):
+        raise UserError(
+            "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
+        )
+
+
+def _chosen(config: Config) -> str | None:
+    """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
+    from dtype_engine.model.nearby import nearby
+    from dtype_engine.model.source import locate
+
+    from .start_screen import DEMO, Offer, StartApp
+
+    offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in nearby(Path())]
+    if not offers:
+        return DEMO.model
+    return StartApp([*offers, DEMO], locate, config).run()
+
+
+@cache
+def configured() -> Config:
+    """The user's configuration. Raises UserError for one that can't be followed."""
+    from .config import Config, config_path, read_config
+
+    if not config_path().exists():
+        return Config()
+    from textual.theme import BUILTIN_THEMES
+
+    from .app import DtypeApp
+    from .themes import HIGH_CONTRAST
+    from .widgets.module_tree import ModuleTree
+
+    bindings = [binding for binding in (*DtypeApp.BINDINGS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
+    return read_config(
+        [binding.id for binding in bindings if binding.id],
+        [*BUILTIN_THEMES, HIGH_CONTRAST.name],
+        _options(),
+    )
+
+
+def _options() -> dict[str, str]:
+    """The options by the name that people write, and by the one that click has for them."""
+    return {
+        option.opts[0].lstrip("-"): option.name
+        for option in command.params
+        if isinstance(option, click.Option) and option.name
+    }
+
+
 def main() -> None:
     """The `dtype-tui` program."""
+    if sys.argv[1:2] == ["serve"]:
+        from .serve import serve
+
+        sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
+    try:
+        known = _options()
+        command.context_settings["default_map"] = {known[name]: value for name, value in configured().defaults.items()}
+    except UserError as error:
+        print(f"dtype-tui: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
     sys.exit(run(command, "dtype-tui"))

@@ -128,6 +128,29 @@ class Experiment:
                 rows.append((place, self.recipe.rules[place], won, len(taken)))
         return rows
 
+    def cast_nodes(self) -> list[str]:
+        """The topmost nodes that are cast as a whole: whose every castable tensor is planned in another dtype than stored."""
+        castable, changed = [0], [0]
+        for tensor in self.tree.order:
+            castable.append(castable[-1] + tensor.castable)
+            changed.append(changed[-1] + (self.plan.dtypes[tensor.name] != tensor.dtype))
+        found: list[str] = []
+        stack = [self.tree.root]
+        while stack:
+            node = stack.pop()
+            here = changed[node.end] - changed[node.first]
+            if here and here == castable[node.end] - castable[node.first]:
+                found.append(node.name)
+            elif here:
+                prefix = f"{node.name}." if node.name else ""
+                found += [
+                    tensor.name
+                    for local, tensor in node.tensors.items()
+                    if tensor.name == prefix + local and self.plan.dtypes[tensor.name] != tensor.dtype
+                ]
+                stack.extend(reversed(node.children.values()))
+        return found
+
     def preview(self, rule: Rule) -> Preview:
         """What a rule would take, and the bytes of that before and after."""
         taken = select(self.tree, rule.pattern)

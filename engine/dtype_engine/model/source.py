@@ -56,12 +56,12 @@ class Source:
 
 def locate(model: str | None, trust_pickle: bool = False, download: bool = False) -> Source:
     """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging
-    Face id in the local cache (or, with `download`, on the hub), or None for the built-in demo. Raises UserError that says
-    what was looked for.
+    Face id in the local cache (or, with `download`, on the hub), or None (or `demo`, where there is no such file) for the
+    built-in demo. Raises UserError that says what was looked for.
     """
-    if model is None:
+    path = Path(model).expanduser() if model is not None else DEMO
+    if model is None or (model == "demo" and not path.exists()):
         return Source("checkpoint", "demo", DEMO)
-    path = Path(model).expanduser()
     if path.is_dir():
         return Source("checkpoint", printable(path.resolve().name), path, trust_pickle=trust_pickle)
     if path.exists() or path.is_symlink():
@@ -76,8 +76,8 @@ def locate(model: str | None, trust_pickle: bool = False, download: bool = False
     if download and _HUB_ID.fullmatch(model):
         return Source("checkpoint", model, _downloaded(model))
     raise UserError(
-        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache ({_cache()}); "
-        "--download fetches one"
+        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
+        f"({hub_cache()}); --download fetches one"
     )
 
 
@@ -128,7 +128,7 @@ def _downloaded(model: str) -> Path:
         raise UserError(f"{printable(model)} could not be fetched: {reason}") from None
 
 
-def _cache() -> Path:
+def hub_cache() -> Path:
     """The Hugging Face hub's cache folder, by the same variables as huggingface_hub (whose import takes too long
     here).
     """
@@ -140,7 +140,7 @@ def _cache() -> Path:
 
 def _cached(model: str) -> Path | None:
     """The snapshot that `main` stands for, or the only one there is."""
-    folder = _cache() / f"models--{model.replace('/', '--')}"
+    folder = hub_cache() / f"models--{model.replace('/', '--')}"
     try:
         revision = (folder / "refs" / "main").read_text().strip()
         named = folder / "snapshots" / revision

@@ -6,6 +6,7 @@ move repaints two lines, and children are made when a node opens, so 90 000 tens
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from fnmatch import translate
@@ -27,7 +28,13 @@ from dtype_engine.tree import Module, TensorInfo, ancestors
 
 from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
 from ..experiment import Experiment, Preview
+from ..keys import with_ids
 
+ORDERS = ("model", "bytes", "drift")
+"""Of a node's children: as the model has them, the largest first, those that drift most first."""
+COLUMNS = ("params", "bytes", "drift")
+"""Columns that can be left out; the name and the dtype are always there."""
+MOST_OPENED = 20_000
 MOST_MATCHES = 1000
 """Matches of a filter that are shown: nobody walks through more, and they come after every key."""
 
@@ -61,12 +68,12 @@ class Columns:
     drift: int
 
 
-def columns_for(width: int) -> Columns:
-    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go."""
+def columns_for(width: int, hidden: frozenset[str] = frozenset()) -> Columns:
+    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. Those in `hidden` never come."""
     dtype = 24 if width >= 76 else 13
-    parameters = 8 if width >= 60 else 0
-    size = 10
-    drift = 12 if width >= 50 else 0
+    parameters = 8 if width >= 60 and "params" not in hidden else 0
+    size = 10 if "bytes" not in hidden else 0
+    drift = 12 if width >= 50 and "drift" not in hidden else 0
     return Columns(max(10, width - dtype - parameters - size - drift - 1), dtype, parameters, size, drift)
 
 
@@ -79,20 +86,27 @@ class ModuleTree(ScrollView, can_focus=True):
     ModuleTree { height: 1fr; overflow-x: hidden; scrollbar-size-vertical: 1; }
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Up", show=False),
-        Binding("down,j", "move(1)", "Down", show=False),
-        Binding("right,l", "open", "Open, or go to the first child", show=False),
-        Binding("left,h", "close", "Close, or go to the parent", show=False),
-        Binding("space", "open_or_close", "Open or close", show=False),
-        Binding("tab", "app.next_pane", "Next pane, where they take turns", show=False),
-        Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
-        Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
-        Binding("home,less_than_sign", "end(-1)", "First line", show=False),
-        Binding("end,G,greater_than_sign", "end(1)", "Last line", show=False),
-        Binding("right_square_bracket", "sibling(1)", "Next sibling", show=False),
-        Binding("left_square_bracket", "sibling(-1)", "Previous sibling", show=False),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = with_ids(
+        [
+            Binding("up,k", "move(-1)", "Up", show=False),
+            Binding("down,j", "move(1)", "Down", show=False),
+            Binding("right,l", "open", "Open, or go to the first child", show=False),
+            Binding("left,h", "close", "Close, or go to the parent", show=False),
+            Binding("space", "open_or_close", "Open or close", show=False),
+            Binding("tab", "app.next_pane", "Next pane, where they take turns", show=False),
+            Binding("pageup,ctrl+b", "page(-1)", "Page up", show=False),
+            Binding("pagedown,ctrl+f", "page(1)", "Page down", show=False),
+            Binding("home,less_than_sign", "end(-1)", "First line", show=False),
+            Binding("end,G,greater_than_sign", "end(1)", "Last line", show=False),
+            Binding("right_square_bracket", "sibling(1)", "Next sibling", show=False),
+            Binding("left_square_bracket", "sibling(-1)", "Previous sibling", show=False),
+            Binding("P,backspace", "parent", "Parent", show=False),
+            Binding("right_curly_bracket", "next_cast(1)", "Next node that is cast", show=False),
+            Binding("left_curly_bracket", "next_cast(-1)", "Previous node that is cast", show=False),
+            Binding("E", "expand_all", "Open everything below", show=False),
+            Binding("W", "collapse_all", "Close everything below", show=False),
+        ]
+    )
 
     @dataclass
     class Moved(Message):
@@ -108,7 +122,10 @@ class ModuleTree(ScrollView, can_focus=True):
         self.preview: Preview | None = None
         self.filter_text = ""
         self.matches: list[str] = []
+        self.order = ORDERS[0]
+        self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
+        self._painted: dict[int, Strip] = {}
         self._opened: set[str] = {""}
         self._open_first_levels()
         self.rebuild()
@@ -144,8 +161,26 @@ class ModuleTree(ScrollView, can_focus=True):
             rows.append(Row(node.name, depth, node))
             if node.name in self._opened:
                 rows.extend(_tensor_rows(node, depth + 1))
-                stack.extend((child, depth + 1) for child in reversed(node.children.values()))
+                stack.extend((child, depth + 1) for child in reversed(self._ordered(node)))
         return rows
+
+    def _ordered(self, node: Module) -> list[Module]:
+        children = list(node.children.values())
+        if self.order == "bytes":
+            children.sort(key=lambda child: -self.experiment.totals[child.name].total_bytes)
+        elif self.order == "drift":
+            children.sort(key=lambda child: _drift_key(self.experiment.modules.get(child.name)))
+        return children
+
+    def sort_by(self, order: str) -> None:
+        """Children in one of `ORDERS`; the cursor stays on its node."""
+        self.order = order
+        self.rebuild()
+
+    def hide(self, columns: frozenset[str]) -> None:
+        """Leave out these of `COLUMNS`."""
+        self.hidden = columns
+        self.refresh()
 
     def _filtered_rows(self) -> list[Row]:
         """The first nodes that match, and those above them."""
@@ -291,6 +326,43 @@ class ModuleTree(ScrollView, can_focus=True):
         if 0 <= place < len(self.rows) and self.rows[place].depth == depth:
             self.move_to(place)
 
+    def action_parent(self) -> None:
+        depth = self.current.depth
+        self.move_to(next((p for p in reversed(range(self.cursor)) if self.rows[p].depth < depth), 0))
+
+    def action_next_cast(self, step: int) -> None:
+        """Through the topmost nodes that are cast as a whole, in the model's order, round and round."""
+        nodes = self.experiment.cast_nodes()
+        if nodes:
+            order = {name: place for place, name in enumerate(self.experiment.tree.names[0])}
+            here = order.get(self.current.name, -1)
+            places = [order.get(node, -1) for node in nodes]
+            if step > 0:
+                found = next((i for i, place in enumerate(places) if place > here), 0)
+            else:
+                found = next((i for i in reversed(range(len(places))) if places[i] < here), -1)
+            self.go_to(nodes[found])
+
+    def action_expand_all(self) -> None:
+        below: list[str] = []
+        stack = [self.current.module]
+        while stack and len(below) <= MOST_OPENED:
+            node = stack.pop()
+            below.append(node.name)
+            stack.extend(node.children.values())
+        if stack:
+            self.app.notify(f"more than {MOST_OPENED:,} nodes below: go to a smaller one", markup=False)
+            return
+        self._opened.update(below)
+        self.rebuild()
+
+    def action_collapse_all(self) -> None:
+        inside = f"{self.current.module.name}." if self.current.module.name else ""
+        self._opened = {name for name in self._opened if name != inside[:-1] and not name.startswith(inside)} | {""}
+        if not inside:
+            self._opened = {""}
+        self.rebuild()
+
     def on_click(self, event: events.Click) -> None:
         place = event.y - 1 + self.scroll_offset.y
         if event.y > 0 and place < len(self.rows):
@@ -303,9 +375,20 @@ class ModuleTree(ScrollView, can_focus=True):
 
     # -- drawing -------------------------------------------------------------------------------------------------
 
+    def refresh_changed(self) -> None:
+        """Paint again only the lines in sight that no longer look as they did: a reading is a few cells, not a screen."""
+        for y in range(self.size.height):
+            painted = self._painted.get(y)
+            if painted is not None and self._line(y) != painted:
+                self.refresh(Region(0, y, self.size.width, 1))
+
     def render_line(self, y: int) -> Strip:
+        self._painted[y] = self._line(y)
+        return self._painted[y]
+
+    def _line(self, y: int) -> Strip:
         width = self.size.width
-        columns = columns_for(width)
+        columns = columns_for(width, self.hidden)
         if y == 0:
             return _heading(columns).adjust_cell_length(width, _DIM)
         place = y - 1 + self.scroll_offset.y
@@ -355,7 +438,8 @@ class ModuleTree(ScrollView, can_focus=True):
         counted = elements > 0 and not row.alias and not (experiment.partial and row.tensor is None)
         if columns.parameters:
             segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", _PLAIN))
-        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
+        if columns.size:
+            segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
         if columns.drift:
             segments.append(_drift_segment(experiment, row, columns.drift))
         return segments
@@ -381,10 +465,18 @@ def _heading(columns: Columns) -> Strip:
     text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
     if columns.parameters:
         text += f"{'params':>{columns.parameters}}"
-    text += f"{'bytes':>{columns.size}}"
+    if columns.size:
+        text += f"{'bytes':>{columns.size}}"
     if columns.drift:
         text += f"{'SQNR dB':>{columns.drift - 4}}"
     return Strip([Segment(text, _DIM)])
+
+
+def _drift_key(reading: ModuleDrift | None) -> tuple[float, float]:
+    """Sorts the worst first; what was not measured comes last."""
+    if reading is None or reading.sqnr_db is None:
+        return (0.0, math.inf)
+    return (-float(reading.nonfinite), reading.sqnr_db)
 
 
 def _tensor_rows(node: Module, depth: int) -> list[Row]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
@@ -35,15 +36,28 @@ class Pane(VerticalScroll, can_focus=False):
         super().__init__(id=id)
         self.experiment = experiment
         self.border_title = title
-        self._shown: Text | Table | None = None
+        self._shown: list[list[Segment]] = []
+        self._asked = ("", "")
 
     def compose(self) -> ComposeResult:
         yield Static(id=f"{self.id}-text", markup=False)
 
     def show(self, activity: str = "", node: str = "") -> None:
-        """Draw anew. `activity`: what the engine does, in a few words; `node`: the node under the cursor."""
-        if self.is_mounted:
-            self.query_one(Static).update(self.draw(activity, node))
+        """Draw anew, where that looks otherwise. `activity`: what the engine does, in a few words; `node`: the node under the
+        cursor.
+        """
+        self._asked = (activity, node)
+        if not self.is_mounted or not self.display:
+            return
+        drawn = self.draw(activity, node)
+        console = self.app.console
+        lines = console.render_lines(drawn, console.options.update(width=self.columns, height=None))
+        if lines != self._shown:
+            self._shown = lines
+            self.query_one(Static).update(drawn)
+
+    def on_resize(self) -> None:
+        self.show(*self._asked)
 
     def draw(self, activity: str, node: str) -> Text | Table:
         raise AssertionError("each pane draws itself")
@@ -123,7 +137,7 @@ class DriftPane(Pane):
         return grid
 
 
-def worst_modules(experiment: Experiment, count: int) -> list[ModuleDrift]:
+def worst_modules(experiment: Experiment, count: int | None = None) -> list[ModuleDrift]:
     """Modules that drift most, by SQNR, those with non-finite outputs first; none where nothing differs."""
     drifting = [
         reading
@@ -260,8 +274,9 @@ class SidePanes(Vertical):
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; }
     SidePanes > #tabs { display: none; height: 1; }
-    SidePanes > DriftPane { max-height: 19; }
-    SidePanes > RecipePane { height: 1fr; min-height: 6; }
+    SidePanes > DriftPane { max-height: 50%; }
+    SidePanes > MemoryPane { max-height: 34%; }
+    SidePanes > RecipePane { height: 1fr; min-height: 4; }
     SidePanes.narrow { width: 100%; height: 11; min-width: 0; }
     SidePanes.narrow > #tabs { display: block; }
     SidePanes.narrow > Pane { display: none; height: 1fr; max-height: 100%; border: none; }

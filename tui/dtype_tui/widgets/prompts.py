@@ -82,7 +82,7 @@ class CastPrompt(Vertical):
         self._step = 0
         self.add_class("open")
         self._fill()
-        self.query_one(Input).focus()
+        self.screen.set_focus(self.query_one(Input))
 
     def close(self) -> None:
         """Hide it; what it lit up goes dark."""
@@ -193,7 +193,7 @@ class FilterPrompt(Vertical):
         self.add_class("open")
         field = self.query_one(Input)
         field.value = text
-        field.focus()
+        self.screen.set_focus(field)
         self._say()
 
     def _say(self) -> None:

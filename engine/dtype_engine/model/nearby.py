@@ -1,0 +1,91 @@
+"""What could be opened from here: checkpoints in a folder, and models in the Hugging Face cache. Never imports torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .source import hub_cache
+
+_FILES = (".safetensors", ".gguf", ".pth", ".pt", ".ckpt", ".bin")
+_MARKS = ("config.json", "model_index.json", "adapter_config.json")
+_MOST = 200
+"""Entries of a folder that are looked at, and models of the cache that are named."""
+
+
+@dataclass(frozen=True, slots=True)
+class Nearby:
+    """Something that `locate` opens. `place` says where it was found; `nbytes` is of its weight files, None if not known."""
+
+    model: str
+    place: str
+    nbytes: int | None
+    modified: float
+    """Seconds since 1970."""
+
+
+def nearby(folder: Path) -> list[Nearby]:
+    """The folder itself where it is a checkpoint, else those in it; then those of the cache; each kind with the newest first."""
+    return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
+
+
+def _newest_first(found: Nearby) -> tuple[float, str]:
+    return (-found.modified, found.model)
+
+
+def _of_folder(folder: Path) -> Iterator[Nearby]:
+    entries = _entries(folder)
+    if any(entry.name in _MARKS for entry in entries):
+        yield _checkpoint(".", "this folder", entries)
+        return  # its files are its shards
+    for entry in entries:
+        try:
+            if entry.is_dir():
+                inside = _entries(Path(entry.path))
+                if any(part.name in _MARKS or part.name.endswith((".safetensors", ".gguf")) for part in inside):
+                    yield _checkpoint(f"{entry.name}/", "this folder", inside)
+            elif entry.name.endswith(_FILES):
+                status = entry.stat()
+                yield Nearby(entry.name, "this folder", status.st_size, status.st_mtime)
+        except OSError:
+            continue
+
+
+def _of_cache() -> Iterator[Nearby]:
+    for entry in _entries(Path(hub_cache())):
+        kind, _, name = entry.name.partition("--")
+        if kind != "models" or "--" not in name:
+            continue
+        snapshots = sorted(_entries(Path(entry.path, "snapshots")), key=_modified)
+        files = _entries(Path(snapshots[-1].path)) if snapshots else []
+        if any(file.name in _MARKS or file.name.endswith(_FILES) for file in files):
+            yield _checkpoint(name.replace("--", "/", 1), "Hugging Face cache", files)
+
+
+def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> Nearby:
+    nbytes = sum(_size(file) for file in files if file.name.endswith(_FILES))
+    return Nearby(model, place, nbytes or None, max((_modified(file) for file in files), default=0.0))
+
+
+def _entries(folder: Path) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(folder) as found:
+            return [entry for entry, _ in zip(found, range(_MOST), strict=False) if not entry.name.startswith(".")]
+    except OSError:
+        return []
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return 0
+
+
+def _modified(entry: os.DirEntry[str]) -> float:
+    try:
+        return entry.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,219 @@
+"""What a terminal does to a program all day: bursts, resizes, suspending, pastes, tmux, thousands of keys."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from terminal import PROGRAM, Terminal
+
+
+@pytest.fixture
+def terminal() -> Iterator[Terminal]:
+    made = Terminal("demo")
+    made.wait_for("embed_tokens")
+    yield made
+    made.close()
+
+
+def drain(terminal: Terminal, seconds: float) -> int:
+    """Take in what comes until nothing has come for `seconds`; the number of bytes."""
+    count = 0
+    while got := terminal.read(seconds):
+        count += got
+    return count
+
+
+def leave(terminal: Terminal) -> None:
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+@pytest.mark.parametrize(
+    ("typed", "seen"),
+    [
+        (":cast *.mlp bf16\r", r"\*\.mlp → bf16  18"),
+        (":go model.layers.4.mlp\r", r"❯ +▾ mlp|❯ +▸ mlp"),
+        ("/down_proj\r", r"n next match"),
+        ("c=stored", r"wants|can't read|takes"),
+    ],
+)
+def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Terminal, typed: str, seen: str) -> None:
+    terminal.press(typed)
+    terminal.wait_for(seen, 20)
+
+
+def test_a_storm_of_resizes_ends_in_the_right_picture(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+    chance = random.Random(7)
+    for _ in range(60):
+        terminal.resize(chance.randint(20, 200), chance.randint(5, 60))
+        terminal.read(0.01)
+    terminal.resize(100, 30)
+    terminal.wait_for(r"Recipe", 20)
+    terminal.wait_for(r"q quit", 20)
+    drain(terminal, 0.5)
+    assert "needs 60" not in terminal.text
+    leave(terminal)
+
+
+def test_suspended_and_taken_up_again(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+    terminal.press("\x1a")
+    until = time.monotonic() + 10
+    while psutil.Process(terminal.pid).status() != psutil.STATUS_STOPPED:
+        assert time.monotonic() < until, "ctrl+z did not stop it"
+        terminal.read(0.05)
+    drain(terminal, 0.2)
+    assert terminal.is_restored()
+    os.kill(terminal.pid, signal.SIGCONT)
+    terminal.wait_for("embed_tokens", 20)
+    terminal.press("2")
+    terminal.wait_for(r"\* → bf16", 20)
+    leave(terminal)
+
+
+def test_a_megabyte_pasted_into_the_tree_does_nothing_and_into_a_prompt_is_one_text(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+    blob = ("\x1b[200~" + "q2u:x " * ((1 << 20) // 6) + "\x1b[201~").encode()
+
+    def send(data: bytes) -> None:
+        sent = 0
+        os.set_blocking(terminal.keyboard, False)
+        until = time.monotonic() + 60
+        while sent < len(data) and time.monotonic() < until:
+            try:
+                sent += os.write(terminal.keyboard, data[sent : sent + 4096])
+            except BlockingIOError:
+                terminal.read(0.01)
+        os.set_blocking(terminal.keyboard, True)
+        assert sent == len(data)
+
+    send(blob)
+    terminal.press("j")
+    terminal.wait_for(r"❯ +▾ model", 60)
+    assert "No rules" in terminal.text
+    terminal.press(":")
+    terminal.wait_for("cast PATTERN|cast  columns", 20)
+    send(blob)
+    terminal.wait_for("no command", 60)
+    terminal.press("\x1b")
+    until = time.monotonic() + 20
+    while "no command" in terminal.text:
+        assert time.monotonic() < until, terminal.text
+        terminal.read(0.1)
+    leave(terminal)
+
+
+def test_ten_thousand_keys_leave_the_memory_as_it_was(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+
+    def keys(count: int) -> None:
+        for _ in range(count // 400):
+            terminal.press(10 * "jjlljjjhhkkkjjjjllkkkkjjhhllkkjjkkjjllhh")
+            drain(terminal, 0.15)  # no faster than it answers, so that no queue is taken for memory
+
+    keys(20_000)  # until the caches of lines and styles are full
+    before = psutil.Process(terminal.pid).memory_info().rss
+    keys(10_000)
+    grown = psutil.Process(terminal.pid).memory_info().rss - before
+    assert grown < 5 << 20, f"{grown / 2**20:.1f} MiB more after 10 000 keys"
+    leave(terminal)
+
+
+def test_a_cursor_move_and_a_page_write_little(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+    terminal.press("E")
+    drain(terminal, 0.5)
+    for key, most in (("j", 1024), ("k", 1024), ("\x1b[6~", 12 << 10), ("\x1b[5~", 12 << 10)):
+        terminal.press(key)
+        wrote = drain(terminal, 0.4)
+        assert 0 < wrote < most, f"{key!r} wrote {wrote} bytes"
+    leave(terminal)
+
+
+def test_quiet_when_nothing_happens(terminal: Terminal) -> None:
+    terminal.wait_for("ready")
+    drain(terminal, 1.0)
+    began = time.monotonic()
+    wrote = 0
+    while time.monotonic() - began < 3:
+        wrote += terminal.read(0.1)
+    assert wrote < 1024, f"{wrote} bytes in 3 s without a key"
+    leave(terminal)
+
+
+def test_in_ascii_where_the_locale_has_no_unicode() -> None:
+    terminal = Terminal("demo", environment={"LC_ALL": "C", "PYTHONUTF8": "1"})
+    try:
+        terminal.wait_for("embed_tokens")
+        terminal.press("2")
+        terminal.wait_for(r"\* > bf16", 20)
+        assert terminal.text.isascii()
+        leave(terminal)
+    finally:
+        terminal.close()
+
+
+def test_models_that_lie_here_are_offered_and_one_is_opened(tmp_path: Path) -> None:
+    from dtype_engine.model.source import DEMO
+
+    for name in ("first", "second"):
+        shutil.copytree(DEMO, tmp_path / name)
+    os.chdir(tmp_path)
+    try:
+        terminal = Terminal()
+    finally:
+        os.chdir(Path(__file__).parent)
+    try:
+        terminal.wait_for(r"first/.*\n.*second/|second/.*\n.*first/", 20)
+        terminal.press("\r")
+        terminal.wait_for("embed_tokens", 20)
+        terminal.wait_for("ready")
+        leave(terminal)
+    finally:
+        terminal.close()
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None, reason="there is no tmux here")
+def test_in_tmux() -> None:
+    name = f"dtype-tui-{uuid.uuid4().hex[:8]}"
+
+    def tmux(*words: str) -> str:
+        done = subprocess.run(["tmux", "-L", name, *words], capture_output=True, text=True, timeout=20)
+        return done.stdout
+
+    def wait_for(words: str, seconds: float = 60) -> None:
+        until = time.monotonic() + seconds
+        while words not in tmux("capture-pane", "-p", "-t", "t"):
+            assert time.monotonic() < until, f"never saw {words!r}:\n" + tmux("capture-pane", "-p", "-t", "t")
+            time.sleep(0.1)
+
+    command = f"{PROGRAM} demo; echo it ended with $?; exec {sys.executable} -c 'input()'"
+    tmux("new-session", "-d", "-s", "t", "-x", "120", "-y", "36", command)
+    try:
+        wait_for("embed_tokens")
+        wait_for("ready")
+        tmux("send-keys", "-t", "t", ":cast *.mlp bf16", "Enter")
+        wait_for("*.mlp → bf16  18")
+        tmux("resize-window", "-t", "t", "-x", "80", "-y", "24")
+        wait_for("[Drift]")
+        tmux("send-keys", "-t", "t", "u")
+        wait_for("2 cast this to bf16")
+        tmux("send-keys", "-t", "t", "q")
+        wait_for("it ended with 0", 20)
+        assert "embed_tokens" not in tmux("capture-pane", "-p", "-t", "t")
+    finally:
+        tmux("kill-server")

@@ -1,0 +1,131 @@
+"""The configuration file, ASCII drawing and the program's own theme."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from noting import NotingEngine, demo_tree
+from rich.cells import cell_len
+from rows import screen
+from textual.color import Color
+
+from dtype_engine.errors import UserError
+from dtype_tui.app import DtypeApp
+from dtype_tui.ascii import in_ascii, wants_ascii
+from dtype_tui.config import Config, config_path, read_config
+from dtype_tui.themes import HIGH_CONTRAST
+from dtype_tui.widgets.module_tree import ModuleTree
+
+KNOWN = (["cast", "undo", "measure"], ["nord", "high-contrast"], ["device", "text"])
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    path = config_path()
+    assert path == tmp_path / "dtype-tui" / "config.yaml"
+    path.parent.mkdir()
+    return path
+
+
+def test_no_file_is_no_configuration(written: Path) -> None:
+    assert read_config(*KNOWN) == Config()
+    written.write_text("# nothing yet\n")
+    assert read_config(*KNOWN) == Config()
+
+
+def test_all_of_it(written: Path) -> None:
+    written.write_text("theme: nord\nascii: always\nkeys: {undo: f5}\ndefaults: {device: cpu, text: [a.txt]}\n")
+    assert read_config(*KNOWN) == Config("nord", "always", {"undo": "f5"}, {"device": "cpu", "text": ["a.txt"]})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("thme: nord", "unknown setting thme; did you mean theme?"),
+        ("theme: mauve", "unknown theme mauve; there are nord, high-contrast"),
+        ("ascii: maybe", "ascii: maybe is none of auto, always, never"),
+        ("keys: {unod: f5}", "unknown key's action unod; did you mean undo?"),
+        ("keys: {undo: 5}", "keys: undo: 5 is no key"),
+        ("keys: {undo: f5, cast: f5}", "f5 is given to more than one action"),
+        ("keys: [undo]", "keys: must hold names and values"),
+        ("defaults: {devise: cpu}", "unknown default devise; did you mean device?"),
+        ("- theme", "must hold names and values"),
+        ("theme: [", "not YAML"),
+        ("theme: [nord]", "unknown theme"),
+    ],
+)
+def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Path, text: str, says: str) -> None:
+    written.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_config(*KNOWN)
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(str(written))
+    assert "\n" not in str(caught.value)
+
+
+async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
+    config = Config("high-contrast", "never", {"undo": "f5", "drop-rules": "ctrl+d"})
+    app = DtypeApp("demo", demo_tree(), NotingEngine, config=config)
+    async with app.run_test(size=(120, 100)) as pilot:
+        assert app.theme == "high-contrast"
+        await pilot.press("2")
+        assert app.experiment.recipe.rules
+        await pilot.press("u")
+        assert app.experiment.recipe.rules
+        await pilot.press("f5")
+        assert not app.experiment.recipe.rules
+        await pilot.press("question_mark")
+        await pilot.pause()
+        text = " ".join(screen(app).split())
+        assert "f5 Undo" in text
+        assert "Ctrl+d Drop the node's rules" in text
+
+
+async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
+    drawn = {}
+    for setting in ("always", "never"):
+        app = DtypeApp("démo→", demo_tree(), NotingEngine, config=Config(ascii=setting))
+        async with app.run_test(size=(120, 36)) as pilot:
+            app.query_one(ModuleTree).go_to("model.layers.3.mlp.up_proj.weight")
+            await pilot.press("2")
+            await pilot.pause()
+            drawn[setting] = screen(app)
+    assert drawn["always"].isascii()
+    assert not drawn["never"].isascii()
+    for plain, fancy in zip(drawn["always"].splitlines(), drawn["never"].splitlines(), strict=True):
+        assert len(plain) == cell_len(fancy)
+    assert "f32>bf16" in drawn["always"]
+
+
+@pytest.mark.parametrize("text", ["", "abc", "▾ модель", "模型", "⣿⠀", "╭─╮│╰╯", "█▏ 45 dB", "é → ü", "\u200b"])
+def test_ascii_has_as_many_cells(text: str) -> None:
+    assert in_ascii(text).isascii()
+    assert len(in_ascii(text)) == cell_len(text)
+
+
+@pytest.mark.parametrize(
+    ("setting", "locale", "wanted"),
+    [("always", "C.UTF-8", True), ("never", "C", False), ("auto", "C", True), ("auto", "en_US.UTF-8", False),
+     ("auto", "de_DE.ISO-8859-1", True), ("auto", "C.utf8", False)],
+)  # fmt: skip
+def test_auto_looks_at_the_locale(setting: str, locale: str, wanted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LC_ALL", locale)
+    assert wants_ascii(setting) is wanted
+
+
+def test_high_contrast_contrasts() -> None:
+    background = Color.parse(HIGH_CONTRAST.background or "")
+
+    def luminance(color: Color) -> float:
+        """Relative luminance as WCAG 2.1 defines it."""
+        parts = [
+            channel / 12.92 if channel <= 0.03928 else ((channel + 0.055) / 1.055) ** 2.4
+            for channel in color.normalized
+        ]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    for name in ("foreground", "primary", "secondary", "accent", "success", "warning", "error"):
+        ratio = (luminance(Color.parse(getattr(HIGH_CONTRAST, name))) + 0.05) / (luminance(background) + 0.05)
+        assert ratio >= 7, name

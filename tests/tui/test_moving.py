@@ -1,0 +1,166 @@
+"""Moving further than a line: parents, casts, the worst; opening and closing everything; orders of children; copying."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from noting import NotingEngine, make_app, report
+from rows import notices, screen
+from textual.pilot import Pilot
+
+from dtype_engine import events
+from dtype_engine.readings import ModuleDrift
+from dtype_engine.recipe import Rule
+from dtype_engine.tree import TensorInfo, Tree
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import MOST_OPENED, ModuleTree
+
+
+def tree_of(app: DtypeApp) -> ModuleTree:
+    return app.query_one(ModuleTree)
+
+
+async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) -> None:
+    engine = app.engine
+    assert isinstance(engine, NotingEngine)
+    engine.emit(events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
+    engine.emit(events.Measured(app.experiment.recipe, report(app.experiment.recipe, modules=readings)))
+    app._look()
+    await pilot.pause()
+
+
+async def test_parents_and_closing_everything() -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        tree = tree_of(app)
+        tree.go_to("model.layers.3.mlp.up_proj.weight")
+        for above in ("model.layers.3.mlp.up_proj", "model.layers.3.mlp", "model.layers.3"):
+            await pilot.press("P")
+            assert tree.current.name == above
+        rows = len(tree.rows)
+        await pilot.press("E")
+        assert len(tree.rows) > rows
+        assert "model.layers.3.self_attn.q_proj.weight" in {row.name for row in tree.rows}
+        await pilot.press("W")
+        assert tree.current.name == "model.layers.3"
+        assert not any(row.name.startswith("model.layers.3.") for row in tree.rows)
+        await pilot.press("home", "E")
+        names = {row.name for row in tree.rows}
+        assert set(app.experiment.tree.names[0]) <= names
+        await pilot.press("W")
+        assert [row.name for row in tree.rows] == ["", "model"]
+
+
+async def test_too_much_is_not_opened_at_once() -> None:
+    app = make_app(Tree(TensorInfo(f"layers.{i}.weight", (1,), "float32") for i in range(MOST_OPENED + 10)))
+    async with app.run_test() as pilot:
+        rows = len(tree_of(app).rows)
+        await pilot.press("E")
+        assert len(tree_of(app).rows) == rows
+        assert "more than 20,000 nodes" in notices(app)[-1]
+
+
+async def test_from_cast_to_cast() -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        tree = tree_of(app)
+        await pilot.press("right_curly_bracket")
+        assert tree.current.name == ""  # nothing is cast: it stays
+        for rule in ("model.layers.{1,4}.mlp=bf16", "model.layers.2.self_attn.q_proj=f16", "model.norm=f16"):
+            app.add_rule(Rule.parse(rule))
+        here = []
+        for _ in range(4):
+            await pilot.press("right_curly_bracket")
+            here.append(tree.current.name)
+        expected = ["model.layers.1.mlp", "model.layers.2.self_attn.q_proj", "model.layers.4.mlp"]
+        tied = app.experiment.cast_nodes()
+        assert here[1:] == [name for name in here if name in tied][1:]
+        assert [name for name in here if name.startswith("model.layers")] == expected
+        await pilot.press("left_curly_bracket")
+        assert tree.current.name == here[2]
+
+
+@pytest.mark.parametrize(
+    ("rules", "nodes"),
+    [
+        ((), []),
+        (("*=bf16",), [""]),
+        (("model.layers.0=bf16",), ["model.layers.0"]),
+        (("*.norm=bf16", "model.layers.1.mlp.up_proj=f16"), ["model.layers.1.mlp.up_proj", "model.norm"]),
+        (("model.layers.0=bf16", "model.layers.0=stored"), []),
+    ],
+)
+def test_cast_nodes_are_the_topmost(rules: tuple[str, ...], nodes: list[str]) -> None:
+    app = make_app()
+    for rule in rules:
+        app.experiment.push(app.experiment.recipe.then(Rule.parse(rule)))
+    assert app.experiment.cast_nodes() == nodes
+
+
+async def test_w_goes_through_the_worst_and_round() -> None:
+    app = make_app()
+    readings = (
+        ModuleDrift("model.layers.0", 40.0, 0.1, 0),
+        ModuleDrift("model.layers.1", 10.0, 0.1, 0),
+        ModuleDrift("model.layers.2", 20.0, 0.1, 0),
+    )
+    async with app.run_test() as pilot:
+        await measured(app, pilot, *readings)
+        here = []
+        for _ in range(4):
+            await pilot.press("w")
+            here.append(tree_of(app).current.name)
+        assert here == ["model.layers.1", "model.layers.2", "model.layers.0", "model.layers.1"]
+
+
+async def test_children_in_other_orders() -> None:
+    app = make_app()
+    readings = tuple(ModuleDrift(f"model.layers.{i}", float(20 + 10 * ((i * 3) % 5)), 0.1, 0) for i in range(5))
+    async with app.run_test() as pilot:
+        tree = tree_of(app)
+        await measured(app, pilot, *readings)
+
+        def layers() -> list[str]:
+            return [row.name.rpartition(".")[2] for row in tree.rows if row.name.startswith("model.layers.")]
+
+        assert layers() == list("012345")
+        await pilot.press("z")
+        assert tree.order == "bytes"
+        sizes = [app.experiment.totals[row.name].total_bytes for row in tree.rows if row.depth == 1]
+        assert sizes == sorted(sizes, reverse=True)
+        await pilot.press("z")
+        by_drift = sorted(readings, key=lambda reading: reading.sqnr_db or 0.0)
+        assert layers() == [reading.name.rpartition(".")[2] for reading in by_drift] + ["5"]
+        await pilot.press("z")
+        assert layers() == list("012345")
+
+
+async def test_copying_goes_through_the_terminal_and_only_by_the_key() -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        sent: list[str] = []
+        assert app._driver is not None
+        app._driver.write = lambda data: sent.append(data)  # type: ignore[method-assign]
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("j", "k")
+        assert not any("\x1b]52" in data for data in sent)
+        await pilot.press("y")
+        encoded = base64.b64encode(b"model.layers.3.mlp").decode()
+        assert any(f"\x1b]52;c;{encoded}" in data for data in sent)
+        await pilot.press("Y")
+        assert "no rules to copy" in notices(app)[-1]
+        app.add_rule(Rule.parse("*.{q,k}_proj=bf16"))
+        await pilot.press("Y")
+        assert app.clipboard == "--cast '*.{q,k}_proj=bfloat16'"
+
+
+async def test_the_line_of_keys_says_what_comes_next() -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        assert "2 cast this to bf16" in screen(app)
+        await pilot.press("2")
+        await measured(app, pilot)
+        assert "w worst module" in screen(app)
+        await pilot.press("slash", *"proj", "enter")
+        assert "n next match" in screen(app)

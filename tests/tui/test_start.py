@@ -1,0 +1,71 @@
+"""The screen that offers models when none was named."""
+
+from __future__ import annotations
+
+import pytest
+from rows import lines, screen
+from textual.widgets import Input, OptionList
+
+from dtype_engine.model.source import locate
+from dtype_tui.config import Config
+from dtype_tui.start_screen import DEMO, Offer, StartApp, offer_line
+
+OFFERS = [
+    Offer("llama-7b/", "this folder", 13_476_000_000, 1.0),
+    Offer("org/\x1b[31mtiny", "Hugging Face cache", None, None),
+    DEMO,
+]
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
+    app = StartApp(OFFERS, locate)
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        text = screen(app)
+        for words in ("llama-7b/", "12.6 GiB", "days ago", "org/", "demo", "Enter opens"):
+            assert words in text, words
+        assert "\x1b" not in text
+        assert all(len(line) <= size[0] for line in lines(app))
+
+
+async def test_enter_opens_what_is_chosen() -> None:
+    app = StartApp(OFFERS, lambda model: None)
+    async with app.run_test() as pilot:
+        await pilot.press("j", "j", "enter")
+    assert app.return_value == "demo"
+
+
+async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
+    app = StartApp(OFFERS, locate)
+    async with app.run_test() as pilot:
+        await pilot.press("tab", *"nowhere/x", "enter")
+        await pilot.pause()
+        assert "nowhere/x: no such folder or file" in screen(app)
+        app.query_one(Input).value = "demo"
+        await pilot.press("enter")
+    assert app.return_value == "demo"
+
+
+async def test_keys_to_and_fro_and_leaving() -> None:
+    app = StartApp(OFFERS, locate)
+    async with app.run_test() as pilot:
+        await pilot.press("j", "k", "k")
+        assert app.query_one(OptionList).highlighted == 2
+        await pilot.press("tab", "q")
+        assert app.query_one(Input).value == "q"
+        await pilot.press("escape")
+    assert app.return_value is None
+
+
+async def test_in_ascii() -> None:
+    app = StartApp(OFFERS, locate, Config(ascii="always"))
+    async with app.run_test() as pilot:
+        await pilot.pause()
+        assert screen(app).isascii()
+
+
+@pytest.mark.parametrize("width", [40, 60, 69, 70, 100, 200])
+def test_lines_fit(width: int) -> None:
+    for offer in (*OFFERS, Offer("x" * 300, "this folder", 10**13, 1.0)):
+        assert offer_line(offer, width).cell_len <= max(width, 40)

@@ -1,0 +1,143 @@
+"""The command line's words: `cast *.mlp bf16`, `go model.layers.3`, `theme high-contrast`; and what completes them.
+
+What a key does without further words is a command under its action's name, so the two can't come apart.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtype_engine import dtypes
+from dtype_engine.errors import UserError
+from dtype_engine.text import printable
+
+MOST_COMPLETIONS = 200
+
+
+@dataclass(frozen=True)
+class Command:
+    """A word, what follows it (kinds of `Completer`), and the app's action that gets these as strings."""
+
+    name: str
+    action: str
+    arguments: tuple[str, ...] = ()
+    meaning: str = ""
+    needs: int | None = None
+    """How many arguments there must be; all of them where this is None."""
+
+    @property
+    def usage(self) -> str:
+        least = len(self.arguments) if self.needs is None else self.needs
+        words = [kind.upper() if place < least else f"[{kind.upper()}]" for place, kind in enumerate(self.arguments)]
+        return " ".join((self.name, *words))
+
+
+WITH_ARGUMENTS = (
+    Command("cast", "cast_as", ("pattern", "dtype"), "Cast what a pattern takes"),
+    Command("filter", "filter_by", ("text",), "Show only names with this in them; nothing shows all", 0),
+    Command("go", "go_to", ("node",), "Go to a node by its name"),
+    Command("sort", "sort_by", ("order",), "Children in this order"),
+    Command("columns", "show_columns", ("columns",), "Show these columns; nothing shows all", 0),
+    Command("theme", "use_theme", ("theme",), "Colours"),
+)
+"""Commands that take words after them, beside those that are a key's action."""
+
+
+def all_commands(actions: Iterable[tuple[str, str]], more: Iterable[Command] = ()) -> dict[str, Command]:
+    """Every command by name: those above, `more` of the kind, and the keys' actions (name, description)."""
+    found = {name: Command(name.replace("_", "-"), name, (), text) for name, text in actions if "(" not in name}
+    by_name = {command.name: command for command in found.values()}
+    return by_name | {command.name: command for command in (*WITH_ARGUMENTS, *more)}
+
+
+def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:
+    """The command of a line and its arguments. The last argument takes the rest of the line, spaces and all.
+
+    Raises UserError: no such command, or too few or too many words.
+    """
+    name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
+    command = commands.get(name)
+    if command is None:
+        near = difflib.get_close_matches(name, commands, 1)
+        raise UserError(
+            f"no command {printable(name, 40)!r}" + (f"; did you mean {near[0]}?" if near else "; Tab shows all")
+        )
+    rest = rest.strip()
+    if not command.arguments:
+        if rest:
+            raise UserError(f"{command.name} takes no words after it")
+        return command, ()
+    arguments = tuple(rest.split(None, len(command.arguments) - 1)) if rest else ()
+    if command.name == "cast" and len(arguments) == 1 and "=" in arguments[0]:
+        arguments = tuple(part.strip() for part in arguments[0].rpartition("=")[::2])
+    if len(arguments) < (len(command.arguments) if command.needs is None else command.needs):
+        raise UserError(f"write {command.usage}")
+    return command, arguments
+
+
+@dataclass(frozen=True)
+class Completer:
+    """What may stand in each place of a line. Functions, since the tree, the cursor and the themes change."""
+
+    commands: dict[str, Command]
+    names: Callable[[], Sequence[str]]
+    patterns: Callable[[], Sequence[str]]
+    choices: Callable[[str], Sequence[str]]
+    """Words of the kinds that are neither a name nor a file: order, columns, theme, preset, ..."""
+
+    def __call__(self, line: str) -> list[str]:
+        """Whole lines that begin as this one does, the likeliest first."""
+        words = line.split(" ")
+        if len(words) == 1:
+            return [name for name in sorted(self.commands) if name.startswith(words[0])]
+        command = self.commands.get(words[0])
+        if command is None or not command.arguments:
+            return []
+        place = min(len(words) - 2, len(command.arguments) - 1)
+        before, begun = " ".join(words[:-1]), words[-1]
+        return [f"{before} {word}" for word in self._words(command.arguments[place], begun)][:MOST_COMPLETIONS]
+
+    def _words(self, kind: str, begun: str) -> list[str]:
+        if kind == "dtype":
+            words = [*map(dtypes.badge, dtypes.TARGETS), dtypes.STORED]
+            return [word for word in words if word.startswith(begun)]
+        if kind == "path":
+            return _paths(begun)
+        if kind in ("pattern", "node"):
+            general = [pattern for pattern in self.patterns() if pattern.startswith(begun)] if kind == "pattern" else []
+            return list(dict.fromkeys((*general, *_next_parts(self.names(), begun))))
+        return [word for word in self.choices(kind) if word.startswith(begun)]
+
+
+def _next_parts(names: Sequence[str], begun: str) -> list[str]:
+    """Names one part further than what is typed: `model.la` gives `model.layers`, `model.layers.` its children."""
+    length = len(begun)
+    found: dict[str, None] = {}
+    for name in names:
+        if name.startswith(begun):
+            end = name.find(".", length + 1) if length else name.find(".")
+            found[name if end < 0 else name[:end]] = None
+            if len(found) >= MOST_COMPLETIONS:
+                break
+    found.pop(begun, None)
+    found.pop("", None)
+    return list(found)
+
+
+def _paths(begun: str) -> list[str]:
+    typed = Path(begun).expanduser()
+    folder = typed if begun.endswith("/") or not begun else typed.parent
+    try:
+        entries = sorted(folder.iterdir())
+    except OSError:
+        return []
+    head = begun[: begun.rfind("/") + 1]
+    last = begun[len(head) :]
+    return [
+        head + entry.name + ("/" if entry.is_dir() else "")
+        for entry in entries
+        if entry.name.startswith(last) and (last.startswith(".") or not entry.name.startswith("."))
+    ]

@@ -1,0 +1,45 @@
+"""Keys and the names of what they do: for the help, the palette and the configuration file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from textual.binding import Binding, BindingType
+
+_ON_THE_KEYBOARD = {
+    "slash": "/", "less_than_sign": "<", "greater_than_sign": ">", "comma": ",", "question_mark": "?", "escape": "Esc",
+    "colon": ":", "enter": "Enter", "tab": "Tab", "shift+tab": "Shift+Tab", "left_square_bracket": "[",
+    "right_square_bracket": "]", "left_curly_bracket": "{", "right_curly_bracket": "}", "backspace": "Backspace",
+    "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End", "up": "↑", "down": "↓", "left": "←", "right": "→",
+    "space": "Space",
+}  # fmt: skip
+
+
+def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
+    """The bindings with an id each, `drop-rules` for the action `drop_rules`: the name that the configuration uses."""
+    return [dataclasses.replace(binding, id=binding.id or name_of(binding.action)) for binding in bindings]
+
+
+def name_of(action: str) -> str:
+    """`cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
+    words = action.removeprefix("app.").replace("(-1)", "_previous").replace("(1)", "_next")
+    return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
+
+
+def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(keys, what they do) of every binding; `chosen` has the keys of those that the user has put elsewhere, by id."""
+    for binding in bindings:
+        if isinstance(binding, Binding):
+            yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description
+
+
+def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
+    """The keys of a binding, divided by commas."""
+    return chosen.get(binding.id or "", binding.key)
+
+
+def on_keyboard(name: str) -> str:
+    """A key as it stands on the keyboard."""
+    return _ON_THE_KEYBOARD.get(name.strip(), name.strip().replace("ctrl+", "Ctrl+"))

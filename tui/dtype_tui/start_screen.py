@@ -1,0 +1,137 @@
+"""What is offered when no model was named: those here, in the Hugging Face cache, opened lately, and the demo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.widgets import Input, OptionList, Static
+from textual.widgets.option_list import Option
+
+from dtype_engine.errors import UserError
+from dtype_engine.text import printable
+
+from .ascii import AsciiFilter, wants_ascii
+from .cells import fit, short_bytes
+from .config import Config
+from .themes import HIGH_CONTRAST
+
+MOST_SHOWN = 500
+
+
+@dataclass(frozen=True)
+class Offer:
+    """One line: what to open, and where it comes from."""
+
+    model: str
+    place: str
+    nbytes: int | None = None
+    modified: float | None = None
+
+
+DEMO = Offer("demo", "built in, 708 k parameters")
+
+
+class StartApp(App[str]):
+    """Choose a model, or type what the command line takes. Returns it; None when left."""
+
+    TITLE = "dtype-tui"
+    CSS = """
+    #title { padding: 1 2 0 2; }
+    #typed { margin: 1 1 0 1; }
+    #says { padding: 0 2; height: 1; }
+    #offers { margin: 0 1; height: 1fr; border: none; background: $background; scrollbar-size-vertical: 1; }
+    #keys { height: 1; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("tab", "other_half", "Between the list and the line", priority=True),
+        Binding("escape,ctrl+q", "quit", "Quit", priority=True),
+        Binding("q", "quit", "Quit"),
+        Binding("j", "move('cursor_down')", "Down", show=False),
+        Binding("k", "move('cursor_up')", "Up", show=False),
+    ]
+
+    def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
+        """check: raises UserError for a model that can't be found."""
+        super().__init__()
+        config = config or Config()
+        self.register_theme(HIGH_CONTRAST)
+        if config.theme is not None:
+            self.theme = config.theme
+        if wants_ascii(config.ascii):
+            self._filters.append(AsciiFilter())
+        self.offers = list(offers[:MOST_SHOWN])
+        self._check = check
+
+    def compose(self) -> ComposeResult:
+        title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
+        yield Static(title, id="title")
+        yield Input(placeholder="a folder, a file, a Hugging Face id, file.py:Name", id="typed", compact=True)
+        yield Static(id="says", markup=False)
+        yield OptionList(id="offers")
+        yield Static(Text(" ↑↓ choose  Enter opens  Tab types a path  q quits", style="dim"), id="keys")
+
+    def on_mount(self) -> None:
+        self.query_one(OptionList).focus()
+        self._fill()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._fill)
+
+    def _fill(self) -> None:
+        found = self.query_one(OptionList)
+        at = found.highlighted or 0
+        width = max(40, self.size.width - 6)
+        found.clear_options()
+        found.add_options([Option(offer_line(offer, width), id=str(place)) for place, offer in enumerate(self.offers)])
+        found.highlighted = min(at, len(self.offers) - 1)
+
+    def action_other_half(self) -> None:
+        typed = self.query_one(Input)
+        (self.query_one(OptionList) if typed.has_focus else typed).focus()
+
+    def action_move(self, action: str) -> None:
+        getattr(self.query_one(OptionList), f"action_{action}")()
+
+    def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
+        self._open(self.offers[int(event.option.id or 0)].model)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        if event.value.strip():
+            self._open(event.value.strip())
+
+    def _open(self, model: str) -> None:
+        try:
+            self._check(model)
+        except UserError as error:
+            self.query_one("#says", Static).update(Text(str(error), style="bold", no_wrap=True, overflow="ellipsis"))
+        else:
+            self.exit(model)
+
+
+def offer_line(offer: Offer, width: int) -> Text:
+    """A name, its bytes, its age and its place, cut to `width` cells; the place goes first where it is narrow."""
+    size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""
+    age = _age(time.time() - offer.modified) if offer.modified else ""
+    place = offer.place if width >= 54 + len(offer.place) else ""
+    room = width - 12 - 14 - (len(place) + 2 if place else 0)
+    name = fit(printable(offer.model, 500), max(12, room))
+    text = Text(no_wrap=True, overflow="ellipsis")
+    text.append(f"{name:<{max(12, room)}}", style="bold")
+    text.append(f"{size:>12}{age:>14}")
+    if place:
+        text.append(f"  {place}", style="dim")
+    return text
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("day", 86400), ("hour", 3600), ("minute", 60)):
+        if seconds >= length:
+            count = int(seconds // length)
+            return f"{count} {unit}{'s' if count != 1 else ''} ago"
+    return "just now"
