@@ -16,24 +16,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .rows import Row, most_anonymous
+from .table import table
+from .watched import EMPTY_APP, first_paint, keys, p99
 from .weights import round_trips
 
 if TYPE_CHECKING:
     from dtype_engine.drift import DriftMeter
-    from terminal import Terminal
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "terminal"))
-
-EMPTY_APP = """
-from textual.app import App
-from textual.widgets import Static
-
-class Empty(App):
-    def compose(self):
-        yield Static("embed_tokens")
-
-Empty().run()
-"""
 
 
 def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
@@ -213,47 +203,6 @@ def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
     return dataclasses.replace(meter, reuse=False, _traces={})
 
 
-def first_paint(program: str, *arguments: str) -> float:
-    """Seconds from the start of a program to the first word on the screen: the median of three, after a warm-up."""
-    import terminal
-
-    own, terminal.PROGRAM = terminal.PROGRAM, program
-    times = []
-    for _ in range(4):
-        opened = terminal.Terminal(*arguments)
-        opened.wait_for(r"\w{8}")
-        times.append(time.perf_counter() - opened.started)
-        opened.close()
-    terminal.PROGRAM = own
-    return statistics.median(times[1:])
-
-
-def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[float], list[int]]:
-    """Seconds from key to first byte, and bytes written for each, while the screen matches `until`."""
-    times: list[float] = []
-    sizes: list[int] = []
-    for press in range(2 * pairs):
-        while opened.read(0.0):
-            pass
-        if until is not None and until not in opened.text:
-            break
-        pressed = time.perf_counter()
-        opened.press("j" if (press // 8) % 2 == 0 else "k")
-        size = opened.read(2.0)
-        times.append(time.perf_counter() - pressed)
-        quiet = time.perf_counter()
-        while time.perf_counter() - quiet < 0.03:
-            if more := opened.read(0.01):
-                size += more
-                quiet = time.perf_counter()
-        sizes.append(size)
-    return times, sizes
-
-
-def p99(values: list[float]) -> float:
-    return sorted(values)[min(len(values) - 1, int(0.99 * len(values)))]
-
-
 def giant(folder: Path) -> list[Row]:
     """A checkpoint with the shape of DeepSeek-V3: 671 B parameters in 90 427 tensors."""
     import psutil
@@ -407,6 +356,7 @@ SECTIONS = {
     "weights": weights,
     "screen": screen,
     "giant": giant,
+    "table": table,
 }
 
 
