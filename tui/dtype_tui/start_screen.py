@@ -88,7 +88,10 @@ class StartApp(App[str]):
         at = found.highlighted or 0
         width = max(40, self.size.width - 6)
         found.clear_options()
-        found.add_options([Option(offer_line(offer, width), id=str(place)) for place, offer in enumerate(self.offers)])
+        places = max((len(offer.place) for offer in self.offers), default=0)
+        found.add_options(
+            [Option(offer_line(offer, width, places), id=str(place)) for place, offer in enumerate(self.offers)]
+        )
         found.highlighted = min(at, len(self.offers) - 1)
 
     def action_other_half(self) -> None:
@@ -114,12 +117,16 @@ class StartApp(App[str]):
             self.exit(model)
 
 
-def offer_line(offer: Offer, width: int) -> Text:
-    """A name, its bytes, its age and its place, cut to `width` cells; the place goes first where it is narrow."""
+def offer_line(offer: Offer, width: int, places: int = 0) -> Text:
+    """A name, its bytes, its age and its place, cut to `width` cells; the place goes first where it is narrow.
+
+    places: width of the longest place among the lines, so that columns stand below each other.
+    """
+    places = max(places, len(offer.place))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""
     age = _age(time.time() - offer.modified) if offer.modified else ""
-    place = offer.place if width >= 54 + len(offer.place) else ""
-    room = width - 12 - 14 - (len(place) + 2 if place else 0)
+    place = offer.place if width >= 54 + places else ""
+    room = width - 12 - 14 - (places + 2 if place else 0)
     name = fit(printable(offer.model, 500), max(12, room))
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{name:<{max(12, room)}}", style="bold")
