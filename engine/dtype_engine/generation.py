@@ -51,8 +51,11 @@ def _own_generate(module: Any) -> bool:
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     """What to give to `generate`: the batch without what only a single pass takes."""
+    # Copies: BLIP's own `generate` writes its start token into the ids that it is given.
     kwargs = {
-        name: value for name, value in batch.kwargs.items() if name not in ("use_cache", "decoder_input_ids", "labels")
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.kwargs.items()
+        if name not in ("use_cache", "decoder_input_ids", "labels")
     }
     if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
         # The ids beside a synthetic picture mean nothing: the caption starts from the picture alone.

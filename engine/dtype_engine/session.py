@@ -18,7 +18,7 @@ from .errors import NoForward, OutOfReach, UserError
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
-from .inputs import Inputs, from_values, make_inputs
+from .inputs import Inputs, from_values, make_inputs, reading
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
@@ -36,6 +36,7 @@ from .readings import (
     SpeedReport,
 )
 from .readings_export import ExportReport
+from .readings_inputs import InputsReading
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
 from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
@@ -327,6 +328,22 @@ class Session:
             measured=measured,
             notices=self.model.notices,
         )
+
+    def use_inputs(self, options: Options) -> None:
+        """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
+
+        Raises UserError and leaves everything as it is when they do not fit the model, or none can be made.
+        """
+        self._put_inputs(make_inputs(self.model, options), options)
+
+    def _put_inputs(self, inputs: Inputs | None, options: Options, no_forward: str | None = None) -> None:
+        self.inputs, self.options, self.no_forward = inputs, options, no_forward
+        self._meter = self._scan = self.scanned = None
+
+    @property
+    def inputs_reading(self) -> InputsReading | None:
+        """What the model is run on, call by call; None where it can't be run."""
+        return reading(self.inputs) if self.inputs is not None else None
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

@@ -25,7 +25,6 @@ from dtype_engine.cli.common import (
 )
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
-from dtype_engine.text import read_text
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -54,8 +53,6 @@ def command(
         # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
-    for text in options.texts:
-        read_text(text)
     if not all(stream.isatty() for stream in (sys.stdin, sys.stdout, sys.stderr)):  # Textual draws on standard error
         raise UserError(
             "this is not a terminal; for scripts and jobs use dtype-engine, which answers the same questions"
