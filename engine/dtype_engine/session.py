@@ -18,7 +18,7 @@ from .errors import NoForward, OutOfReach, UserError
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
-from .inputs import Inputs, from_values, make_inputs, reading
+from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
@@ -329,15 +329,17 @@ class Session:
             notices=self.model.notices,
         )
 
-    def use_inputs(self, options: Options) -> None:
+    def use_inputs(self, options: Options, cancelled: Cancelled = _never) -> None:
         """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
 
-        Raises UserError and leaves everything as it is when they do not fit the model, or none can be made.
+        They are tried with the reference: one call, of given tensors one of each shape. Raises UserError when they can't be
+        made, do not fit the model or do not run, and Cancelled; everything is as it was then.
         """
-        self._put_inputs(make_inputs(self.model, options), options)
-
-    def _put_inputs(self, inputs: Inputs | None, options: Options, no_forward: str | None = None) -> None:
-        self.inputs, self.options, self.no_forward = inputs, options, no_forward
+        inputs = make_inputs(self.model, options)
+        with Passes(self.model, self.settings, cancelled, watch=False) as passes:
+            for tried in one_of_each_shape(inputs):
+                passes.try_reference(tried)
+        self.inputs, self.options, self.no_forward = inputs, options, None
         self._meter = self._scan = self.scanned = None
 
     @property

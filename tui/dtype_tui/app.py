@@ -24,6 +24,7 @@ from dtype_engine.tree import Tree
 
 from .cells import bar
 from .experiment import Experiment
+from .inputs_screen import InputsScreen
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
@@ -50,6 +51,7 @@ class Engine(Protocol):
     def set_recipe(self, recipe: Recipe) -> None: ...
     def measure(self) -> None: ...
     def set_settings(self, settings: RunSettings) -> None: ...
+    def set_inputs(self, line: str) -> None: ...
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
@@ -75,6 +77,7 @@ class DtypeApp(App[None]):
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),
         Binding("t", "speed", "Time forward passes"),
+        Binding("i", "inputs", "Inputs: what the model is run on, and others"),
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
@@ -229,6 +232,14 @@ class DtypeApp(App[None]):
             self._open_error = event.message
             experiment.no_forward, experiment.partial = event.message, False
             self._say(event.message, "warning" if self._has_tree else "error")
+        elif isinstance(event, events.InputsReady):
+            experiment.set_inputs(event.reading)
+            if isinstance(self.screen, InputsScreen):
+                self.screen.accepted(event.reading)
+        elif isinstance(event, events.InputsRefused):
+            self._say(event.message, "error")
+            if isinstance(self.screen, InputsScreen):
+                self.screen.refused()
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
         elif event.recipe != experiment.recipe:
@@ -249,6 +260,8 @@ class DtypeApp(App[None]):
             if event.report.settings == str(experiment.settings):
                 experiment.report = event.report
                 experiment.modules = {reading.name: reading for reading in event.report.modules}
+                if isinstance(self.screen, InputsScreen):
+                    self.screen.measured(event.report.output.positions)
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -395,6 +408,16 @@ class DtypeApp(App[None]):
             self.engine.look_at(row.tensor.name, LOOKED_AT)
             self._expect("reading the values")
 
+    def action_inputs(self) -> None:
+        experiment = self.experiment
+        if not experiment.live:
+            self._say(self._open_error or "the inputs are known when the model is there", "information")
+            return
+        compared = experiment.report.output.positions if experiment.report is not None else None
+        self.push_screen(
+            InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, self.engine.set_inputs)
+        )
+
     def action_settings(self) -> None:
         self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)
 
@@ -440,6 +463,7 @@ class DtypeApp(App[None]):
             ("In the tree", _described(ModuleTree.BINDINGS)),
             ("In the cast prompt", _described(CastPrompt.BINDINGS)),
             ("In the settings", _described(SettingsScreen.BINDINGS)),
+            ("In the inputs", _described(InputsScreen.BINDINGS)),
         ]
         self.push_screen(help_screen(sections, words))
 

@@ -7,6 +7,6 @@ that the model's folder has; `tensors` reads a forward pass's own arguments from
 from .batch import Batch, Inputs, from_values
 from .make import make_inputs
 from .parts import tokenizer_of
-from .rows import reading
+from .rows import one_of_each_shape, reading
 
-__all__ = ["Batch", "Inputs", "from_values", "make_inputs", "reading", "tokenizer_of"]
+__all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "reading", "tokenizer_of"]

@@ -23,6 +23,18 @@ def reading(inputs: Inputs) -> InputsReading:
     return InputsReading(inputs.description, made_of, sum(known) if known else None, batches)
 
 
+def one_of_each_shape(inputs: Inputs) -> list[Batch]:
+    """The calls that show whether the model takes these inputs: the first of each set of shapes where they were given as
+    tensors, else the first, as the others were made in the same way.
+    """
+    if inputs.made:
+        return list(inputs.batches[:1])
+    found: dict[object, Batch] = {}
+    for batch in inputs.batches:
+        found.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
+    return list(found.values())
+
+
 def _row(batch: Batch) -> InputBatch:
     tensors = tuple(
         InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named_tensors(batch)
