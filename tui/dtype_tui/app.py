@@ -458,6 +458,7 @@ class DtypeApp(App[None]):
 
     def action_help(self) -> None:
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
+        words.append(("Inputs", InputsScreen.HELP))
         sections = [
             ("Casting and measuring", _described(self.BINDINGS)),
             ("In the tree", _described(ModuleTree.BINDINGS)),

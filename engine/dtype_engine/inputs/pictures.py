@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -133,12 +134,12 @@ def open_picture(path: Path) -> Image:
     from PIL import Image, ImageOps
 
     try:
-        with Image.open(path) as image:
-            return ImageOps.exif_transpose(image).convert("RGB")
-    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
-        raise UserError(
-            f"{path} is too large a picture ({Image.MAX_IMAGE_PIXELS:,} pixels at most); make it smaller"
-        ) from None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path) as image:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError:
+        raise UserError(f"{path} is too large a picture for an input; make it smaller") from None
     except OSError as error:
         why = error.strerror or "no picture in a format that Pillow knows"
         raise UserError(f"can't read the picture {path}: {why}") from None
