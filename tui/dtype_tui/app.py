@@ -239,7 +239,7 @@ class DtypeApp(App[None]):
         elif isinstance(event, events.InputsRefused):
             self._say(event.message, "error")
             if isinstance(self.screen, InputsScreen):
-                self.screen.refused()
+                self.screen.refused(event.message)
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
         elif event.recipe != experiment.recipe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar
 
+from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,6 +16,8 @@ from textual.widgets import Input, Static
 from dtype_engine import dtypes
 from dtype_engine.readings_inputs import InputBatch, InputsReading
 from dtype_engine.text import printable
+
+MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
@@ -32,6 +35,7 @@ class InputsScreen(ModalScreen[None]):
     InputsScreen VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
     InputsScreen Static { height: auto; }
     InputsScreen #inputs-ask { height: auto; margin-top: 1; }
+    InputsScreen #inputs-said { max-height: 3; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -58,9 +62,7 @@ class InputsScreen(ModalScreen[None]):
             with VerticalScroll(can_focus=False):
                 yield Static(id="inputs-rows", markup=False)
             with Vertical(id="inputs-ask"):
-                yield Static(
-                    Text("a prompt, or a file of text, pictures, sounds or tensors; empty: defaults", style="dim")
-                )
+                yield Static(Text("a prompt, or a file: text, picture, sound, tensors; empty: defaults", style="dim"))
                 yield Input(id="inputs-line", select_on_focus=False, compact=True)
                 yield Static(id="inputs-said", markup=False)
 
@@ -70,12 +72,11 @@ class InputsScreen(ModalScreen[None]):
 
     def on_resize(self) -> None:
         # The list takes what the box has left: as much as it needs, and never the line below it.
-        self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 6)
+        self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 8)
 
     def _draw(self) -> None:
-        shown = (
-            inputs_text(self._reading, self._compared) if self._reading else Text(self._no_forward or "not known yet")
-        )
+        none = Text(printable(self._no_forward or "not known yet", 500))
+        shown = inputs_table(self._reading, self._compared) if self._reading else none
         self.query_one("#inputs-rows", Static).update(shown)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -92,9 +93,9 @@ class InputsScreen(ModalScreen[None]):
         self.query_one(Input).value = ""
         self._say("in force; measuring")
 
-    def refused(self) -> None:
-        """The line stays to be mended; a notice says why."""
-        self._say("refused: the inputs above stay in force")
+    def refused(self, why: str) -> None:
+        """The line stays to be mended."""
+        self._say(f"{printable(why, 300)}. The inputs above stay in force.", style="bold")
 
     def measured(self, positions: int | None) -> None:
         """A measurement on the inputs in force is complete."""
@@ -102,37 +103,46 @@ class InputsScreen(ModalScreen[None]):
         self._draw()
         self._say("")
 
-    def _say(self, words: str) -> None:
-        self.query_one("#inputs-said", Static).update(Text(words, style="dim"))
+    def _say(self, words: str, style: str = "dim") -> None:
+        self.query_one("#inputs-said", Static).update(Text(words, style=style))
 
     def action_scroll(self, lines: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
 
 
-def inputs_text(reading: InputsReading, compared: int | None = None) -> Text:
+def inputs_table(reading: InputsReading, compared: int | None = None) -> Table:
     """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
-    text = Text(f"{printable(reading.description, 200)}\n", style="bold", overflow="fold")
-    for part in reading.made_of:
-        text.append(f"  {printable(part, 300)}\n", style="not bold dim")
-    counts = []
-    if reading.positions is not None:
-        counts.append(f"{reading.positions:,} token positions")
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column(overflow="fold")
+    for place, part in enumerate(reading.made_of):
+        head.add_row("made of" if place == 0 else "", Text(printable(part, 300)))
+    counts = [f"{reading.positions:,} tokens"] if reading.positions is not None else []
     if compared is not None:
-        counts.append(f"outputs compared at {compared:,} positions")
+        counts.append(f"outputs compared at {compared:,}")
     if counts:
-        text.append(f"  {', '.join(counts)}\n", style="not bold")
-    for number, batch in enumerate(reading.batches, 1):
-        text.append(f"\n{number:>3}  ", style="not bold dim")
-        text.append(printable(batch.what, 160), style="not bold")
-        text.append(f"\n     {_arguments(batch)}", style="not bold dim")
-    return text
+        head.add_row("positions", ", ".join(counts))
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(style="dim", no_wrap=True, justify="right")
+    rows.add_column(overflow="fold")
+    for number, batch in enumerate(reading.batches[:MOST_ROWS], 1):
+        rows.add_row(str(number), Text(printable(batch.what, 160), no_wrap=True, overflow="ellipsis"))
+        rows.add_row("", Text(_arguments(batch), style="dim"))
+    if len(reading.batches) > MOST_ROWS:
+        rows.add_row("", f"and {len(reading.batches) - MOST_ROWS:,} more")
+    whole = Table.grid()
+    whole.add_row(Text(printable(reading.description, 200), style="bold"))
+    whole.add_row(head)
+    whole.add_row("")
+    whole.add_row(rows)
+    return whole
 
 
 def _arguments(batch: InputBatch) -> str:
     parts = [
-        f"{printable(tensor.name, 60)} {' x '.join(map(str, tensor.shape)) or 'scalar'} {dtypes.badge(tensor.dtype)}"
+        f"{printable(tensor.name, 60)} {'×'.join(map(str, tensor.shape)) or 'scalar'} {dtypes.badge(tensor.dtype)}"
         for tensor in batch.tensors
     ]
     if batch.positions is not None:
-        parts.insert(0, f"{batch.positions:,} positions")
+        parts.insert(0, f"{batch.positions:,} tokens")
     return " · ".join(parts)
