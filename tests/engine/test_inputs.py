@@ -23,6 +23,8 @@ import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.common import run
 from dtype_engine.input_files import typed
+from dtype_engine.inputs import Batch
+from dtype_engine.inputs.fits import check_fits
 from dtype_engine.inputs.sounds import open_sound
 from dtype_engine.inputs.text import read_jsonl
 
@@ -141,6 +143,9 @@ def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[...
     assert torch.equal(kwargs_of(whisper)["input_features"], features)
     tokenizer = transformers.AutoTokenizer.from_pretrained(saved("whisper"))
     assert kwargs_of(whisper)["decoder_input_ids"].tolist() == [tokenizer("hello")["input_ids"]]
+    both = opened(saved("whisper"), audio=(path,), prompts=("hello", "you")).inputs
+    assert both is not None
+    assert [len(batch.kwargs["decoder_input_ids"][0]) for batch in both.batches] == [7, 5]
     assert whisper.drift().inputs == "your sound tone.wav, 1.0 s"
     values = kwargs_of(opened(saved("wav2vec2"), audio=(path,)))["input_values"]
     assert values.shape == (1, 16_000)
@@ -176,6 +181,30 @@ def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> N
 def test_sequences_longer_than_the_models_positions_are_refused() -> None:
     with pytest.raises(de.UserError, match=r"sequences of 99999 tokens are too long for .*: it has \d+ positions"):
         de.open(options=de.Options(sequence_length=99_999))
+
+
+def test_positions_before_the_padding_token_are_not_counted(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=34, pad_token_id=1,
+    )  # fmt: skip
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    session = opened(tmp_path)
+    assert kwargs_of(session)["input_ids"].shape == (1, 32)
+    assert session.drift().output.max_abs == 0
+    with pytest.raises(de.UserError, match="it has 32 positions"):
+        opened(tmp_path, sequence_length=33)
+
+
+def test_arguments_of_a_module_of_ones_own_mean_what_they_mean_there() -> None:
+    class Own(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids * 2
+
+    model = de.open(Own(), inputs=(torch.ones(2),)).model
+    check_fits(model, Batch(kwargs={"input_ids": torch.ones(3)}), "here")
+    with pytest.raises(de.UserError, match="here: the forward pass of Own has no argument 'ids'; it takes input_ids"):
+        check_fits(model, Batch(kwargs={"ids": torch.ones(3)}), "here")
 
 
 def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:

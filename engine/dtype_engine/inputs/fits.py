@@ -13,7 +13,7 @@ from ..model.live import LiveModel
 from ..storage import dtype_name
 from ..text import printable
 from .batch import Batch
-from .parts import text_config
+from .parts import learned_positions, text_config
 
 ID_ARGUMENTS = ("input_ids", "decoder_input_ids", "token_type_ids")
 _FLOAT_ARGUMENTS = ("pixel_values", "input_values", "input_features", "inputs_embeds")
@@ -26,6 +26,8 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
+    if config is None:
+        return  # the names of a module of the user's own mean what they mean there
     for name, value in batch.kwargs.items():
         if not isinstance(value, torch.Tensor):
             continue
@@ -36,9 +38,9 @@ def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
                 f"{where}: {name} is {dtype_name(value.dtype)}; the model takes it as floating-point figures, processed as its "
                 "processor does"
             )
-        if name == "pixel_values" and config is not None:
+        if name == "pixel_values":
             _check_pixels(model, value, where)
-        if name in ("input_values", "input_features") and config is not None:
+        if name in ("input_values", "input_features"):
             _check_sound(config, name, value, where)
     for mask, of in _MASKS.items():
         one, other = batch.kwargs.get(mask), batch.kwargs.get(of)
@@ -86,7 +88,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
         wrong = low if low < 0 else high
         what = "segment ids" if name == "token_type_ids" else "vocabulary"
         raise UserError(f"{where}: {name} holds {wrong}, beyond the {what} of {model.title} (0 to {rows - 1})")
-    positions = _learned_positions(model.module)
+    positions = learned_positions(model.module)
     if name != "token_type_ids" and positions is not None and value.shape[1] > positions:
         raise UserError(
             f"{where}: {name} has {value.shape[1]} positions, and {model.title} has learned {positions}; give shorter sequences"
@@ -95,9 +97,7 @@ def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> 
 
 def _id_count(model: LiveModel, name: str) -> int | None:
     """How many different ids the model has for an argument; None where that is not known."""
-    config = getattr(model.module, "config", None)
-    if config is None:
-        return None
+    config = model.module.config
     if name == "token_type_ids":
         size = getattr(text_config(config), "type_vocab_size", None)
         return int(size) if size else None
@@ -119,20 +119,6 @@ def _id_count(model: LiveModel, name: str) -> int | None:
     return max(int(count), *(token + 1 for token in special)) if count and special else int(count) if count else None
 
 
-def _learned_positions(module: nn.Module) -> int | None:
-    """How many positions the text's learned position embedding has; None where there is none (rotary, relative)."""
-    found = [
-        child.num_embeddings
-        for name, child in module.named_modules()
-        if isinstance(child, nn.Embedding)
-        and ("position" in name or name.endswith("wpe"))
-        and not any(
-            part in name for part in ("vision", "visual", "image", "encoder.embed_positions", "distance", "relative")
-        )
-    ]
-    return min(found) if found else None
-
-
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
     """Dimensions and channels, for models whose first convolution over pictures tells."""
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
@@ -152,13 +138,16 @@ def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
 
 def _check_sound(config: Any, name: str, value: torch.Tensor, where: str) -> None:
     bins = getattr(config, "num_mel_bins", None)
-    if name == "input_values" and not bins and value.ndim != 2:
+    if name == "input_values" and not bins and not hasattr(config, "audio_channels") and value.ndim != 2:
         raise UserError(f"{where}: input_values is {_shape(value)}; it must be [batch, samples]")
-    if name == "input_features" and value.ndim not in (3, 4):
-        raise UserError(
-            f"{where}: input_features is {_shape(value)}; it must be [batch, bins, frames] or [batch, frames, bins]"
-        )
-    if isinstance(bins, int) and bins not in value.shape[1:]:
+    # Whisper and the audio spectrogram transformer take a spectrogram as it is; others stack or cut it first.
+    whole = getattr(config, "max_source_positions" if name == "input_features" else "max_length", None)
+    if (
+        isinstance(bins, int)
+        and whole
+        and not hasattr(config, "input_feat_per_channel")
+        and bins not in value.shape[1:]
+    ):
         raise UserError(f"{where}: {name} is {_shape(value)}; the model takes {bins} mel bins")
 
 

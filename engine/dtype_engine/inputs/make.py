@@ -61,7 +61,9 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     if sound is not None and (not text or main == sound or options.audio or is_contrastive(model)):
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
     if text:
-        return text_inputs(model, options)
+        alone = text_inputs(model, options)
+        without = ("no sound: the model runs on text alone",) if sound is not None else ()
+        return dataclasses.replace(alone, made_of=(*alone.made_of, *without))
     raise NoForward(
         f"{model.title}: no inputs can be made for {main!r}; give tensors with --inputs FILE.safetensors, .npz or .pt"
     )

@@ -12,6 +12,7 @@ from torch import nn
 from ..model.live import LiveModel
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+_MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
 _FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, IndexError)
 """What transformers raises for files that are missing, broken or in need of a package that is not there."""
@@ -87,3 +88,23 @@ def random_ids(model: LiveModel, rows: int, length: int, seed: int = 0) -> torch
     """Token ids drawn evenly from the vocabulary ([rows, length], int64), the same every time."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
+
+
+def learned_positions(module: nn.Module) -> int | None:
+    """How many positions the text's learned position embedding has; None where there is none (rotary, relative).
+
+    It is the one with as many rows as the configuration names, and a few more in models that number positions from an offset:
+    RoBERTa and its kin begin after their padding token's, and never use those before it.
+    """
+    config = text_config(module.config)
+    named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    if not isinstance(named, int):
+        return None
+    found = [
+        child.num_embeddings - (child.padding_idx + 1 if child.padding_idx is not None else 0)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding)
+        and ("position" in name or name.endswith("wpe"))
+        and named <= child.num_embeddings <= named + _MOST_OFFSET
+    ]
+    return min(found) if found else None

@@ -103,7 +103,8 @@ def vision_config(model: LiveModel) -> Any:
 
 def sides(model: LiveModel) -> tuple[int, int]:
     """Width and height of the pictures that the configuration names."""
-    size = getattr(vision_config(model), "image_size", None) or _SIDE
+    vision = vision_config(model)
+    size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
     height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
     return int(width), int(height)
 

@@ -40,7 +40,7 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
     argument = sound_argument(model)
     assert argument is not None
     extractor = feature_extractor_of(model)
-    decoder, how_decoder = _decoder(model, options)
+    decoders, how_decoder = _decoders(model, options)
     calls: list[tuple[dict[str, Any], str]]
     if extractor is not None:
         rate = int(getattr(extractor, "sampling_rate", SAMPLE_RATE))
@@ -59,14 +59,17 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
         waves = [(open_sound(path, SAMPLE_RATE), path.name) for path in options.audio] or [
             (synthetic_tone(SAMPLE_RATE), "")
         ]
-        calls = [({argument: _normalised(wave)[None]}, _about(wave, SAMPLE_RATE, name)) for wave, name in waves]
+        channels = int(getattr(model.module.config, "audio_channels", 0))  # codecs: [batch, channels, samples]
+        calls = [({argument: _normalised(wave, channels)}, _about(wave, SAMPLE_RATE, name)) for wave, name in waves]
         how = f"at {SAMPLE_RATE:,} Hz, of mean 0 and variance 1: no feature extractor can be loaded from the folder"
     else:
         raise NoForward(
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
             "not say the size of a spectrogram; give tensors with --inputs"
         )
-    batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for kwargs, about in calls)
+    # A call for each sound and each text: the shorter list begins again.
+    pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
+    batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
     spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
     tone = "a spectrogram of smooth waves" if spectrogram else "a chord that rises and falls"
     whose = "sounds: your files" if options.audio else f"sound: {tone}"
@@ -77,18 +80,19 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
     return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
 
 
-def _decoder(model: LiveModel, options: Options) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The decoder's tokens: the text that the user gave for it, else made up; nothing without a decoder. Raises UserError."""
+def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The decoder's tokens: texts that the user gave for it, else made up; nothing without a decoder. Raises UserError."""
     if not (options.prompts or options.texts):
-        return decoder_start(model)
+        row, how = decoder_start(model)
+        return [row], how
     if "decoder_input_ids" not in parameters(model.module):
         raise UserError(f"{model.title} takes a sound and no text; leave the prompts and texts out")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out")
-    ids, _ = encoded(tokenizer, next(pieces(options)), model.title, options.chat)
-    row, _ = decoder_start(model, ids[: sequence_length(model, options)])
-    return row, (f"decoder: {sources(options)}",)
+    longest = sequence_length(model, options)
+    ids = [encoded(tokenizer, piece, model.title, options.chat)[0] for piece in pieces(options)]
+    return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)
 
 
 def open_sound(path: Path, rate: int) -> Wave:
@@ -162,9 +166,11 @@ def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument:
     return found
 
 
-def _normalised(wave: Wave) -> torch.Tensor:
+def _normalised(wave: Wave, channels: int) -> torch.Tensor:
+    """[1, samples], or [1, channels, samples] where there are any."""
     samples = torch.from_numpy(wave)
-    return (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
+    samples = (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
+    return samples.expand(1, channels, -1) if channels else samples[None]
 
 
 def _about(wave: Wave, rate: int, name: str) -> str:

@@ -16,7 +16,7 @@ from ..options import Options
 from ..prompts import DEFAULT_PROMPTS
 from ..text import printable, read_text
 from .batch import Batch, Inputs
-from .parts import parameters, random_ids, text_config, tokenizer_of
+from .parts import learned_positions, parameters, random_ids, text_config, tokenizer_of
 
 TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
@@ -76,7 +76,8 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
 
 def sequence_length(model: LiveModel, options: Options) -> int:
     """How many tokens a sequence may have. Raises UserError when that is more than the model has positions."""
-    known = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
+    named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
+    known = min(named, learned_positions(model.module) or _ANY_LENGTH)
     if options.sequence_length is not None:
         if options.sequence_length > known:
             raise UserError(
