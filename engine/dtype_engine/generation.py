@@ -145,6 +145,8 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
 def _prompt_text(prompt: Batch, tokenizer: Any) -> str:
     ids = prompt.kwargs.get("input_ids", prompt.args[0] if prompt.args else None)
     picture = "a picture" if "pixel_values" in prompt.kwargs else ""
+    if "input_features" in prompt.kwargs or "input_values" in prompt.kwargs:
+        picture = "a sound"
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return picture or "the given input"
     text = "".join(pieces(tokenizer, ids[0].tolist()))

@@ -44,7 +44,17 @@ def typed(options: Options, line: str) -> Options:
     """
     text = line.strip()
     if not text:
-        return dataclasses.replace(options, prompts=(), texts=(), images=(), audio=(), tensors=None)
+        return dataclasses.replace(
+            options,
+            prompts=(),
+            texts=(),
+            chat=False,
+            sequence_length=None,
+            sequences=None,
+            images=(),
+            audio=(),
+            tensors=None,
+        )
     paths = _paths(text)
     if paths is None:
         changed = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)

@@ -18,6 +18,7 @@ from .errors import NoForward, OutOfReach, UserError
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
+from .input_files import typed
 from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
@@ -381,13 +382,15 @@ def open_session(
     options: Options | None = None,
     inputs: Any = None,
     say: Say = lambda step: None,
+    refused: Callable[[str], None] | None = None,
 ) -> Session:
     """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live
     module.
 
     A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it
     on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
-    Raises UserError, among them NoForward when there is no architecture to load the weights into.
+    Raises UserError, among them NoForward when there is no architecture to load the weights into. `refused`: hears of inputs in
+    `options` that do not fit, and the session opens with the defaults instead.
     """
     options = options or Options()
     if options.threads:
@@ -398,4 +401,11 @@ def open_session(
         live = LiveModel.wrap(model, type(model).__name__, device)
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
-    return Session(load(source, options, say), options, given)
+    live = load(source, options, say)
+    try:
+        return Session(live, options, given)
+    except UserError as error:
+        if refused is None:
+            raise
+        refused(str(error))
+        return Session(live, typed(options, ""), given)

@@ -173,7 +173,12 @@ class Worker:
         self._emit(events.Loading("importing torch"))
         from .session import open_session
 
-        session = open_session(self._source, self._options, say=lambda step: self._emit(events.Loading(step)))
+        session = open_session(
+            self._source,
+            self._options,
+            say=lambda step: self._emit(events.Loading(step)),
+            refused=lambda why: self._emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
+        )
         self._emit(
             events.ModelReady(
                 tree=session.tree,

@@ -146,6 +146,7 @@ def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[...
     both = opened(saved("whisper"), audio=(path,), prompts=("hello", "you")).inputs
     assert both is not None
     assert [len(batch.kwargs["decoder_input_ids"][0]) for batch in both.batches] == [7, 5]
+    assert whisper.generate(2)[0].prompt == "a sound"
     assert whisper.drift().inputs == "your sound tone.wav, 1.0 s"
     values = kwargs_of(opened(saved("wav2vec2"), audio=(path,)))["input_values"]
     assert values.shape == (1, 16_000)
@@ -339,6 +340,9 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
         (tmp_path / f"broken{suffix}").write_bytes(b"\x80\x00 this is nothing of the kind" * 9)
     whole = folders.write_picture(tmp_path / "whole.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "program.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    )
     torch.save({"input_ids": Malicious()}, tmp_path / "code.pt")
     torch.save({"input_ids": "text"}, tmp_path / "words.pt")
     np.savez(tmp_path / "objects.npz", input_ids=np.array([None]))
@@ -346,6 +350,7 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
     for given, said in (
         ({"images": (tmp_path / "broken.png",)}, "can't read the picture"),
         ({"images": (tmp_path / "half.png",)}, "can't read the picture"),
+        ({"images": (tmp_path / "program.png",)}, "no picture in a format"),
         ({"audio": (tmp_path / "broken.wav",)}, "can't read the sound|takes no sounds"),
         ({"tensors": tmp_path / "broken.safetensors"}, "can't read the tensors"),
         ({"tensors": tmp_path / "broken.npz"}, "can't read the tensors"),
@@ -403,9 +408,9 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
     both = typed(de.Options(), f"'{picture}' {text}")
     assert (both.images, both.texts) == ((picture,), (text,))
     tensors = typed(de.Options(prompts=("old",), sequence_length=9), str(tmp_path / "x.safetensors"))
-    assert (tensors.tensors, tensors.prompts, tensors.sequence_length) == (tmp_path / "x.safetensors", (), 9)
+    assert tensors == de.Options(tensors=tmp_path / "x.safetensors")
     assert typed(tensors, "new").tensors is None
-    assert typed(before, "") == de.Options(sequence_length=9)
+    assert typed(before, "") == de.Options()
     for line, said in (
         ("nowhere.png", "there is no file nowhere.png"),
         (f"{tmp_path / 'x.safetensors'} {text}", "alone"),

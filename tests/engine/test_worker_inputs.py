@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from test_worker import BRAIN, HALF, Heard
 
-from dtype_engine import events
+from dtype_engine import Options, events
 from dtype_engine.model.source import locate
 
 
@@ -74,3 +75,15 @@ def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: Heard) -> Non
         )
     )
     assert isinstance(found, events.Measured)
+
+
+def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "cat.png").write_bytes(b"never looked at")
+    heard = Heard(locate(None), Options(images=(tmp_path / "cat.png",)))
+    try:
+        said = heard.wait_for(lambda event: isinstance(event, events.InputsRefused))
+        assert isinstance(said, events.InputsRefused)
+        assert "takes no pictures" in said.message
+        assert measured(heard, "6 default prompts").report.output.max_abs == 0
+    finally:
+        heard.worker.close()

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _SIDE = 224
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""No others: for some of them Pillow starts programs of the system, as for PostScript."""
 _PATCHES = 4
 """Merged patches on each side of a synthetic picture, for models that take any size."""
 
@@ -137,7 +139,7 @@ def open_picture(path: Path) -> Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with Image.open(path) as image:
+            with Image.open(path, formats=_FORMATS) as image:
                 return ImageOps.exif_transpose(image).convert("RGB")
     except Image.DecompressionBombError:
         raise UserError(f"{path} is too large a picture for an input; make it smaller") from None
