@@ -18,6 +18,7 @@ from .readings import (
     SpeedReport,
     WeightReading,
 )
+from .readings_inputs import InputsReading
 from .recipe import Recipe
 from .tree import Tree
 
@@ -48,6 +49,20 @@ class ModelReady:
     inputs: str
     notices: tuple[str, ...]
     no_forward: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class InputsReady:
+    """What the model is run on from now on; all that was measured before was on other inputs."""
+
+    reading: InputsReading
+
+
+@dataclass(frozen=True, slots=True)
+class InputsRefused:
+    """Inputs that were asked for do not fit, or can't be read: those before stay in force."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +194,8 @@ Event = (
     Loading
     | HeadersRead
     | ModelReady
+    | InputsReady
+    | InputsRefused
     | OpenFailed
     | Casting
     | CastDone

@@ -174,6 +174,10 @@ class Passes:
                 self.model.needs_rules.add("reference")
         return self._run(call, Widened(self.model.by_id, self.model.device), _Deaf(), None, {})
 
+    def try_reference(self, batch: Batch) -> None:
+        """Run the reference on one batch, for nothing but to see that the model takes it. Raises as `as_cast` does."""
+        self.as_reference(self._module_on(self.reference_batch(batch)))
+
     def candidate_batch(self, batch: Batch) -> Batch:
         """A batch as the candidate gets it."""
         return batch.on(self.model.device, self._input_dtype())

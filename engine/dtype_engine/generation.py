@@ -51,8 +51,11 @@ def _own_generate(module: Any) -> bool:
 
 def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     """What to give to `generate`: the batch without what only a single pass takes."""
+    # Copies: BLIP's own `generate` writes its start token into the ids that it is given.
     kwargs = {
-        name: value for name, value in batch.kwargs.items() if name not in ("use_cache", "decoder_input_ids", "labels")
+        name: value.clone() if isinstance(value, torch.Tensor) else value
+        for name, value in batch.kwargs.items()
+        if name not in ("use_cache", "decoder_input_ids", "labels")
     }
     if "pixel_values" in kwargs and inputs.made and not inputs.prompts:
         # The ids beside a synthetic picture mean nothing: the caption starts from the picture alone.
@@ -142,6 +145,8 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
 def _prompt_text(prompt: Batch, tokenizer: Any) -> str:
     ids = prompt.kwargs.get("input_ids", prompt.args[0] if prompt.args else None)
     picture = "a picture" if "pixel_values" in prompt.kwargs else ""
+    if "input_features" in prompt.kwargs or "input_values" in prompt.kwargs:
+        picture = "a sound"
     if not isinstance(ids, torch.Tensor) or ids.ndim != 2 or ids.is_floating_point():
         return picture or "the given input"
     text = "".join(pieces(tokenizer, ids[0].tolist()))

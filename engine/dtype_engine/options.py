@@ -32,7 +32,12 @@ class Options:
     """How to open and run a model.
 
     device: "cpu", "cuda" or "auto" (cuda where there is one that works).
-    prompts, texts: calibration text for language models; each prompt and each text file is one sequence.
+    prompts, texts: calibration text; each prompt and each text file is one sequence or, when it is long, several. A `.jsonl`
+        file has an object with `text`, `prompt` or `messages` on every line.
+    chat: prompts are what a user says: they go through the tokenizer's chat template.
+    sequence_length, sequences: how many tokens a sequence has at most, and how many sequences there are at most.
+    images, audio: files for the model's own processor.
+    tensors: a file of the forward pass's own arguments by name; it takes the place of all the others.
     reference_bytes: budget for the reference's stored outputs; None for a quarter of the memory that is free.
     weights: a checkpoint to load into the module of a Python file.
     download: fetch a model that is not in the local cache.
@@ -43,6 +48,12 @@ class Options:
     device: str = "auto"
     prompts: tuple[str, ...] = ()
     texts: tuple[Path, ...] = ()
+    chat: bool = False
+    sequence_length: int | None = None
+    sequences: int | None = None
+    images: tuple[Path, ...] = ()
+    audio: tuple[Path, ...] = ()
+    tensors: Path | None = None
     weights: Path | None = None
     trust_pickle: bool = False
     download: bool = False

@@ -18,7 +18,8 @@ from .errors import NoForward, OutOfReach, UserError
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
-from .inputs import Inputs, from_values, make_inputs
+from .input_files import typed
+from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
@@ -36,6 +37,7 @@ from .readings import (
     SpeedReport,
 )
 from .readings_export import ExportReport
+from .readings_inputs import InputsReading
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
 from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
@@ -328,6 +330,24 @@ class Session:
             notices=self.model.notices,
         )
 
+    def use_inputs(self, options: Options, cancelled: Cancelled = _never) -> None:
+        """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
+
+        They are tried with the reference: one call, of given tensors one of each shape. Raises UserError when they can't be
+        made, do not fit the model or do not run, and Cancelled; everything is as it was then.
+        """
+        inputs = make_inputs(self.model, options)
+        with Passes(self.model, self.settings, cancelled, watch=False) as passes:
+            for tried in one_of_each_shape(inputs):
+                passes.try_reference(tried)
+        self.inputs, self.options, self.no_forward = inputs, options, None
+        self._meter = self._scan = self.scanned = None
+
+    @property
+    def inputs_reading(self) -> InputsReading | None:
+        """What the model is run on, call by call; None where it can't be run."""
+        return reading(self.inputs) if self.inputs is not None else None
+
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:
             raise NoForward(self.no_forward or "the model can't be run")
@@ -362,13 +382,15 @@ def open_session(
     options: Options | None = None,
     inputs: Any = None,
     say: Say = lambda step: None,
+    refused: Callable[[str], None] | None = None,
 ) -> Session:
     """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live
     module.
 
     A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it
     on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
-    Raises UserError, among them NoForward when there is no architecture to load the weights into.
+    Raises UserError, among them NoForward when there is no architecture to load the weights into. `refused`: hears of inputs in
+    `options` that do not fit, and the session opens with the defaults instead.
     """
     options = options or Options()
     if options.threads:
@@ -379,4 +401,11 @@ def open_session(
         live = LiveModel.wrap(model, type(model).__name__, device)
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
-    return Session(load(source, options, say), options, given)
+    live = load(source, options, say)
+    try:
+        return Session(live, options, given)
+    except UserError as error:
+        if refused is None:
+            raise
+        refused(str(error))
+        return Session(live, typed(options, ""), given)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
+from .input_files import typed
 from .model.room import no_room
 from .options import Options, RunSettings
 from .recipe import Recipe
@@ -49,6 +50,10 @@ class Worker:
         self._recipe = Recipe()
         self._settings = options.settings
         self._waiting = True
+        self._unmeasured = True
+        """A measurement of the recipe in force was asked for and has not come to its end."""
+        self._inputs_line: str | None = None
+        """The inputs asked for last, until they are looked at."""
         self._asked: deque[Task] = deque()
         self._closed = False
         self._stop_now = threading.Event()
@@ -78,6 +83,16 @@ class Worker:
         self._settings = settings
         self.measure()
 
+    def set_inputs(self, line: str) -> None:
+        """Run on other inputs from now on, as `input_files.typed` reads the line, and measure the recipe in force on them.
+
+        What is under way for the old ones stops; it begins again where the new ones are refused.
+        """
+        with self._changed:
+            self._inputs_line = line
+            self._stop_now.set()
+            self._changed.notify_all()
+
     def flow(self) -> None:
         """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
         self._ask(self._with_session(self._tell_flow))
@@ -102,7 +117,8 @@ class Worker:
     def cancel(self) -> None:
         """Stop what is under way; the recipe stays, with the casts made so far completed at the next command."""
         with self._changed:
-            self._waiting = False
+            self._waiting = self._unmeasured = False
+            self._inputs_line = None
             self._asked.clear()
             self._stopped_by_user = True
             self._stop_now.set()
@@ -157,7 +173,12 @@ class Worker:
         self._emit(events.Loading("importing torch"))
         from .session import open_session
 
-        session = open_session(self._source, self._options, say=lambda step: self._emit(events.Loading(step)))
+        session = open_session(
+            self._source,
+            self._options,
+            say=lambda step: self._emit(events.Loading(step)),
+            refused=lambda why: self._emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
+        )
         self._emit(
             events.ModelReady(
                 tree=session.tree,
@@ -169,24 +190,57 @@ class Worker:
                 no_forward=session.no_forward,
             )
         )
+        self._tell_inputs(session)
         return session
 
     def _next(self) -> tuple[Recipe, Task] | None:
-        """Wait for a command: the recipe to go for and what to do with it, or None to end. Measuring goes first."""
+        """Wait for a command: the recipe to go for and what to do with it, or None to end. New inputs go first, then
+        measuring."""
         with self._changed:
-            if not self._waiting and not self._asked and not self._closed:
+            if not self._told_to():
                 self._busy.clear()
                 self._emit(events.Idle())
-            while not self._waiting and not self._asked and not self._closed:
+            while not self._told_to():
                 self._changed.wait()
             self._stopped_by_user = False
             self._stop_now.clear()
             if self._closed:
                 return None
+            if (line := self._inputs_line) is not None:
+                self._unmeasured, self._waiting = self._unmeasured or self._waiting, False
+                self._inputs_line = None
+                return self._recipe, self._with_session(
+                    lambda session, recipe: self._change_inputs(session, recipe, line)
+                )
             if self._waiting:
                 self._waiting = False
                 return self._recipe, self._with_session(self._apply_and_measure)
             return self._recipe, self._asked.popleft()
+
+    def _told_to(self) -> bool:
+        return self._waiting or self._inputs_line is not None or bool(self._asked) or self._closed
+
+    def _change_inputs(self, session: Session, recipe: Recipe, line: str) -> None:
+        self._emit(events.Working(recipe, "preparing the inputs", 0, 1))
+        try:
+            session.use_inputs(typed(session.options, line), self._stop_now.is_set)
+        except Cancelled:
+            with self._changed:
+                if not self._stopped_by_user and self._inputs_line is None:
+                    self._inputs_line = line  # a new recipe came in between: the inputs are still wanted
+            raise
+        except UserError as error:
+            self._emit(events.InputsRefused(str(error)))
+            if not self._unmeasured:
+                return
+        else:
+            self._tell_inputs(session)
+        self._apply_and_measure(session, recipe)
+
+    def _tell_inputs(self, session: Session) -> None:
+        reading = session.inputs_reading
+        if reading is not None:
+            self._emit(events.InputsReady(reading))
 
     def _tell_flow(self, session: Session, recipe: Recipe) -> None:
         session.apply(recipe, cancelled=self._stop_now.is_set)
@@ -213,6 +267,7 @@ class Worker:
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
         told = _Throttle()
+        self._unmeasured = True
         session.apply(
             recipe,
             on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
@@ -227,6 +282,7 @@ class Worker:
                 cancelled=cancelled,
             )
             self._emit(events.Measured(recipe, report))
+        self._unmeasured = False
         self._emit(events.Memory(recipe, session.memory()))
 
     def _with_session(self, run: Callable[[Session, Recipe], None]) -> Task:

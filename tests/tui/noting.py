@@ -22,6 +22,7 @@ class NotingEngine:
     recipes: list[Recipe] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
     settings: list[RunSettings] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def start(self) -> None:
         self.commands.append("start")
@@ -34,6 +35,9 @@ class NotingEngine:
 
     def flow(self) -> None:
         self.commands.append("flow")
+
+    def set_inputs(self, line: str) -> None:
+        self.lines.append(line)
 
     def set_settings(self, settings: RunSettings) -> None:
         self.settings.append(settings)

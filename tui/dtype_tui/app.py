@@ -30,6 +30,7 @@ from .commands import Command, Completer, all_commands
 from .config import Config
 from .experiment import Experiment
 from .hints import next_keys
+from .inputs_screen import InputsScreen
 from .keys import described, keys_of, on_keyboard, with_ids
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
@@ -59,6 +60,7 @@ class Engine(Protocol):
     def set_recipe(self, recipe: Recipe) -> None: ...
     def measure(self) -> None: ...
     def set_settings(self, settings: RunSettings) -> None: ...
+    def set_inputs(self, line: str) -> None: ...
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
@@ -85,6 +87,7 @@ class DtypeApp(App[None]):
             Binding("f", "flow", "Dtype flow: where dtypes silently change"),
             Binding("g", "generate", "Generate text with both, side by side"),
             Binding("t", "speed", "Time forward passes"),
+            Binding("i", "inputs", "Inputs: what the model is run on, and others"),
             Binding("comma", "settings", "Settings of a run: autocast, inputs"),
             Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
             Binding("w", "worst", "Go to the module that drifts most"),
@@ -259,6 +262,14 @@ class DtypeApp(App[None]):
             self._open_error = event.message
             experiment.no_forward, experiment.partial = event.message, False
             self._say(event.message, "warning" if self._has_tree else "error")
+        elif isinstance(event, events.InputsReady):
+            experiment.set_inputs(event.reading)
+            if isinstance(self.screen, InputsScreen):
+                self.screen.accepted(event.reading)
+        elif isinstance(event, events.InputsRefused):
+            self._say(event.message, "error")
+            if isinstance(self.screen, InputsScreen):
+                self.screen.refused(event.message)
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
         elif event.recipe != experiment.recipe:
@@ -281,6 +292,8 @@ class DtypeApp(App[None]):
                 experiment.modules = {reading.name: reading for reading in event.report.modules}
                 if self.tree_view.order == "drift":
                     self.tree_view.rebuild()
+                if isinstance(self.screen, InputsScreen):
+                    self.screen.measured(event.report.output.positions)
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -435,6 +448,16 @@ class DtypeApp(App[None]):
             self.engine.look_at(row.tensor.name, LOOKED_AT)
             self._expect("reading the values")
 
+    def action_inputs(self) -> None:
+        experiment = self.experiment
+        if not experiment.live:
+            self._say(self._open_error or "the inputs are known when the model is there", "information")
+            return
+        compared = experiment.report.output.positions if experiment.report is not None else None
+        self.push_screen(
+            InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, self.engine.set_inputs)
+        )
+
     def action_settings(self) -> None:
         self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)
 
@@ -559,12 +582,14 @@ class DtypeApp(App[None]):
 
     def action_help(self) -> None:
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
+        words.append(("Inputs", InputsScreen.HELP))
         sections = [
             ("Casting and measuring", described(self.BINDINGS, self.chosen_keys)),
             ("In the tree", described(ModuleTree.BINDINGS, self.chosen_keys)),
             ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
             ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
             ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
+            ("In the inputs", described(InputsScreen.BINDINGS, self.chosen_keys)),
         ]
         self.push_screen(help_screen(sections, words))
 

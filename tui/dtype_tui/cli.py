@@ -29,7 +29,6 @@ from dtype_engine.cli.common import (
 )
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
-from dtype_engine.text import read_text
 
 if TYPE_CHECKING:
     from .config import Config
@@ -58,8 +57,6 @@ def command(
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
-    for text in options.texts:
-        read_text(text)
     if model is None:
         _need_a_terminal()
         model = _chosen(config)

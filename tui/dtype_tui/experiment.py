@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
 from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+from dtype_engine.readings_inputs import InputsReading
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
 from dtype_engine.tree import TensorInfo, Totals, Tree
 
@@ -34,6 +35,7 @@ class Experiment:
     class_name: str = ""
     device: str = ""
     inputs: str = ""
+    inputs_reading: InputsReading | None = None
     no_forward: str | None = None
     live: bool = False
     partial: bool = False
@@ -56,6 +58,11 @@ class Experiment:
     def set_settings(self, settings: RunSettings) -> None:
         """Candidates run in another way: what was read before is not theirs."""
         self.settings = settings
+        self.forget_readings()
+
+    def set_inputs(self, reading: InputsReading) -> None:
+        """The model is run on other inputs: what was read before was not on these."""
+        self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
         self.forget_readings()
 
     def forget_readings(self) -> None:

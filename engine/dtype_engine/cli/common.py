@@ -14,6 +14,7 @@ import click
 
 from .. import dtypes
 from ..errors import UserError
+from ..input_files import check_files
 from ..options import Options, RunSettings
 from ..recipe import Recipe, Rule, require_matches
 from ..tree import Tree
@@ -51,13 +52,42 @@ preset_option = click.option(
     help="Start from a preset; see `recipe presets`.",
 )
 """For commands that know the tree before they need the rules; `with_preset` puts the rules in."""
+input_options = [
+    click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
+    click.option(
+        "--text",
+        "texts",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A text file, or a .jsonl file with text, prompt or messages on every line, cut into sequences.",
+    ),
+    click.option("--chat", is_flag=True, help="Put every prompt through the tokenizer's chat template."),
+    click.option("--sequence-length", type=click.IntRange(min=2), metavar="N", help="Tokens a sequence, at most."),
+    click.option("--sequences", type=click.IntRange(min=1), metavar="N", help="How many sequences, at most."),
+    click.option(
+        "--image",
+        "images",
+        multiple=True,
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A picture; may be repeated.",
+    ),
+    click.option(
+        "--audio", multiple=True, type=click.Path(path_type=Path), metavar="FILE", help="A sound; may be repeated."
+    ),
+    click.option(
+        "--inputs",
+        "tensors",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="The forward pass's own arguments by name: .safetensors, .npz or .pt.",
+    ),
+]
 run_options = [
     *find_options,
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
-    click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
-    click.option(
-        "--text", "texts", multiple=True, type=click.Path(path_type=Path), help="A text file, cut into sequences."
-    ),
+    *input_options,
     click.option(
         "--compute",
         default="float32",
@@ -187,6 +217,12 @@ def options_from(
     device: str,
     prompts: tuple[str, ...],
     texts: tuple[Path, ...],
+    chat: bool,
+    sequence_length: int | None,
+    sequences: int | None,
+    images: tuple[Path, ...],
+    audio: tuple[Path, ...],
+    tensors: Path | None,
     compute: str,
     autocast: str | None,
     float_inputs: Literal["given", "model"],
@@ -202,16 +238,24 @@ def options_from(
     cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
-    return Options(
+    options = Options(
         device=device,
         prompts=prompts,
         texts=texts,
+        chat=chat,
+        sequence_length=sequence_length,
+        sequences=sequences,
+        images=images,
+        audio=audio,
+        tensors=tensors,
         settings=RunSettings(chosen, cast, float_inputs),
         weights=weights,
         trust_remote_code=trust_remote_code,
         trust_pickle=trust_pickle,
         download=download,
     )
+    check_files(options)
+    return options
 
 
 def print_json(value: Any) -> None:

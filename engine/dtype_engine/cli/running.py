@@ -127,7 +127,10 @@ def drift(
     texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
     say("")
     if as_object:
-        print_json(as_json(report) | ({"generated": [_generation(text) for text in texts]} if tokens else {}))
+        calibration = {"calibration": as_json(session.inputs_reading)}
+        print_json(
+            as_json(report) | calibration | ({"generated": [_generation(text) for text in texts]} if tokens else {})
+        )
         return
     from ..report_text import drift_text, generation_text
 

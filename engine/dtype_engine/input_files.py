@@ -1,0 +1,112 @@
+"""Which files may be inputs, and what a line typed by the user asks for. Never imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from pathlib import Path
+
+from .errors import UserError
+from .options import Options
+from .text import printable, read_text
+
+IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
+AUDIO = (".wav", ".flac", ".ogg", ".mp3")
+TENSORS = (".safetensors", ".npz", ".pt", ".pth")
+TEXTS = (".txt", ".md", ".jsonl", ".ndjson", ".py")
+
+
+def check_files(options: Options) -> None:
+    """Raise UserError for an input file that can't be read, before anything is loaded."""
+    for path in options.texts:
+        read_text(path)
+    for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
+        try:
+            with path.open("rb") as file:
+                empty = not file.read(1)
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
+        if empty:
+            raise UserError(f"{path} is empty")
+    if options.tensors is not None and options.tensors.suffix.lower() not in TENSORS:
+        raise UserError(f"{options.tensors}: tensors come from a file that ends in {', '.join(TENSORS)}")
+    if options.tensors is not None and (options.prompts or options.texts or options.images or options.audio):
+        raise UserError(
+            f"{options.tensors} has all the arguments of a forward pass: leave the prompts, texts, images and sounds out"
+        )
+
+
+def typed(options: Options, line: str) -> Options:
+    """The options with what a line asks for: a prompt, or the paths of text, image, sound or tensor files.
+
+    Text takes the place of the text before, an image that of the images; a tensor file that of everything. An empty line
+    goes back to the defaults. Raises UserError for a file that can't be read.
+    """
+    text = line.strip()
+    if not text:
+        return dataclasses.replace(
+            options,
+            prompts=(),
+            texts=(),
+            chat=False,
+            sequence_length=None,
+            sequences=None,
+            images=(),
+            audio=(),
+            tensors=None,
+        )
+    paths = _paths(text)
+    if paths is None:
+        changed = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
+    else:
+        found = {
+            kind: tuple(path for path in paths if _kind(path) == kind)
+            for kind in ("texts", "images", "audio", "tensors")
+        }
+        if len(found["tensors"]) > 1 or (found["tensors"] and len(paths) > 1):
+            raise UserError("a tensor file stands alone: it has all the arguments of a forward pass")
+        if found["tensors"]:
+            changed = dataclasses.replace(typed(options, ""), tensors=found["tensors"][0])
+        else:
+            changed = dataclasses.replace(options, tensors=None)
+            if found["texts"]:
+                changed = dataclasses.replace(changed, texts=found["texts"], prompts=())
+            if found["images"]:
+                changed = dataclasses.replace(changed, images=found["images"])
+            if found["audio"]:
+                changed = dataclasses.replace(changed, audio=found["audio"])
+    check_files(changed)
+    return changed
+
+
+def _paths(text: str) -> list[Path] | None:
+    """The files that a line names; None when it is a prompt."""
+    whole = Path(text).expanduser()
+    if _exists(whole):
+        return [whole]
+    try:
+        words = [Path(word).expanduser() for word in shlex.split(text)]
+    except ValueError:  # a prompt with an apostrophe
+        return None
+    if words and all(_exists(word) for word in words):
+        return words
+    if words and all(_named(word) for word in words):
+        missing = next(word for word in words if not _exists(word))
+        raise UserError(f"there is no file {printable(str(missing), 200)}")
+    return None
+
+
+def _named(path: Path) -> bool:
+    return path.suffix.lower() in (*IMAGES, *AUDIO, *TENSORS, *TEXTS) and len(path.stem) > 0
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a prompt is too long for a name, or has a null character
+        return False
+
+
+def _kind(path: Path) -> str:
+    suffix = path.suffix.lower()
+    return "images" if suffix in IMAGES else "audio" if suffix in AUDIO else "tensors" if suffix in TENSORS else "texts"

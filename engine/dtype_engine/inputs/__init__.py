@@ -1,0 +1,12 @@
+"""Calibration inputs: what the reference and the candidate are run on, one call of the model at a time.
+
+`make` decides what suits a model; `text`, `pictures`, `sounds` and `together` make it, with the `parts` of preprocessing
+that the model's folder has; `tensors` reads a forward pass's own arguments from a file, which `fits` checks.
+"""
+
+from .batch import Batch, Inputs, from_values
+from .make import make_inputs
+from .parts import tokenizer_of
+from .rows import one_of_each_shape, reading
+
+__all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "reading", "tokenizer_of"]

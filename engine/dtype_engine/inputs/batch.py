@@ -1,0 +1,78 @@
+"""One call of the model, and all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One call of the module. `next_tokens` ([batch, positions], int64, -100 where there is none) is what a language
+    model should have predicted at each position. `about` says what it is where the text does not: a picture, a sound."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    next_tokens: torch.Tensor | None = None
+    text: str | None = None
+    about: str | None = None
+
+    def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
+        """The same on a device, its float tensors in `floats` where given."""
+        return Batch(
+            tuple(_moved(value, device, floats) for value in self.args),
+            {key: _moved(value, device, floats) for key, value in self.kwargs.items()},
+            self.next_tokens,
+            self.text,
+            self.about,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All batches, and what they are in a few words for the screen.
+
+    made: they were made up here, not given as tensors. prompts: each is a whole prompt, to be continued as it is.
+    made_of: where each part came from, a sentence each.
+    """
+
+    batches: tuple[Batch, ...]
+    description: str
+    tokenizer: Any = None
+    made: bool = True
+    prompts: bool = False
+    made_of: tuple[str, ...] = ()
+
+
+def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device, floats) if floats is not None and value.is_floating_point() else value.to(device)
+    if isinstance(value, (list, tuple)):
+        return type(value)(_moved(item, device, floats) for item in value)
+    if isinstance(value, dict):
+        return {key: _moved(item, device, floats) for key, item in value.items()}
+    return value
+
+
+def from_values(values: Any, description: str) -> Inputs:
+    """Inputs from what a user gave: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of
+    these.
+    """
+    several = values if isinstance(values, list) else [values]
+    batches = []
+    for value in several:
+        if isinstance(value, dict):
+            batches.append(Batch(kwargs=dict(value)))
+        elif isinstance(value, tuple):
+            batches.append(Batch(args=value))
+        elif isinstance(value, torch.Tensor):
+            batches.append(Batch(args=(value,)))
+        else:
+            raise UserError(
+                f"{description} gave a {type(value).__name__}: give a dict (keyword arguments) or a tuple (positional ones)"
+            )
+    return Inputs(tuple(batches), description, made=False)

@@ -1,0 +1,155 @@
+"""Whether given tensors fit a model's forward pass, said before anything is run."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UserError
+from ..model.live import LiveModel
+from ..storage import dtype_name
+from ..text import printable
+from .batch import Batch
+from .parts import learned_positions, text_config
+
+ID_ARGUMENTS = ("input_ids", "decoder_input_ids", "token_type_ids")
+_FLOAT_ARGUMENTS = ("pixel_values", "input_values", "input_features", "inputs_embeds")
+_MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder_attention_mask": "decoder_input_ids"}
+
+
+def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
+    """Raise UserError for arguments that the forward pass does not have or misses, and for tensors of a dtype or shape that
+    the model can't take, as far as its signature and its configuration tell. `where` they come from, for the sentence.
+    """
+    _check_names(model, batch, where)
+    config = getattr(model.module, "config", None)
+    if config is None:
+        return  # the names of a module of the user's own mean what they mean there
+    for name, value in batch.kwargs.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        if name in ID_ARGUMENTS:
+            _check_ids(model, name, value, where)
+        elif name in _FLOAT_ARGUMENTS and not value.is_floating_point():
+            raise UserError(
+                f"{where}: {name} is {dtype_name(value.dtype)}; the model takes it as floating-point figures, processed as its "
+                "processor does"
+            )
+        if name == "pixel_values":
+            _check_pixels(model, value, where)
+        if name in ("input_values", "input_features"):
+            _check_sound(config, name, value, where)
+    for mask, of in _MASKS.items():
+        one, other = batch.kwargs.get(mask), batch.kwargs.get(of)
+        if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor) or one.ndim != 2:
+            continue  # masks of more dimensions are the model's own affair
+        if one.shape != other.shape:
+            raise UserError(f"{where}: {mask} is {_shape(one)} and {of} is {_shape(other)}: they must be the same")
+
+
+def _check_names(model: LiveModel, batch: Batch, where: str) -> None:
+    signature = inspect.signature(model.module.forward)
+    arguments = signature.parameters
+    kinds = {argument.kind for argument in arguments.values()}
+    named = [
+        name
+        for name, argument in arguments.items()
+        if argument.kind not in (argument.VAR_KEYWORD, argument.VAR_POSITIONAL)
+    ]
+    # A transformers model passes on keyword arguments that it does not know, so a wrong name would do nothing at all.
+    closed = inspect.Parameter.VAR_KEYWORD not in kinds or (hasattr(model.module, "config") and named)
+    for name in batch.kwargs:
+        if closed and name not in named:
+            raise UserError(
+                f"{where}: the forward pass of {type(model.module).__name__} has no argument {printable(name)!r}; it takes "
+                f"{', '.join(named[:12])}{', …' if len(named) > 12 else ''}"
+            )
+    try:
+        signature.bind(*batch.args, **batch.kwargs)
+    except TypeError as error:
+        raise UserError(f"{where} does not fit the forward pass of {type(model.module).__name__}: {error}") from None
+
+
+def _check_ids(model: LiveModel, name: str, value: torch.Tensor, where: str) -> None:
+    if value.is_floating_point() or value.dtype == torch.bool:
+        raise UserError(f"{where}: {name} holds token ids, so it must be integers; it is {dtype_name(value.dtype)}")
+    if value.ndim != 2:
+        raise UserError(f"{where}: {name} is {_shape(value)}; it must be [batch, positions]")
+    if not value.numel():
+        raise UserError(f"{where}: {name} is {_shape(value)}: it has no tokens")
+    rows = _id_count(model, name)
+    if rows is None:
+        return
+    low, high = int(value.min()), int(value.max())
+    if low < 0 or high >= rows:
+        wrong = low if low < 0 else high
+        what = "segment ids" if name == "token_type_ids" else "vocabulary"
+        raise UserError(f"{where}: {name} holds {wrong}, beyond the {what} of {model.title} (0 to {rows - 1})")
+    positions = learned_positions(model.module)
+    if name != "token_type_ids" and positions is not None and value.shape[1] > positions:
+        raise UserError(
+            f"{where}: {name} has {value.shape[1]} positions, and {model.title} has learned {positions}; give shorter sequences"
+        )
+
+
+def _id_count(model: LiveModel, name: str) -> int | None:
+    """How many different ids the model has for an argument; None where that is not known."""
+    config = model.module.config
+    if name == "token_type_ids":
+        size = getattr(text_config(config), "type_vocab_size", None)
+        return int(size) if size else None
+    if name == "decoder_input_ids":
+        decoder = getattr(config, "decoder", None)
+        size = getattr(decoder if decoder is not None else text_config(config), "vocab_size", None)
+        return int(size) if size else None
+    try:
+        embedding = model.module.get_input_embeddings()  # type: ignore[operator]
+    except (AttributeError, NotImplementedError, TypeError):
+        embedding = None
+    # Some models keep the ids of pictures and sounds beyond their embedding and put features in their place.
+    special = [
+        value
+        for key in ("image_token_id", "image_token_index", "audio_token_id", "video_token_id")
+        if isinstance(value := getattr(config, key, None), int)
+    ]
+    count = getattr(embedding, "num_embeddings", None) or getattr(text_config(config), "vocab_size", None)
+    return max(int(count), *(token + 1 for token in special)) if count and special else int(count) if count else None
+
+
+def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
+    """Dimensions and channels, for models whose first convolution over pictures tells."""
+    vision = getattr(model.module.config, "vision_config", None) or model.module.config
+    wanted = getattr(vision, "num_channels", None)
+    if not isinstance(wanted, int):
+        return
+    flat = [m for m in model.module.modules() if isinstance(m, nn.Conv2d) and m.in_channels == wanted]
+    if not flat:
+        return
+    if value.ndim not in (4, 5):
+        raise UserError(f"{where}: pixel_values is {_shape(value)}; it must be [batch, channels, height, width]")
+    if value.shape[-3] != wanted:
+        raise UserError(
+            f"{where}: pixel_values is {_shape(value)}, which has {value.shape[-3]} channels; {model.title} takes {wanted}"
+        )
+
+
+def _check_sound(config: Any, name: str, value: torch.Tensor, where: str) -> None:
+    bins = getattr(config, "num_mel_bins", None)
+    if name == "input_values" and not bins and not hasattr(config, "audio_channels") and value.ndim != 2:
+        raise UserError(f"{where}: input_values is {_shape(value)}; it must be [batch, samples]")
+    # Whisper and the audio spectrogram transformer take a spectrogram as it is; others stack or cut it first.
+    whole = getattr(config, "max_source_positions" if name == "input_features" else "max_length", None)
+    if (
+        isinstance(bins, int)
+        and whole
+        and not hasattr(config, "input_feat_per_channel")
+        and bins not in value.shape[1:]
+    ):
+        raise UserError(f"{where}: {name} is {_shape(value)}; the model takes {bins} mel bins")
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"[{', '.join(map(str, tensor.shape))}]"

@@ -1,0 +1,94 @@
+"""The inputs that suit a model: what the user gave, else made from what its folder and its configuration say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..errors import NoForward, UserError
+from ..model.live import LiveModel
+from ..options import Options
+from .batch import Batch, Inputs, from_values
+from .parts import parameters
+from .pictures import picture_inputs
+from .sounds import sound_argument, sound_inputs
+from .tensors import tensor_inputs
+from .text import prompt_texts, text_inputs
+from .together import SOUNDS, is_contrastive, picture_and_text_inputs, text_rows
+
+
+def make_inputs(model: LiveModel, options: Options) -> Inputs:
+    """The inputs for a model: what the user gave, else what suits it.
+
+    Raises NoForward when nothing can be made, and UserError for something given that does not fit the model.
+    """
+    if options.tensors is not None:
+        return tensor_inputs(model, options.tensors)
+    given = options.prompts or options.texts or options.images or options.audio
+    if model.example_inputs is not None and not given:
+        try:
+            values = model.example_inputs()
+        except Exception as error:
+            raise NoForward(f"example_inputs() of {model.title} failed: {type(error).__name__}: {error}") from error
+        return from_values(values, "example_inputs()")
+    if getattr(model.module, "config", None) is None:
+        if given:
+            raise UserError(
+                f"{model.title} is plain code, so nothing says how a prompt, a picture or a sound becomes its tensors; give "
+                "tensors with --inputs"
+            )
+        raise NoForward(
+            f"{model.title}: no forward pass, because nothing says what to run it on; give tensors with --inputs, or write a "
+            "function example_inputs() beside the model that returns a dict or a tuple of tensors"
+        )
+    return _made(model, options)
+
+
+def _made(model: LiveModel, options: Options) -> Inputs:
+    names = parameters(model.module)
+    main = getattr(model.module, "main_input_name", "input_ids")
+    text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
+    if options.images and not picture:
+        raise UserError(f"{model.title} takes no pictures: its forward pass has no pixel_values; leave --image out")
+    if options.audio and sound is None:
+        raise UserError(
+            f"{model.title} takes no sounds: its forward pass has no input_features or input_values; leave --audio out"
+        )
+    if picture and text and not options.audio:
+        return _picture_and_text(model, options)
+    if picture and not options.audio:
+        _refuse_text(model, options)
+        return picture_inputs(model, options)
+    if sound is not None and (not text or main == sound or options.audio or is_contrastive(model)):
+        return _sound_and_text(model, options) if text else sound_inputs(model, options)
+    if text:
+        alone = text_inputs(model, options)
+        without = ("no sound: the model runs on text alone",) if sound is not None else ()
+        return dataclasses.replace(alone, made_of=(*alone.made_of, *without))
+    raise NoForward(
+        f"{model.title}: no inputs can be made for {main!r}; give tensors with --inputs FILE.safetensors, .npz or .pt"
+    )
+
+
+def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
+    """Both; the text alone for a language model whose picture can't be made, unless the user gave one."""
+    try:
+        return picture_and_text_inputs(model, options)
+    except NoForward as error:
+        if options.images or getattr(model.module, "main_input_name", "") != "input_ids" or is_contrastive(model):
+            raise
+        alone = text_inputs(model, options)
+        return dataclasses.replace(alone, made_of=(*alone.made_of, f"no picture: {error}"))
+
+
+def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
+    """A call with each sound beside the same texts, as models that compare the two take them."""
+    sounds = sound_inputs(model, dataclasses.replace(options, prompts=(), texts=()))
+    texts, given = prompt_texts(options, SOUNDS)
+    rows, shown, how = text_rows(model, texts, given)
+    batches = tuple(Batch(kwargs=batch.kwargs | rows, text=shown, about=batch.about) for batch in sounds.batches)
+    return dataclasses.replace(sounds, batches=batches, made_of=(*sounds.made_of, how))
+
+
+def _refuse_text(model: LiveModel, options: Options) -> None:
+    if options.prompts or options.texts:
+        raise UserError(f"{model.title} takes pictures and no text; leave the prompts and texts out")

@@ -1,0 +1,110 @@
+"""What a model's folder has to prepare inputs with: tokenizer, image processor, feature extractor, or all in one."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..model.live import LiveModel
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
+_MOST_OFFSET = 8
+_PROCESSORS = ("processor_config.json", "preprocessor_config.json")
+_FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, IndexError)
+"""What transformers raises for files that are missing, broken or in need of a package that is not there."""
+
+
+def tokenizer_of(model: LiveModel) -> Any:
+    """The tokenizer in the model's folder, or None where there is none or it can't be loaded."""
+    from transformers import AutoTokenizer
+
+    return _loaded(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
+
+
+def image_processor_of(model: LiveModel) -> Any:
+    """The image processor in the model's folder, or None."""
+    from transformers import AutoImageProcessor
+
+    return _loaded(model, _PROCESSORS, AutoImageProcessor.from_pretrained)
+
+
+def feature_extractor_of(model: LiveModel) -> Any:
+    """What makes a sound into the model's features, from its folder, or None."""
+    from transformers import AutoFeatureExtractor
+
+    return _loaded(model, _PROCESSORS, AutoFeatureExtractor.from_pretrained)
+
+
+def processor_of(model: LiveModel) -> Any:
+    """The processor that takes text and pictures together, from the model's folder, or None."""
+    from transformers import AutoProcessor
+
+    found = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
+    together = hasattr(found, "image_processor") and hasattr(found, "tokenizer")
+    return found if together else None
+
+
+def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
+    folder = model.folder
+    if folder is None or not any((folder / name).exists() for name in files):
+        return None
+    try:
+        return load(folder, local_files_only=True)
+    except _FAILURES:
+        return None
+
+
+def parameters(module: nn.Module) -> tuple[str, ...]:
+    """The names of the forward pass's arguments."""
+    return tuple(inspect.signature(module.forward).parameters)
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that speaks of the language model; all of it for a language model alone."""
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def vocabulary(model: LiveModel) -> int | None:
+    """How many token ids the model knows; None where it does not say."""
+    size = getattr(text_config(model.module.config), "vocab_size", None)
+    return int(size) if size else None
+
+
+def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a processor's results that the forward pass takes, with lists of one picture's tensors made into tensors."""
+    names = parameters(model.module)
+    found = {key: value for key, value in kwargs.items() if key in names}
+    return {
+        key: torch.stack(value) if isinstance(value, list) and all(map(torch.is_tensor, value)) else value
+        for key, value in found.items()
+    }
+
+
+def random_ids(model: LiveModel, rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    """Token ids drawn evenly from the vocabulary ([rows, length], int64), the same every time."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocabulary(model) or 2, (rows, length), generator=generator)
+
+
+def learned_positions(module: nn.Module) -> int | None:
+    """How many positions the text's learned position embedding has; None where there is none (rotary, relative).
+
+    It is the one with as many rows as the configuration names, and a few more in models that number positions from an offset:
+    RoBERTa and its kin begin after their padding token's, and never use those before it.
+    """
+    config = text_config(module.config)
+    named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
+    if not isinstance(named, int):
+        return None
+    found = [
+        child.num_embeddings - (child.padding_idx + 1 if child.padding_idx is not None else 0)
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding)
+        and ("position" in name or name.endswith("wpe"))
+        and named <= child.num_embeddings <= named + _MOST_OFFSET
+    ]
+    return min(found) if found else None

@@ -1,0 +1,217 @@
+"""Pictures for vision models: the user's files or a synthetic one, through the model's own image processor."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import NoForward, UserError
+from ..model.live import LiveModel
+from ..options import Options
+from ..text import printable
+from .batch import Batch, Inputs
+from .parts import accepted, image_processor_of, parameters, random_ids
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_SIDE = 224
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF")
+"""No others: for some of them Pillow starts programs of the system, as for PostScript."""
+_PATCHES = 4
+"""Merged patches on each side of a synthetic picture, for models that take any size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One picture as arguments of the forward pass (`pixel_values` and what goes with it), and what it is.
+
+    image: before it was processed, where it was an image and not just figures.
+    """
+
+    kwargs: dict[str, Any]
+    about: str
+    image: Image | None = None
+
+
+def picture_inputs(model: LiveModel, options: Options) -> Inputs:
+    """A call with each picture, for models that take nothing else but a decoder's tokens. Raises UserError."""
+    pictures, made_of = make_pictures(model, options)
+    more, decoder = decoder_start(model)
+    batches = tuple(Batch(kwargs=picture.kwargs | more, about=picture.about) for picture in pictures)
+    return Inputs(batches, described(pictures, options), made_of=(*made_of, *decoder), prompts=bool(options.images))
+
+
+def described(pictures: list[Picture], options: Options) -> str:
+    """All pictures in a few words."""
+    if not options.images:
+        return pictures[0].about
+    return f"your picture {pictures[0].about}" if len(pictures) == 1 else f"{len(pictures)} of your pictures"
+
+
+def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tuple[str, ...]]:
+    """The user's pictures or a synthetic one, ready for the model, and how they were made. Raises UserError."""
+    processor = image_processor_of(model)
+    vision = vision_config(model)
+    if processor is not None:
+        sources = [(open_picture(path), path.name) for path in options.images] or [(synthetic_image(*sides(model)), "")]
+        how = f"processed by the folder's own {type(processor).__name__}"
+        pictures = [Picture(_processed(model, processor, image), _about(image, name), image) for image, name in sources]
+    elif "image_grid_thw" in parameters(model.module):
+        if options.images:
+            raise UserError(
+                f"{model.title} has no image processor that can be loaded, so {options.images[0]} can't be used"
+            )
+        how = "patches at random: no image processor can be loaded from the folder"
+        pictures = [_random_patches(vision)]
+    elif options.images:
+        width, height = sides(model)
+        how = (
+            f"resized to {width} x {height}, values from -1 to 1: the folder has no image processor that can be loaded"
+        )
+        opened = [(open_picture(path), path.name) for path in options.images]
+        pictures = [
+            Picture({"pixel_values": _plain_pixels(image, width, height, channels(model))}, _about(image, name), image)
+            for image, name in opened
+        ]
+    else:
+        width, height = sides(model)
+        how = "values around -1 to 1: the folder has no image processor that can be loaded"
+        planes = synthetic_planes(channels(model), width, height)
+        if frames := _frames(vision, model.module):
+            kwargs, about = (
+                {"pixel_values": planes.expand(1, frames, *planes.shape)},
+                f"a synthetic film of {frames} frames",
+            )
+        else:
+            kwargs, about = {"pixel_values": planes[None]}, "a synthetic picture"
+        pictures = [Picture(kwargs, f"{about}, {width} x {height}")]
+    whose = "pictures: your files" if options.images else "picture: smooth waves and a little noise"
+    return pictures, (f"{whose}, {how}",)
+
+
+def vision_config(model: LiveModel) -> Any:
+    """The part of the configuration that speaks of pictures; all of it for a vision model alone."""
+    config = model.module.config
+    for name in ("vision_config", "encoder"):
+        if getattr(config, name, None) is not None:
+            return getattr(config, name)
+    return config
+
+
+def sides(model: LiveModel) -> tuple[int, int]:
+    """Width and height of the pictures that the configuration names."""
+    vision = vision_config(model)
+    size = getattr(vision, "image_size", None) or getattr(vision, "input_size", None) or _SIDE
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    return int(width), int(height)
+
+
+def channels(model: LiveModel) -> int:
+    """How many channels a picture has for this model."""
+    return int(getattr(vision_config(model), "num_channels", 3) or 3)
+
+
+def synthetic_planes(count: int, width: int, height: int) -> torch.Tensor:
+    """Smooth waves with a little noise, of about unit size: [channels, height, width], the same every time."""
+    generator = torch.Generator().manual_seed(0)
+    y, x = torch.meshgrid(torch.linspace(-1, 1, height), torch.linspace(-1, 1, width), indexing="ij")
+    planes = torch.stack([torch.sin((3 + channel) * x) * torch.cos((2 + channel) * y) for channel in range(count)])
+    return planes + 0.1 * torch.randn(planes.shape, generator=generator)
+
+
+def synthetic_image(width: int, height: int) -> Image:
+    """The same in colour, as an image for an image processor."""
+    from PIL import Image
+
+    levels = (synthetic_planes(3, width, height) * 127.5 + 127.5).clamp(0, 255).to(torch.uint8)
+    return Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy(), "RGB")
+
+
+def open_picture(path: Path) -> Image:
+    """An image file, in colour. Raises UserError for one that can't be read."""
+    from PIL import Image, ImageOps
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=_FORMATS) as image:
+                return ImageOps.exif_transpose(image).convert("RGB")
+    except Image.DecompressionBombError:
+        raise UserError(f"{path} is too large a picture for an input; make it smaller") from None
+    except OSError as error:
+        why = error.strerror or "no picture in a format that Pillow knows"
+        raise UserError(f"can't read the picture {path}: {why}") from None
+    except (ValueError, SyntaxError, EOFError, IndexError, OverflowError):
+        raise UserError(f"can't read the picture {path}: the file is damaged") from None
+
+
+def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]:
+    try:
+        found = accepted(model, processor(images=image, return_tensors="pt"))
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        said = printable(" ".join(str(error).split()), 200)
+        raise UserError(f"the image processor of {model.title} refuses the picture: {said}") from None
+    if "pixel_values" not in found:
+        raise NoForward(f"{model.title}: its {type(processor).__name__} makes no pixel_values for the forward pass")
+    return found
+
+
+def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:
+    """[1, channels, height, width], from -1 to 1. Raises UserError where an image has other channels than the model."""
+    from PIL import Image
+
+    if count not in (1, 3):
+        raise UserError(f"a picture has 3 channels and the model takes {count}; give tensors with --inputs")
+    small = image.convert("L" if count == 1 else "RGB").resize((width, height), Image.Resampling.BICUBIC)
+    levels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).reshape(height, width, count)
+    return (levels.permute(2, 0, 1)[None].float() / 127.5 - 1).contiguous()
+
+
+def _random_patches(vision: Any) -> Picture:
+    """A picture as models take it that have patches in rows, with their grid beside them (Qwen2-VL and later)."""
+    merge = int(getattr(vision, "spatial_merge_size", 2))
+    side = _PATCHES * merge
+    patch = int(vision.patch_size)
+    width = int(getattr(vision, "in_channels", 3)) * patch * patch
+    values = torch.randn(
+        side * side,
+        width * int(getattr(vision, "temporal_patch_size", 1)),
+        generator=torch.Generator().manual_seed(0),
+    )
+    grid = torch.tensor([[1, side, side]])
+    about = f"a synthetic picture, {side * patch} x {side * patch}"
+    return Picture({"pixel_values": values, "image_grid_thw": grid}, about)
+
+
+def _frames(vision: Any, module: Any) -> int:
+    """How many frames a video model takes at once; 0 for models of pictures."""
+    film = "Video" in type(module).__name__ or getattr(vision, "model_type", "") in ("videomae", "timesformer", "vivit")
+    return int(getattr(vision, "num_frames", 0) or 0) if film else 0
+
+
+def _about(image: Image, name: str) -> str:
+    return f"{printable(name, 60) if name else 'a synthetic picture'}, {image.width} x {image.height}"
+
+
+def decoder_start(model: LiveModel, tokens: torch.Tensor | None = None) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the decoder of a picture's or sound's encoder is given: its start and `tokens` ([positions]), else random ones.
+
+    Nothing for a model without a decoder.
+    """
+    config = model.module.config
+    if not getattr(config, "is_encoder_decoder", False) or "decoder_input_ids" not in parameters(model.module):
+        return {}, ()
+    keys = ("decoder_start_token_id", "bos_token_id", "pad_token_id")
+    named = [getattr(source, key, None) for key in keys for source in (config, getattr(config, "decoder", None))]
+    start = next((value for value in named if isinstance(value, int)), 0)
+    if tokens is None:
+        row = torch.cat([torch.tensor([[start]]), random_ids(model, 1, 7)], dim=1)
+        return {"decoder_input_ids": row}, (
+            f"decoder: its start token {start} and {row.shape[1] - 1} random token ids",
+        )
+    return {"decoder_input_ids": tokens[None]}, ()

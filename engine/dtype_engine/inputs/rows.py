@@ -1,0 +1,78 @@
+"""Inputs as plain data: a row a call, for the screen and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..readings_inputs import InputBatch, InputsReading, InputTensor
+from ..storage import dtype_name
+from ..text import printable
+from .batch import Batch, Inputs
+
+_SHOWN = 160
+
+
+def reading(inputs: Inputs) -> InputsReading:
+    """What the model is run on, call by call."""
+    batches = tuple(_row(batch) for batch in inputs.batches)
+    known = [batch.positions for batch in batches if batch.positions is not None]
+    made_of = inputs.made_of or (f"given by {inputs.description}",)
+    return InputsReading(inputs.description, made_of, sum(known) if known else None, batches)
+
+
+def one_of_each_shape(inputs: Inputs) -> list[Batch]:
+    """The calls that show whether the model takes these inputs: the first of each set of shapes where they were given as
+    tensors, else the first, as the others were made in the same way.
+    """
+    if inputs.made:
+        return list(inputs.batches[:1])
+    found: dict[object, Batch] = {}
+    for batch in inputs.batches:
+        found.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
+    return list(found.values())
+
+
+def _row(batch: Batch) -> InputBatch:
+    tensors = tuple(
+        InputTensor(name, tuple(tensor.shape), dtype_name(tensor.dtype)) for name, tensor in named_tensors(batch)
+    )
+    text = printable(" ".join(batch.text[: 2 * _SHOWN].split()), _SHOWN) if batch.text else None
+    if batch.about and text:
+        what = f"{batch.about}: {text}"
+    else:
+        what = batch.about or text or ", ".join(tensor.name for tensor in tensors) or "nothing"
+    return InputBatch(what, _positions(batch), tensors)
+
+
+def named_tensors(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor of a call with its argument's name: positional ones by their place, nested ones with a dot."""
+    for place, value in enumerate(batch.args):
+        yield from _tensors(f"argument {place}", value)
+    for name, value in batch.kwargs.items():
+        yield from _tensors(name, value)
+
+
+def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _tensors(f"{name}.{key}", item)
+    elif isinstance(value, (list, tuple)):
+        for place, item in enumerate(value):
+            yield from _tensors(f"{name}.{place}", item)
+
+
+def _positions(batch: Batch) -> int | None:
+    """Token positions of a call: the decoder's where it has tokens of its own."""
+    for name in ("decoder_input_ids", "input_ids"):
+        ids = batch.kwargs.get(name)
+        if isinstance(ids, torch.Tensor):
+            mask = batch.kwargs.get("attention_mask") if name == "input_ids" else None
+            if isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+                return int(mask.sum())
+            return ids.numel()
+    return None

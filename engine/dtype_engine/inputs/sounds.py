@@ -1,0 +1,178 @@
+"""Sounds for speech and audio models: the user's files or a synthetic tone, through the model's own feature extractor."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import NoForward, UserError
+from ..model.live import LiveModel
+from ..options import Options
+from ..text import printable
+from .batch import Batch, Inputs
+from .parts import accepted, feature_extractor_of, parameters, tokenizer_of
+from .pictures import decoder_start
+from .text import encoded, pieces, sequence_length, sources
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Wave = NDArray[np.float32]
+    """Mono, one value a sample, from -1 to 1."""
+
+SAMPLE_RATE = 16_000
+"""Hertz: what speech models take unless their feature extractor says otherwise."""
+TONE_SECONDS = 2.0
+_ARGUMENTS = ("input_features", "input_values")
+
+
+def sound_argument(model: LiveModel) -> str | None:
+    """The forward pass's argument for a sound: a spectrogram (`input_features`) or samples (`input_values`)."""
+    return next((name for name in _ARGUMENTS if name in parameters(model.module)), None)
+
+
+def sound_inputs(model: LiveModel, options: Options) -> Inputs:
+    """A call with each sound, and with a decoder's tokens where there is one. Raises UserError."""
+    argument = sound_argument(model)
+    assert argument is not None
+    extractor = feature_extractor_of(model)
+    decoders, how_decoder = _decoders(model, options)
+    calls: list[tuple[dict[str, Any], str]]
+    if extractor is not None:
+        rate = int(getattr(extractor, "sampling_rate", SAMPLE_RATE))
+        waves = [(open_sound(path, rate), path.name) for path in options.audio] or [(synthetic_tone(rate), "")]
+        calls = [(_features(model, extractor, wave, rate, argument), _about(wave, rate, name)) for wave, name in waves]
+        how = f"at {rate:,} Hz, by the folder's own {type(extractor).__name__}"
+    elif (shape := _spectrogram_shape(model.module.config, argument)) is not None:
+        if options.audio:
+            raise UserError(
+                f"{model.title} has no feature extractor that can be loaded (preprocessor_config.json), so "
+                f"{options.audio[0]} can't be made into its spectrogram; give tensors with --inputs"
+            )
+        calls = [({argument: synthetic_spectrogram(shape)}, f"a synthetic spectrogram, {' x '.join(map(str, shape))}")]
+        how = "of the configuration's size: no feature extractor can be loaded from the folder"
+    elif argument == "input_values":
+        waves = [(open_sound(path, SAMPLE_RATE), path.name) for path in options.audio] or [
+            (synthetic_tone(SAMPLE_RATE), "")
+        ]
+        channels = int(getattr(model.module.config, "audio_channels", 0))  # codecs: [batch, channels, samples]
+        calls = [({argument: _normalised(wave, channels)}, _about(wave, SAMPLE_RATE, name)) for wave, name in waves]
+        how = f"at {SAMPLE_RATE:,} Hz, of mean 0 and variance 1: no feature extractor can be loaded from the folder"
+    else:
+        raise NoForward(
+            f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
+            "not say the size of a spectrogram; give tensors with --inputs"
+        )
+    # A call for each sound and each text: the shorter list begins again.
+    pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]
+    batches = tuple(Batch(kwargs=kwargs | decoder, about=about) for (kwargs, about), decoder in pairs)
+    spectrogram = extractor is None and _spectrogram_shape(model.module.config, argument) is not None
+    tone = "a spectrogram of smooth waves" if spectrogram else "a chord that rises and falls"
+    whose = "sounds: your files" if options.audio else f"sound: {tone}"
+    if not options.audio:
+        description = calls[0][1]
+    else:
+        description = f"your sound {calls[0][1]}" if len(calls) == 1 else f"{len(calls)} of your sounds"
+    return Inputs(batches, description, made_of=(f"{whose}, {how}", *how_decoder), prompts=bool(options.audio))
+
+
+def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]], tuple[str, ...]]:
+    """The decoder's tokens: texts that the user gave for it, else made up; nothing without a decoder. Raises UserError."""
+    if not (options.prompts or options.texts):
+        row, how = decoder_start(model)
+        return [row], how
+    if "decoder_input_ids" not in parameters(model.module):
+        raise UserError(f"{model.title} takes a sound and no text; leave the prompts and texts out")
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out")
+    longest = sequence_length(model, options)
+    ids = [encoded(tokenizer, piece, model.title, options.chat)[0] for piece in pieces(options)]
+    return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)
+
+
+def open_sound(path: Path, rate: int) -> Wave:
+    """A sound file, mixed to mono and resampled to `rate` hertz. Raises UserError for one that can't be read."""
+    import numpy as np
+    import soundfile
+
+    try:
+        frames, own_rate = soundfile.read(path, dtype="float32", always_2d=True)
+    except (soundfile.LibsndfileError, OSError, RuntimeError, ValueError):
+        raise UserError(f"can't read the sound {path}: it is no WAV, FLAC, OGG or MP3 file, or it is damaged") from None
+    if not len(frames):
+        raise UserError(f"the sound {path} has no samples")
+    mono: Wave = frames.mean(axis=1)
+    if not np.isfinite(mono).all():
+        raise UserError(f"the sound {path} has samples that are not finite")
+    return resampled(mono, own_rate, rate)
+
+
+def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
+    """A wave at another sample rate: through a polyphase low-pass filter, so that nothing above half of it folds back."""
+    if own_rate == rate:
+        return wave
+    from scipy.signal import resample_poly
+
+    common = math.gcd(own_rate, rate)
+    found: Wave = resample_poly(wave, rate // common, own_rate // common).astype("float32")
+    return found
+
+
+def synthetic_tone(rate: int, seconds: float = TONE_SECONDS) -> Wave:
+    """A chord (220, 550 and 1320 Hz) that rises and falls five times, with a little noise; the same every time."""
+    time = torch.arange(int(seconds * rate), dtype=torch.float64) / rate
+    chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
+    noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    swell = torch.sin(5 * math.pi * time / seconds).square()
+    wave: Wave = (0.3 * swell * chord + 0.01 * noise).float().numpy()
+    return wave
+
+
+def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
+    """[1, *shape], of about unit size: smooth waves with a little noise."""
+    generator = torch.Generator().manual_seed(0)
+    y, x = torch.meshgrid(torch.linspace(0, 3, shape[0]), torch.linspace(0, 9, shape[1]), indexing="ij")
+    return (torch.sin(x + y) * torch.cos(y) + 0.1 * torch.randn(shape, generator=generator))[None]
+
+
+def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
+    """The size of one spectrogram by the configuration; None where it does not tell, or where the model takes samples."""
+    bins = getattr(config, "num_mel_bins", None)
+    if argument == "input_features":
+        if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):
+            return int(bins), 2 * int(
+                config.max_source_positions
+            )  # Whisper: a convolution of stride 2 halves the frames
+        width = getattr(config, "input_feat_per_channel", None) or getattr(config, "feature_projection_input_dim", None)
+        return (100, int(width)) if width else None
+    if bins and getattr(config, "max_length", None):
+        return int(config.max_length), int(bins)  # the audio spectrogram transformer
+    return None
+
+
+def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument: str) -> dict[str, Any]:
+    try:
+        found = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
+    except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
+        said = printable(" ".join(str(error).split()), 200)
+        raise UserError(f"the feature extractor of {model.title} refuses the sound: {said}") from None
+    if argument not in found:
+        raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
+    return found
+
+
+def _normalised(wave: Wave, channels: int) -> torch.Tensor:
+    """[1, samples], or [1, channels, samples] where there are any."""
+    samples = torch.from_numpy(wave)
+    samples = (samples - samples.mean()) / (samples.var(unbiased=False) + 1e-7).sqrt()
+    return samples.expand(1, channels, -1) if channels else samples[None]
+
+
+def _about(wave: Wave, rate: int, name: str) -> str:
+    what = printable(name, 60) if name else "a synthetic tone"
+    return f"{what}, {len(wave) / rate:.1f} s"

@@ -1,0 +1,131 @@
+"""A forward pass's own arguments from a file: names are those of the arguments."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from ..model.live import LiveModel
+from ..text import printable
+from .batch import Batch, Inputs, from_values
+from .fits import ID_ARGUMENTS, check_fits
+
+_NUMBERED = re.compile(r"(\d+)\.(.+)")
+_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
+
+
+def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
+    """The calls of a `.safetensors`, `.npz` or `.pt` file. Raises UserError for a file that can't be read, and for tensors
+    that do not fit the model's forward pass.
+
+    A call is a dictionary of arguments, a tuple of them, or one tensor. Several: a list of these in a `.pt` file; names
+    that begin with the call's number (`0.input_ids`, `1.input_ids`) in the others. Token ids become int64.
+    """
+    found = from_values(read_tensors(path), path.name)
+    batches = tuple(_as_ids(batch) for batch in found.batches)
+    for number, batch in enumerate(batches, 1):
+        where = f"{path}, call {number}" if len(batches) > 1 else str(path)
+        check_fits(model, batch, where)
+    calls = f"{len(batches)} calls" if len(batches) > 1 else "1 call"
+    name = printable(path.name, 60)
+    return Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=(f"tensors: {name}, as they are",))
+
+
+def read_tensors(path: Path) -> Any:
+    """What a tensor file holds: a dictionary by name, a tuple, a tensor, or a list of these. Raises UserError."""
+    suffix = path.suffix.lower()
+    if suffix == ".safetensors":
+        return _calls(path, _safetensors(path))
+    if suffix == ".npz":
+        return _calls(path, _npz(path))
+    if suffix in (".pt", ".pth"):
+        return _checked(path, _pickle(path))
+    raise UserError(f"{path}: tensors come from a file that ends in .safetensors, .npz or .pt")
+
+
+def _safetensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return dict(load_file(path))
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        raise UserError(f"can't read the tensors of {path}: {printable(str(error), 200)}") from None
+
+
+def _npz(path: Path) -> dict[str, torch.Tensor]:
+    import numpy as np
+
+    found = {}
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            for name in arrays.files:
+                array = arrays[name]
+                try:
+                    found[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+                except TypeError:
+                    raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
+                found[name] = found[name].reshape(array.shape)
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError) as error:
+        raise UserError(f"can't read the tensors of {path}: {printable(str(error), 200)}") from None
+    return found
+
+
+def _pickle(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UserError(
+            f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
+        ) from None
+    except (OSError, RuntimeError, ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
+        raise UserError(f"can't read the tensors of {path}: {printable(' '.join(str(error).split()), 200)}") from None
+
+
+def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
+    """Named tensors as one call, or as several where every name begins with a number."""
+    if not tensors:
+        raise UserError(f"{path} has no tensors")
+    numbered = {name: _NUMBERED.fullmatch(name) for name in tensors}
+    if not all(numbered.values()):
+        return tensors
+    calls: dict[int, dict[str, torch.Tensor]] = {}
+    for name, match in numbered.items():
+        assert match is not None
+        calls.setdefault(int(match[1]), {})[match[2]] = tensors[name]
+    return [calls[number] for number in sorted(calls)]
+
+
+def _checked(path: Path, value: Any) -> Any:
+    """What a pickle gave, where it is calls of a model: tensors, or dictionaries and tuples of them. Raises UserError."""
+    calls = value if isinstance(value, list) else [value]
+    if not calls:
+        raise UserError(f"{path} has no tensors")
+    for call in calls:
+        parts = call.values() if isinstance(call, dict) else call if isinstance(call, tuple) else [call]
+        named = not isinstance(call, dict) or all(isinstance(key, str) for key in call)
+        if not parts or not named or not any(isinstance(part, torch.Tensor) for part in parts):
+            raise UserError(
+                f"{path} holds a {type(call).__name__} without tensors: a call is a dictionary by argument, a tuple, or a tensor"
+            )
+    return value
+
+
+def _as_ids(batch: Batch) -> Batch:
+    """Token ids in int64, as embeddings take them."""
+    kwargs = {
+        name: value.long()
+        if name in ID_ARGUMENTS and isinstance(value, torch.Tensor) and value.dtype in _INTEGERS
+        else value
+        for name, value in batch.kwargs.items()
+    }
+    return Batch(batch.args, kwargs)

@@ -1,0 +1,200 @@
+"""Calibration text as token ids: prompts, text files and JSONL, cut into sequences."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..errors import UserError
+from ..model.live import LiveModel
+from ..options import Options
+from ..prompts import DEFAULT_PROMPTS
+from ..text import printable, read_text
+from .batch import Batch, Inputs
+from .parts import learned_positions, parameters, random_ids, text_config, tokenizer_of
+
+TOKENS_PER_SEQUENCE = 512
+_RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
+_ANY_LENGTH = 10**9
+_SHOWN_TOKENS = 40
+_JSONL = (".jsonl", ".ndjson")
+BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A text as the user gave it: plain, or as the messages of a conversation. `where` it stands, for errors."""
+
+    text: str = ""
+    messages: tuple[dict[str, Any], ...] = ()
+    where: str = ""
+
+
+def text_inputs(model: LiveModel, options: Options) -> Inputs:
+    """Sequences of token ids for a language model, an encoder, or an encoder and its decoder. Raises UserError."""
+    config = model.module.config
+    longest = sequence_length(model, options)
+    tokenizer = tokenizer_of(model)
+    decoder = ("the decoder is given the encoder's tokens",) if getattr(config, "is_encoder_decoder", False) else ()
+    if tokenizer is None:
+        if options.prompts or options.texts or options.chat:
+            raise UserError(
+                f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out for random token ids"
+            )
+        length = options.sequence_length or min(_RANDOM_TOKENS, longest)
+        rows = random_ids(model, options.sequences or _RANDOM_SEQUENCES, length)
+        described = f"random token ids ({len(rows)} x {len(rows[0])}): there is no tokenizer"
+        batches = tuple(token_batch(model, row, None) for row in rows)
+        return Inputs(batches, described, made_of=("token ids at random: the folder has no tokenizer", *decoder))
+    given = bool(options.prompts or options.texts)
+    sequences: list[tuple[torch.Tensor, str]] = []
+    for piece in pieces(options) if given else map(Piece, DEFAULT_PROMPTS):
+        ids, text = encoded(tokenizer, piece, model.title, options.chat)
+        for start in range(0, len(ids), longest):
+            part = ids[start : start + longest]
+            if start == 0:
+                sequences.append((part, text))
+            elif len(part) > 1:
+                sequences.append((part, "…" + tokenizer.decode(part[:_SHOWN_TOKENS], skip_special_tokens=True)))
+        if options.sequences is not None and len(sequences) >= options.sequences:
+            sequences = sequences[: options.sequences]
+            break
+    positions = sum(len(ids) for ids, _ in sequences)
+    yours = "prompts and texts" if options.prompts and options.texts else "prompts" if options.prompts else "text"
+    plural = "" if len(sequences) == 1 else "s"
+    kind = f"sequence{plural} of your {yours}" if given else f"default prompt{plural}"
+    described = f"{len(sequences)} {kind}, {positions} tokens"
+    batches = tuple(token_batch(model, ids, text) for ids, text in sequences)
+    made_of = (f"{sources(options)}, in sequences of up to {longest} tokens", *decoder)
+    return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts, made_of=made_of)
+
+
+def sequence_length(model: LiveModel, options: Options) -> int:
+    """How many tokens a sequence may have. Raises UserError when that is more than the model has positions."""
+    named = int(getattr(text_config(model.module.config), "max_position_embeddings", 0) or _ANY_LENGTH)
+    known = min(named, learned_positions(model.module) or _ANY_LENGTH)
+    if options.sequence_length is not None:
+        if options.sequence_length > known:
+            raise UserError(
+                f"sequences of {options.sequence_length} tokens are too long for {model.title}: it has {known} positions"
+            )
+        return options.sequence_length
+    return min(TOKENS_PER_SEQUENCE, known)
+
+
+def sources(options: Options) -> str:
+    """Where the text comes from, in words."""
+    found = []
+    if options.prompts:
+        found.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
+    found += [printable(path.name, 60) for path in options.texts]
+    if not found:
+        found.append(f"{len(DEFAULT_PROMPTS)} {BUILT_IN}")
+    return ", ".join(found) + (", through the chat template" if options.chat else "")
+
+
+def pieces(options: Options) -> Iterator[Piece]:
+    """The prompts, then what the text files hold: a file is one text, a JSONL file one a line. Raises UserError."""
+    for number, prompt in enumerate(options.prompts, 1):
+        yield Piece(prompt, where=f"prompt {number}")
+    for path in options.texts:
+        if path.suffix.lower() in _JSONL:
+            yield from read_jsonl(path)
+        else:
+            yield Piece(read_text(path), where=str(path))
+
+
+def read_jsonl(path: Path) -> Iterator[Piece]:
+    """A piece for each line: a text, or an object with `text`, `prompt` or `messages`. Raises UserError with the line."""
+    for number, line in enumerate(read_text(path).splitlines(), 1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            raise UserError(f"{where}: no valid JSON; a JSONL file has one object on every line") from None
+        if isinstance(entry, str):
+            yield Piece(entry, where=where)
+            continue
+        messages = entry.get("messages") if isinstance(entry, dict) else None
+        text = (
+            next((entry[key] for key in ("text", "prompt") if key in entry), None) if isinstance(entry, dict) else None
+        )
+        if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
+            yield Piece(messages=tuple(messages), where=where)
+        elif isinstance(text, str):
+            yield Piece(text, where=where)
+        else:
+            raise UserError(
+                f"{where}: needs a text in 'text' or 'prompt', or 'messages', each with 'role' and 'content'"
+            )
+
+
+def _is_message(message: object) -> bool:
+    return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
+
+
+def encoded(tokenizer: Any, piece: Piece, title: str, chat: bool) -> tuple[torch.Tensor, str]:
+    """A piece as token ids ([positions], int64), and the text that they stand for.
+
+    Raises UserError for a text without tokens, and for messages where there is no chat template or it refuses them.
+    """
+    if piece.messages or chat:
+        messages = list(piece.messages) or [{"role": "user", "content": piece.text}]
+        text = templated(tokenizer, messages, title, piece.where, opens=not piece.messages)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        text = piece.text
+        ids = tokenizer(text)["input_ids"]
+    if len(ids) == 0:
+        raise UserError(f"{piece.where or 'the text'}: {printable(text, 40)!r} has no tokens")
+    return torch.tensor(ids, dtype=torch.int64), text
+
+
+def templated(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
+    """A conversation by the tokenizer's chat template. `opens`: with the words that begin an answer. Raises UserError."""
+    if not getattr(tokenizer, "chat_template", None):
+        raise UserError(f"{where}: {title} has no chat template; give plain text, without messages or --chat")
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
+    except Exception as error:  # a template is a program of the model's: it raises what it likes
+        said = printable(" ".join(str(error).split()), 200)
+        raise UserError(f"{where}: the chat template of {title} refuses this conversation: {said}") from None
+
+
+def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
+    """Plain prompts for a model that also takes a picture or a sound, and whether the user gave them. Raises UserError."""
+    found = []
+    for piece in pieces(options):
+        if piece.messages:
+            raise UserError(f"{piece.where}: 'messages' are for models of text alone; use 'text' or 'prompt' here")
+        found.append(piece.text)
+    return (found, True) if found else (list(default), False)
+
+
+def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
+    """One sequence of token ids ([positions]) as a call of the model."""
+    row = ids[None]
+    kwargs: dict[str, Any] = {"input_ids": row, "attention_mask": torch.ones_like(row)}
+    names = parameters(model.module)
+    config = model.module.config
+    if "use_cache" in names and getattr(config, "use_cache", None) is not None:
+        kwargs["use_cache"] = False
+    if getattr(config, "is_encoder_decoder", False):
+        kwargs["decoder_input_ids"] = row
+    kwargs = {key: value for key, value in kwargs.items() if key in names or "kwargs" in names}
+    return Batch(kwargs=kwargs, next_tokens=_next_tokens(model, row), text=text)
+
+
+def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
+    """What a causal language model should predict at each position, None for other models."""
+    name = type(model.module).__name__
+    if getattr(model.module.config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
+        return None
+    return torch.cat([row[:, 1:], torch.full_like(row[:, :1], -100)], dim=1)

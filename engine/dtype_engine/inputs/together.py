@@ -1,0 +1,184 @@
+"""Text beside a picture or a sound: captioners, contrastive models, and language models that see."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from ..errors import NoForward, UserError
+from ..execution import Widened
+from ..model.live import LiveModel
+from ..options import Options
+from ..text import printable
+from .batch import Batch, Inputs
+from .parts import accepted, parameters, processor_of, random_ids, tokenizer_of
+from .pictures import Picture, described, make_pictures
+from .text import prompt_texts, sequence_length
+
+CAPTION = "a picture of"
+QUESTION = "What is in the picture?"
+LABELS = ("a photo of a cat", "a photo of a house", "a drawing of waves", "a page of text")
+SOUNDS = ("the sound of a bell", "somebody speaks", "music", "rain on a roof")
+_RANDOM_TOKENS = 8
+
+
+def is_contrastive(model: LiveModel) -> bool:
+    """Whether the model compares texts with pictures or sounds, as CLIP does."""
+    return hasattr(model.module, "get_text_features") and "input_ids" in parameters(model.module)
+
+
+def image_token(model: LiveModel) -> int | None:
+    """The token id that stands for a piece of a picture in a language model's text; None for models without one."""
+    found = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((token for token in found if isinstance(token, int)), None)
+
+
+def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
+    """Pictures and texts as calls of a model that takes both. Raises UserError."""
+    pictures, made_of = make_pictures(model, options)
+    if is_contrastive(model):
+        return _compared(model, options, pictures, made_of)
+    if (token := image_token(model)) is not None:
+        return _seen(model, options, pictures, made_of, token)
+    texts, given = prompt_texts(options, [CAPTION])
+    batches = []
+    how = ""
+    for picture, text in _paired(pictures, texts):
+        rows, shown, how = text_rows(model, [text], given)
+        if "decoder_input_ids" in parameters(model.module):
+            rows["decoder_input_ids"] = rows["input_ids"]
+        batches.append(Batch(kwargs=picture.kwargs | rows, text=shown, about=picture.about))
+    whole = given or bool(options.images and tokenizer_of(model) is not None)
+    return Inputs(tuple(batches), described(pictures, options), made_of=(*made_of, how), prompts=whole)
+
+
+def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str, Any], str | None, str]:
+    """Texts as the rows of one call, shorter ones padded; what to show of them, and how they were made.
+
+    Raises UserError for texts of the user's own where there is no tokenizer.
+    """
+    names = parameters(model.module)
+    tokenizer = tokenizer_of(model)
+    if tokenizer is None:
+        if given:
+            raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out")
+        ids = random_ids(model, len(texts), _RANDOM_TOKENS)
+        rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+        shown, how = None, f"text: {len(texts)} x {_RANDOM_TOKENS} random token ids: the folder has no tokenizer"
+    else:
+        longest = sequence_length(model, Options())
+        encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]
+        length = max(map(len, encoded))
+        padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        rows = {
+            "input_ids": torch.tensor([ids + [padding] * (length - len(ids)) for ids in encoded]),
+            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in encoded]),
+        }
+        shown, how = (
+            " | ".join(texts),
+            f"text: {'yours' if given else 'built in'}, {printable(' | '.join(texts), 80)!r}",
+        )
+    return {key: value for key, value in rows.items() if key in names}, shown, how
+
+
+def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
+    """A call for each picture and each text: the shorter list begins again."""
+    count = max(len(pictures), len(texts))
+    return [(pictures[place % len(pictures)], texts[place % len(texts)]) for place in range(count)]
+
+
+def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:
+    """One call with all pictures and all texts."""
+    texts, given = prompt_texts(options, LABELS)
+    rows, shown, how = text_rows(model, texts, given)
+    shapes = {tuple(picture.kwargs["pixel_values"].shape) for picture in pictures}
+    if len(shapes) > 1:
+        raise UserError(f"{model.title} compares pictures of one size: these have {len(shapes)}; give fewer")
+    kwargs = {key: torch.cat([picture.kwargs[key] for picture in pictures]) for key in pictures[0].kwargs}
+    about = "; ".join(picture.about for picture in pictures)
+    return Inputs(
+        (Batch(kwargs=kwargs | rows, text=shown, about=about),),
+        f"{described(pictures, options)}, compared with {len(texts)} texts",
+        made_of=(*made_of, how),
+    )
+
+
+def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...], token: int) -> Inputs:
+    """A call for each picture and prompt, with as many image tokens in the text as the picture has features."""
+    texts, given = prompt_texts(options, [QUESTION])
+    processor, tokenizer = processor_of(model), tokenizer_of(model)
+    batches, how = [], set()
+    for picture, text in _paired(pictures, texts):
+        kwargs = _by_processor(model, processor, picture, text) if processor is not None else None
+        if kwargs is not None:
+            source = "yours" if given else "built in"
+            how.add(
+                f"text: {source}, {printable(text, 60)!r}, put together by the folder's own {type(processor).__name__}"
+            )
+        else:
+            kwargs, said = _by_hand(model, picture, text, given, token)
+            how.add(said)
+        if "use_cache" in parameters(model.module):
+            kwargs["use_cache"] = False
+        shown = text if tokenizer is not None else None
+        batches.append(Batch(kwargs=kwargs, text=shown, about=picture.about))
+    return Inputs(
+        tuple(batches),
+        f"{described(pictures, options)}, and a prompt",
+        made_of=(*made_of, *sorted(how)),
+        prompts=True,
+    )
+
+
+def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str) -> dict[str, Any] | None:
+    """Picture and prompt through the model's own processor; None where it does not do."""
+    if picture.image is None:
+        return None
+    try:
+        if getattr(processor, "chat_template", None):
+            content = [{"type": "image"}, {"type": "text", "text": text}]
+            whole = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        else:
+            whole = f"{processor.image_token}{text}"
+        return accepted(model, processor(images=[picture.image], text=[whole], return_tensors="pt"))
+    except Exception:  # templates and processors raise what they like; the tokens are put together by hand then
+        return None
+
+
+def _by_hand(model: LiveModel, picture: Picture, text: str, given: bool, token: int) -> tuple[dict[str, Any], str]:
+    """Picture and prompt with image tokens put in here: as many as the model itself makes features of the picture."""
+    config = model.module.config
+    names = parameters(model.module)
+    rows, _, how = text_rows(model, [text], given)
+    prompt = rows["input_ids"][0]
+    marks = [getattr(config, name, None) for name in ("video_token_id", "vision_start_token_id", "vision_end_token_id")]
+    prompt = torch.where(torch.isin(prompt, torch.tensor([token, *filter(None, marks)])), 0, prompt)
+    around = [[mark] if isinstance(mark, int) else [] for mark in marks[1:]]
+    row = [*around[0], *[token] * _features(model, picture), *around[1], *prompt.tolist()]
+    ids = torch.tensor([row])
+    more = {
+        "input_ids": ids,
+        "attention_mask": torch.ones_like(ids),
+        "mm_token_type_ids": (ids == token).long(),  # 1 at a picture's tokens, as processors number them
+    }
+    return picture.kwargs | {key: value for key, value in more.items() if key in names}, how
+
+
+def _features(model: LiveModel, picture: Picture) -> int:
+    """How many positions the model itself makes of a picture. Raises NoForward where it can't be asked."""
+    ask = getattr(model.module, "get_image_features", None)
+    if ask is None:
+        raise NoForward(f"{model.title}: how many tokens a picture takes is not known; give tensors with --inputs")
+    names = inspect.signature(ask).parameters
+    given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
+    try:
+        with torch.no_grad(), Widened(model.by_id, model.device):
+            found = ask(**given)
+    except Exception as error:  # the model's own code
+        said = " ".join(str(error).split())[:200]
+        raise NoForward(f"{model.title}: its picture features can't be made: {type(error).__name__}: {said}") from None
+    features = getattr(found, "pooler_output", found)
+    tensors = features if isinstance(features, (list, tuple)) else [features]
+    return sum(tensor.shape[:-1].numel() for tensor in tensors)

@@ -1,0 +1,436 @@
+"""Inputs of every kind: the defaults of saved folders, the user's files, and what is said of those that do not fit."""
+
+from __future__ import annotations
+
+import json
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import folders
+import numpy as np
+import pytest
+import soundfile
+import torch
+import transformers
+import zoo
+from conftest import TINYNET
+from PIL import Image
+from safetensors.torch import save_file
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+from dtype_engine.input_files import typed
+from dtype_engine.inputs import Batch
+from dtype_engine.inputs.fits import check_fits
+from dtype_engine.inputs.sounds import open_sound
+from dtype_engine.inputs.text import read_jsonl
+
+MODALITIES = {
+    "llama": "6 default prompts",
+    "bert": "6 default prompts",
+    "t5": "6 default prompts",
+    "whisper": "a synthetic tone, 2.0 s",
+    "vit": "a synthetic picture, 32 x 32",
+    "blip": "a synthetic picture, 32 x 32",
+    "clip": "a synthetic picture, 32 x 32, compared with 4 texts",
+    "wav2vec2": "a synthetic tone, 2.0 s",
+    "llava": "a synthetic picture, 32 x 32, and a prompt",
+    "qwen2_5_vl": "a synthetic picture, 224 x 224, and a prompt",
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A function that gives a saved folder, written once."""
+    place = tmp_path_factory.mktemp("models")
+
+    def folder(name: str, processed: bool = True) -> Path:
+        path = place / f"{name}-{processed}"
+        return path if path.exists() else folders.save(name, path, processed)
+
+    return folder
+
+
+@pytest.fixture
+def picture(tmp_path: Path) -> Path:
+    return folders.write_picture(tmp_path / "noise.png")
+
+
+def opened(folder: Path, **options: Any) -> de.Session:
+    return de.open(str(folder), options=de.Options(**options))
+
+
+def kwargs_of(session: de.Session, place: int = 0) -> dict[str, Any]:
+    assert session.inputs is not None
+    return session.inputs.batches[place].kwargs
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_every_folder_has_default_inputs_and_drifts(name: str, saved: Callable[..., Path]) -> None:
+    session = opened(saved(name))
+    reading = session.inputs_reading
+    assert reading is not None, session.no_forward
+    assert reading.description.startswith(MODALITIES[name])
+    assert all("can be loaded" not in part and "has no" not in part for part in reading.made_of), reading.made_of
+    assert session.drift().output.max_abs == 0
+    session.cast("*", "bfloat16")
+    report = session.drift()
+    assert 10 < report.output.sqnr_db < 100
+    assert report.inputs == reading.description
+
+
+@pytest.mark.parametrize("name", MODALITIES)
+def test_a_folder_with_weights_alone_has_inputs_from_its_configuration(name: str, saved: Callable[..., Path]) -> None:
+    session = opened(saved(name, processed=False))
+    reading = session.inputs_reading
+    assert reading is not None, session.no_forward
+    assert any("folder" in part for part in reading.made_of), "where they come from is said"
+    session.cast("*", "bfloat16")
+    assert 10 < session.drift().output.sqnr_db < 100
+
+
+def test_a_picture_file_goes_through_the_models_own_processor(saved: Callable[..., Path], picture: Path) -> None:
+    for name in ("vit", "blip", "clip", "llava", "qwen2_5_vl"):
+        folder = saved(name)
+        processor = transformers.AutoImageProcessor.from_pretrained(folder)
+        expected = processor(images=Image.open(picture), return_tensors="pt")
+        found = kwargs_of(opened(folder, images=(picture,)))
+        assert torch.equal(found["pixel_values"], expected["pixel_values"])
+
+
+def test_llava_and_its_prompt_are_put_together_as_its_processor_does(saved: Callable[..., Path], picture: Path) -> None:
+    folder = saved("llava")
+    session = opened(folder, images=(picture,), prompts=("what is it",))
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    expected = processor(images=Image.open(picture), text="<image>what is it so ", return_tensors="pt")
+    assert torch.equal(kwargs_of(session)["input_ids"], expected["input_ids"])
+    assert (kwargs_of(session)["input_ids"] == folders.IMAGE_TOKEN).sum() == 4, "(32 / 16)² patches"
+    assert len(session.generate(3)[0].candidate.ids) >= 1
+
+
+def test_image_tokens_put_in_by_hand_are_as_many_as_the_features(saved: Callable[..., Path], picture: Path) -> None:
+    found = kwargs_of(opened(saved("qwen2_5_vl"), images=(picture,)))
+    grid = found["image_grid_thw"]
+    assert (found["input_ids"] == folders.IMAGE_TOKEN).sum() == int(grid.prod()) // 4, "two by two patches are one"
+    assert torch.equal(found["mm_token_type_ids"].bool(), found["input_ids"] == folders.IMAGE_TOKEN)
+
+
+def test_clip_compares_all_pictures_with_all_prompts(saved: Callable[..., Path], tmp_path: Path) -> None:
+    pictures = tuple(folders.write_picture(tmp_path / f"{size}.png", size, size) for size in (20, 30, 40))
+    session = opened(saved("clip"), images=pictures, prompts=("a cat", "a large dog"))
+    report = session.drift()
+    assert report.output_name == "logits_per_image"
+    assert (report.output.elements, report.output.positions) == (3 * 2, 3)
+    mask = kwargs_of(session)["attention_mask"]
+    assert mask[0].sum() < mask[1].sum() == mask.shape[1]
+
+
+def test_a_sound_file_is_resampled_for_the_feature_extractor(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "tone.wav"
+    time = np.arange(44_100) / 44_100
+    stereo = np.stack([0.8 * np.sin(2 * np.pi * 440 * time), 0.4 * np.sin(2 * np.pi * 440 * time)], axis=1)
+    soundfile.write(path, stereo, 44_100)
+    found = open_sound(path, 16_000)
+    expected = 0.6 * np.sin(2 * np.pi * 440 * np.arange(16_000) / 16_000)
+    assert found.shape == expected.shape
+    assert np.abs(found - expected)[200:-200].max() < 2e-3, "the filter rings at the ends only"
+    whisper = opened(saved("whisper"), audio=(path,), prompts=("hello",))
+    extractor = transformers.WhisperFeatureExtractor.from_pretrained(saved("whisper"))
+    features = extractor(found, sampling_rate=16_000, return_tensors="pt")["input_features"]
+    assert torch.equal(kwargs_of(whisper)["input_features"], features)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(saved("whisper"))
+    assert kwargs_of(whisper)["decoder_input_ids"].tolist() == [tokenizer("hello")["input_ids"]]
+    both = opened(saved("whisper"), audio=(path,), prompts=("hello", "you")).inputs
+    assert both is not None
+    assert [len(batch.kwargs["decoder_input_ids"][0]) for batch in both.batches] == [7, 5]
+    assert whisper.generate(2)[0].prompt == "a sound"
+    assert whisper.drift().inputs == "your sound tone.wav, 1.0 s"
+    values = kwargs_of(opened(saved("wav2vec2"), audio=(path,)))["input_values"]
+    assert values.shape == (1, 16_000)
+    assert abs(float(values.mean())) < 1e-4
+    assert float(values.var()) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_frequency_above_half_the_rate_does_not_fold_back(tmp_path: Path) -> None:
+    path = tmp_path / "high.wav"
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(48_000)
+        samples = 0.9 * np.sin(2 * np.pi * 12_000 * np.arange(48_000) / 48_000)
+        file.writeframes((samples * 32767).astype("<i2").tobytes())
+    assert np.abs(open_sound(path, 16_000))[200:-200].max() < 1e-2
+
+
+def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> None:
+    path = tmp_path / "code.txt"
+    path.write_text("import os\n" * 200)
+    session = de.open(options=de.Options(texts=(path,), sequence_length=50, sequences=3))
+    assert session.inputs is not None
+    tokenizer = session.inputs.tokenizer
+    ids = tokenizer(path.read_text())["input_ids"]
+    parts = [batch.kwargs["input_ids"][0].tolist() for batch in session.inputs.batches]
+    assert parts == [ids[:50], ids[50:100], ids[100:150]]
+    assert session.inputs_reading.positions == 150  # type: ignore[union-attr]
+    random = opened(folders.save("llama", tmp_path / "bare", False), sequence_length=7, sequences=2)
+    assert [tuple(batch.kwargs["input_ids"].shape) for batch in random.inputs.batches] == [(1, 7)] * 2  # type: ignore[union-attr]
+
+
+def test_sequences_longer_than_the_models_positions_are_refused() -> None:
+    with pytest.raises(de.UserError, match=r"sequences of 99999 tokens are too long for .*: it has \d+ positions"):
+        de.open(options=de.Options(sequence_length=99_999))
+
+
+def test_positions_before_the_padding_token_are_not_counted(tmp_path: Path) -> None:
+    config = transformers.RobertaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=34, pad_token_id=1,
+    )  # fmt: skip
+    transformers.RobertaForMaskedLM(config).save_pretrained(tmp_path)
+    session = opened(tmp_path)
+    assert kwargs_of(session)["input_ids"].shape == (1, 32)
+    assert session.drift().output.max_abs == 0
+    with pytest.raises(de.UserError, match="it has 32 positions"):
+        opened(tmp_path, sequence_length=33)
+
+
+def test_arguments_of_a_module_of_ones_own_mean_what_they_mean_there() -> None:
+    class Own(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+            return input_ids * 2
+
+    model = de.open(Own(), inputs=(torch.ones(2),)).model
+    check_fits(model, Batch(kwargs={"input_ids": torch.ones(3)}), "here")
+    with pytest.raises(de.UserError, match="here: the forward pass of Own has no argument 'ids'; it takes input_ids"):
+        check_fits(model, Batch(kwargs={"ids": torch.ones(3)}), "here")
+
+
+def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    path.write_text("\n".join(map(json.dumps, ({"text": "one two"}, {"prompt": "three"}, {"messages": talk}, "four"))))
+    with pytest.raises(de.UserError, match=r"line 3: .* has no chat template"):
+        opened(saved("bert"), texts=(path,))
+    folder = tmp_path / "chat"
+    folders.save("llama", folder, processed=False)
+    folders.tokenizer(chat_template=folders.CHAT).save_pretrained(folder)
+    session = opened(folder, texts=(path,))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = [
+        tokenizer("one two")["input_ids"], tokenizer("three")["input_ids"],
+        tokenizer("hi yes ", add_special_tokens=False)["input_ids"], tokenizer("four")["input_ids"],
+    ]  # fmt: skip
+    assert [batch.kwargs["input_ids"][0].tolist() for batch in session.inputs.batches] == expected  # type: ignore[union-attr]
+    chat = opened(folder, prompts=("hi",), chat=True)
+    assert kwargs_of(chat)["input_ids"].tolist() == [tokenizer("hi so ", add_special_tokens=False)["input_ids"]]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "line 2: no valid JSON"),
+        ('{"other": 1}', "line 2: needs a text"),
+        ('{"text": 3}', "line 2: needs a text"),
+        ('{"messages": [{"content": "x"}]}', "line 2: needs a text"),
+        ("17", "line 2: needs a text"),
+    ],
+)
+def test_a_bad_line_of_jsonl_is_named(line: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    path.write_text('{"text": "fine"}\n' + line)
+    with pytest.raises(de.UserError, match=said):
+        list(read_jsonl(path))
+
+
+def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = zoo.tokens(5), zoo.tokens(9)
+    save_file({"0.input_ids": first.int(), "1.input_ids": second.int()}, tmp_path / "calls.safetensors")
+    np.savez(tmp_path / "calls.npz", **{"0.input_ids": first.numpy(), "1.input_ids": second.numpy()})
+    torch.save([{"input_ids": first}, {"input_ids": second}], tmp_path / "calls.pt")
+    expected = None
+    for suffix in (".safetensors", ".npz", ".pt"):
+        session = opened(saved("llama"), tensors=tmp_path / f"calls{suffix}")
+        session.cast("*", "bfloat16")
+        found = session.drift().output
+        assert [kwargs_of(session, place)["input_ids"].tolist() for place in (0, 1)] == [
+            first.tolist(),
+            second.tolist(),
+        ]
+        assert session.inputs_reading.positions == 14  # type: ignore[union-attr]
+        assert expected in (None, found)
+        expected = found
+    assert expected is not None
+    assert expected.positions == 14
+
+
+def test_tensors_take_the_place_of_example_inputs(tmp_path: Path) -> None:
+    torch.save(torch.tensor([[1, 1], [0, 1]]), tmp_path / "ids.pt")
+    session = de.open(f"{TINYNET}:TinyNet", options=de.Options(tensors=tmp_path / "ids.pt"))
+    assert session.inputs is not None
+    assert session.inputs.batches[0].args[0].tolist() == [[1, 1], [0, 1]]
+    assert session.drift().output.max_abs == 0
+
+
+def ids(**more: Any) -> dict[str, Any]:
+    return {"input_ids": zoo.tokens(6), **more}
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("llama", {"inputs": zoo.tokens(6)}, "LlamaForCausalLM has no argument 'inputs'; it takes input_ids, "),
+    ("llama", {"input_ids": zoo.tokens(6).float()}, "input_ids holds token ids, so it must be integers; it is float32"),
+    ("llama", {"input_ids": zoo.tokens(6)[0]}, r"input_ids is \[6\]; it must be \[batch, positions\]"),
+    ("llama", {"input_ids": zoo.tokens(6) + 60}, r"input_ids holds \d+, beyond the vocabulary of .* \(0 to 63\)"),
+    ("llama", {"input_ids": zoo.tokens(6) - 64}, r"input_ids holds -\d+, beyond the vocabulary"),
+    ("llama", ids(attention_mask=torch.ones(1, 5)), r"attention_mask is \[1, 5\] and input_ids is \[1, 6\]"),
+    (
+        "bert",
+        ids(token_type_ids=torch.full((1, 6), 2)),
+        r"token_type_ids holds 2, beyond the segment ids of .* \(0 to 1\)",
+    ),
+    ("bert", {"input_ids": zoo.tokens(600)}, "input_ids has 600 positions, and .* has learned 512"),
+    ("t5", ids(decoder_input_ids=torch.tensor([[70]])), "decoder_input_ids holds 70, beyond the vocabulary"),
+    (
+        "vit",
+        {"pixel_values": zoo.picture()[0]},
+        r"pixel_values is \[3, 32, 32\]; it must be \[batch, channels, height, width\]",
+    ),
+    ("vit", {"pixel_values": zoo.picture(32, 4)}, "which has 4 channels; .* takes 3"),
+    (
+        "vit",
+        {"pixel_values": (zoo.picture() * 9).to(torch.uint8)},
+        "pixel_values is uint8; the model takes it as floating",
+    ),
+    ("wav2vec2", {"input_values": torch.zeros(400)}, r"input_values is \[400\]; it must be \[batch, samples\]"),
+    (
+        "whisper",
+        {"input_features": torch.zeros(1, 80, 40)},
+        r"input_features is \[1, 80, 40\]; the model takes 16 mel bins",
+    ),
+    ("clip", {"pixel_values": zoo.picture(), "image": zoo.picture()}, "CLIPModel has no argument 'image'"),
+]
+
+
+@pytest.mark.parametrize(("name", "tensors", "said"), WRONG)
+def test_tensors_that_do_not_fit_are_refused_in_a_sentence(
+    name: str, tensors: dict[str, Any], said: str, saved: Callable[..., Path], tmp_path: Path
+) -> None:
+    save_file({key: value.contiguous() for key, value in tensors.items()}, tmp_path / "wrong.safetensors")
+    with pytest.raises(de.UserError, match=said):
+        opened(saved(name), tensors=tmp_path / "wrong.safetensors")
+
+
+def test_positional_tensors_that_do_not_bind_are_refused(tmp_path: Path) -> None:
+    torch.save((zoo.tokens(), zoo.tokens(), zoo.tokens()), tmp_path / "three.pt")
+    with pytest.raises(de.UserError, match=r"three\.pt does not fit the forward pass of TinyNet: too many positional"):
+        de.open(f"{TINYNET}:TinyNet", options=de.Options(tensors=tmp_path / "three.pt"))
+
+
+class Malicious:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return print, ("this must never run",)
+
+
+def test_files_that_can_not_be_read_are_refused_in_a_sentence(
+    saved: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suffix in (".png", ".wav", ".safetensors", ".npz", ".pt"):
+        (tmp_path / f"broken{suffix}").write_bytes(b"\x80\x00 this is nothing of the kind" * 9)
+    whole = folders.write_picture(tmp_path / "whole.png").read_bytes()
+    (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "program.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    )
+    torch.save({"input_ids": Malicious()}, tmp_path / "code.pt")
+    torch.save({"input_ids": "text"}, tmp_path / "words.pt")
+    np.savez(tmp_path / "objects.npz", input_ids=np.array([None]))
+    np.savez(tmp_path / "words.npz", input_ids=np.array(["a"]))
+    for given, said in (
+        ({"images": (tmp_path / "broken.png",)}, "can't read the picture"),
+        ({"images": (tmp_path / "half.png",)}, "can't read the picture"),
+        ({"images": (tmp_path / "program.png",)}, "no picture in a format"),
+        ({"audio": (tmp_path / "broken.wav",)}, "can't read the sound|takes no sounds"),
+        ({"tensors": tmp_path / "broken.safetensors"}, "can't read the tensors"),
+        ({"tensors": tmp_path / "broken.npz"}, "can't read the tensors"),
+        ({"tensors": tmp_path / "broken.pt"}, "can't read the tensors|holds more than tensors"),
+        ({"tensors": tmp_path / "code.pt"}, "holds more than tensors"),
+        ({"tensors": tmp_path / "words.pt"}, "without tensors"),
+        ({"tensors": tmp_path / "objects.npz"}, "can't read the tensors"),
+        ({"tensors": tmp_path / "words.npz"}, "which torch does not know"),
+    ):
+        with pytest.raises(de.UserError, match=said):
+            opened(saved("vit"), **given)
+    with pytest.raises(de.UserError, match="can't read the sound"):
+        opened(saved("wav2vec2"), audio=(tmp_path / "broken.wav",))
+    assert "must never run" not in capsys.readouterr().out
+
+
+def test_inputs_of_the_wrong_kind_are_refused_in_a_sentence(saved: Callable[..., Path], picture: Path) -> None:
+    for name, given, said in (
+        ("llama", {"images": (picture,)}, "takes no pictures"),
+        ("vit", {"prompts": ("x",)}, "takes pictures and no text"),
+        ("vit", {"audio": (picture,)}, "takes no sounds"),
+        ("wav2vec2", {"prompts": ("x",)}, "takes a sound and no text"),
+    ):
+        with pytest.raises(de.UserError, match=said):
+            opened(saved(name), **given)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--image", "nowhere.png"], "can't read nowhere.png: No such file or directory"),
+        (["--inputs", "nowhere.npz"], "can't read nowhere.npz: No such file or directory"),
+        (["--inputs", str(TINYNET)], "tensors come from a file that ends in .safetensors, .npz"),
+        (["--audio", str(TINYNET.parent)], "Is a directory"),
+        (["--sequence-length", "99999"], "sequences of 99999 tokens are too long"),
+    ],
+)
+def test_bad_input_options_are_one_line_and_status_two(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(cli, "dtype-engine", ["drift", *arguments]) == 2
+    error = capsys.readouterr().err.strip()
+    assert said in error
+    assert "\n" not in error
+
+
+def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
+    picture, text = folders.write_picture(tmp_path / "my picture.png"), tmp_path / "notes.txt"
+    text.write_text("words")
+    save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
+    before = de.Options(prompts=("old",), images=(Path("old.png"),), sequence_length=9)
+    assert typed(de.Options(), "what's this?").prompts == ("what's this?",)
+    new = typed(before, f" {picture} ")
+    assert (new.images, new.prompts, new.sequence_length) == ((picture,), ("old",), 9)
+    both = typed(de.Options(), f"'{picture}' {text}")
+    assert (both.images, both.texts) == ((picture,), (text,))
+    tensors = typed(de.Options(prompts=("old",), sequence_length=9), str(tmp_path / "x.safetensors"))
+    assert tensors == de.Options(tensors=tmp_path / "x.safetensors")
+    assert typed(tensors, "new").tensors is None
+    assert typed(before, "") == de.Options()
+    for line, said in (
+        ("nowhere.png", "there is no file nowhere.png"),
+        (f"{tmp_path / 'x.safetensors'} {text}", "alone"),
+    ):
+        with pytest.raises(de.UserError, match=said):
+            typed(de.Options(), line)
+
+
+def test_other_inputs_of_an_open_session(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
+    session = opened(saved("vit"))
+    first = session.drift()
+    with pytest.raises(de.UserError, match="takes pictures and no text"):
+        session.use_inputs(de.Options(prompts=("x",)))
+    save_file({"pixel_values": torch.zeros(1, 3, 48, 48)}, tmp_path / "large.safetensors")
+    with pytest.raises(de.NoForward, match=r"48"):
+        session.use_inputs(de.Options(tensors=tmp_path / "large.safetensors"))
+    assert session.drift().output == first.output
+    session.cast("*", "bfloat16")
+    before = session.drift().output
+    session.use_inputs(de.Options(images=(picture,)))
+    after = session.drift()
+    assert after.inputs == "your picture noise.png, 48 x 40"
+    assert after.output != before

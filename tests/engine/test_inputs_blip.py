@@ -1,0 +1,127 @@
+"""A captioner with a picture file, against plain transformers: drift of the logits, both captions, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import folders
+import pytest
+import torch
+import transformers
+from PIL import Image
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+
+PROMPT = "a picture of"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.save("blip", tmp_path_factory.mktemp("blip") / "model")
+
+
+@pytest.fixture(scope="module")
+def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return folders.write_picture(tmp_path_factory.mktemp("pictures") / "noise.png")
+
+
+def plain(folder: Path, dtype: torch.dtype) -> Any:
+    return transformers.BlipForConditionalGeneration.from_pretrained(folder, dtype=dtype).eval()
+
+
+def prepared(folder: Path, picture: Path) -> dict[str, torch.Tensor]:
+    processor = transformers.AutoProcessor.from_pretrained(folder)
+    return dict(processor(images=Image.open(picture), text=PROMPT, return_tensors="pt"))
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_drift_of_the_logits_is_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
+    options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
+    session = de.open(str(folder), options=options)
+    session.cast("*", "bfloat16")
+    report = session.drift()
+
+    kwargs = prepared(folder, picture)
+    with torch.no_grad():
+        reference = plain(folder, torch.float32)(**kwargs).logits.double()
+        half = kwargs | {"pixel_values": kwargs["pixel_values"].bfloat16()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None):
+            candidate = plain(folder, torch.bfloat16)(**half).logits.double()
+    delta = candidate - reference
+    assert report.output_name == "logits"
+    assert report.output.max_abs == pytest.approx(delta.abs().max().item(), rel=1e-9)
+    assert report.output.mean_abs == pytest.approx(delta.abs().mean().item(), rel=1e-9)
+    assert report.output.max_abs > 1e-4
+    assert report.output.positions == kwargs["input_ids"].numel()
+    kl = torch.nn.functional.kl_div(
+        candidate.log_softmax(-1), reference.log_softmax(-1), log_target=True, reduction="none"
+    )
+    assert report.output.kl_mean == pytest.approx(kl.sum(-1).mean().item(), rel=1e-6)
+
+
+def test_float32_under_autocast_drifts_as_plain_torch_does(folder: Path, picture: Path) -> None:
+    options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast="bfloat16"))
+    report = de.open(str(folder), options=options).drift()
+    kwargs, module = prepared(folder, picture), plain(folder, torch.float32)
+    with torch.no_grad():
+        reference = module(**kwargs).logits.double()
+        with torch.autocast("cpu", torch.bfloat16):
+            candidate = module(**kwargs).logits.double()
+    assert report.output.max_abs == pytest.approx((candidate - reference).abs().max().item(), rel=1e-9)
+    assert report.output.max_abs > 0
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_both_captions_are_those_of_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
+    options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
+    session = de.open(str(folder), options=options)
+    session.cast("*", "bfloat16")
+    (text,) = session.generate(12)
+    again = session.generate(12)[0]
+    assert (text.reference.ids, text.candidate.ids) == (again.reference.ids, again.candidate.ids)
+
+    kwargs = prepared(folder, picture)
+    half = kwargs | {"pixel_values": kwargs["pixel_values"].bfloat16()}
+    for dtype, given, written in ((torch.float32, kwargs, text.reference), (torch.bfloat16, half, text.candidate)):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast) and dtype == torch.bfloat16):
+            ids = (
+                plain(folder, dtype)
+                .generate(
+                    **{name: value.clone() for name, value in given.items()},
+                    max_new_tokens=12,
+                    do_sample=False,
+                    num_beams=1,
+                )[0]
+                .tolist()
+            )
+        assert len(written.ids) >= 1
+        assert list(written.ids) == ids[-len(written.ids) :]
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        assert written.text.split() == tokenizer.decode(ids[-len(written.ids) :]).split()
+
+
+def test_memory_is_the_footprint_of_the_cast_model(folder: Path, picture: Path) -> None:
+    session = de.open(str(folder), options=de.Options(images=(picture,)))
+    assert session.drift().memory.resident_bytes == plain(folder, torch.float32).get_memory_footprint()
+    session.cast("*", "bfloat16")
+    memory = session.drift().memory
+    assert memory.resident_bytes == plain(folder, torch.bfloat16).get_memory_footprint()
+    assert memory.planned_bytes is not None
+    assert memory.stored_bytes == 2 * memory.planned_bytes
+
+
+def test_the_command_says_what_it_ran_on(folder: Path, picture: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["drift", str(folder), "--image", str(picture), "--prompt", PROMPT, "--cast", "*=bf16", "--json"]
+    assert run(cli, "dtype-engine", [*arguments, "--generate", "4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["inputs"] == "your picture noise.png, 48 x 40"
+    (batch,) = found["calibration"]["batches"]
+    assert batch["what"] == f"noise.png, 48 x 40: {PROMPT}"
+    assert {tensor["name"]: tensor["shape"] for tensor in batch["tensors"]}["pixel_values"] == [1, 3, 32, 32]
+    assert found["calibration"]["made_of"][0].endswith("BlipImageProcessorPil")
+    assert found["output"]["max_abs"] > 0
+    assert len(found["generated"]) == 1

@@ -1,0 +1,165 @@
+"""The inputs screen: what it shows, and other inputs through a real worker."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from noting import NotingEngine, demo_tree, make_app, report
+from textual.containers import VerticalScroll
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from dtype_engine import events
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
+from dtype_engine.readings_inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.inputs_screen import MOST_ROWS, InputsScreen
+
+PICTURE = InputBatch(
+    "cat.png, 640 x 480: a picture of",
+    3,
+    (InputTensor("pixel_values", (1, 3, 32, 32), "float32"), InputTensor("input_ids", (1, 3), "int64")),
+)
+READING = InputsReading("your picture cat.png", ("pictures: your files", "text: yours"), 3, (PICTURE,))
+
+
+def engine(app: DtypeApp) -> NotingEngine:
+    assert isinstance(app.engine, NotingEngine)
+    return app.engine
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    for event in said:
+        engine(app).emit(event)
+    app._look()
+    await pilot.pause()
+
+
+def screen_text(app: DtypeApp) -> str:
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+@asynccontextmanager
+async def opened(
+    size: tuple[int, int] = (120, 36), reading: InputsReading = READING
+) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    """The app with the inputs on the screen, and an engine that only notes."""
+    app = make_app()
+    async with app.run_test(size=size) as pilot:
+        ready = events.ModelReady(app.experiment.tree, "Blip", "cpu", 1.0, reading.description, ())
+        await say(app, pilot, ready, events.InputsReady(reading), events.Idle())
+        await pilot.press("i")
+        await pilot.pause()
+        yield app, pilot
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int]) -> None:
+    async with opened(size) as (app, _):
+        assert isinstance(app.screen, InputsScreen)
+        text = screen_text(app)
+        for part in (
+            "your picture cat.png", "pictures: your files", "text: yours", "3 tokens", "cat.png, 640 x 480: a picture of",
+            "pixel_values 1×3×32×32 f32", "input_ids 1×3 i64",
+        ):  # fmt: skip
+            assert part in text
+        assert app.screen.query_one(Input).has_focus
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[int, int]) -> None:
+    many = InputsReading("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
+    async with opened(size, many) as (app, pilot):
+        line = app.screen.query_one(Input)
+        assert 0 < line.region.y < size[1] - 1
+        assert "and 5 more" not in screen_text(app)
+        rows = app.screen.query_one(VerticalScroll)
+        await pilot.press("pagedown", "down")
+        assert rows.scroll_y == 9
+        rows.scroll_end(animate=False)
+        await pilot.pause()
+        assert "and 5 more" in screen_text(app)
+        assert line.has_focus
+
+
+async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
+    async with opened() as (app, pilot):
+        await pilot.press(*"dog", "space", *"q", "enter")
+        assert engine(app).lines == ["dog q"]
+        assert "preparing" in screen_text(app)
+        await say(app, pilot, events.InputsRefused("there is no dog"))
+        assert "there is no dog. The inputs above stay in force." in screen_text(app)
+        assert [notification.message for notification in app._notifications] == ["there is no dog"]
+        assert app.screen.query_one(Input).value == "dog q", "it stays to be mended"
+        other = InputsReading("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))
+        await say(app, pilot, events.InputsReady(other))
+        assert "1 sequence of your prompts" in screen_text(app)
+        assert app.screen.query_one(Input).value == ""
+        assert app.experiment.inputs == "1 sequence of your prompts"
+        await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
+        assert "outputs compared at 973" in screen_text(app)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert not isinstance(app.screen, InputsScreen)
+
+
+async def test_readings_on_other_inputs_are_not_shown() -> None:
+    async with opened() as (app, pilot):
+        await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
+        assert app.experiment.report is not None
+        await say(app, pilot, events.InputsReady(READING))
+        assert app.experiment.report is None
+
+
+async def test_before_the_model_is_there_the_key_says_so() -> None:
+    app = make_app()
+    async with app.run_test() as pilot:
+        await pilot.press("i")
+        assert not isinstance(app.screen, InputsScreen)
+        assert "known when the model is there" in next(iter(app._notifications)).message
+
+
+async def test_names_from_files_are_text() -> None:
+    row = InputBatch("[red]a[/red]\x1b[2Jb.png", None, ())
+    async with opened(reading=InputsReading("[b]x[/b]", ("[i]y[/i]",), None, (row,))) as (app, _):
+        text = screen_text(app)
+        for part in ("[red]a[/red]\\x1b[2Jb.png", "[b]x[/b]", "[i]y[/i]"):
+            assert part in text
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    for _ in range(2400):
+        if condition():
+            return
+        await pilot.pause(0.025)
+    raise AssertionError("it never came")
+
+
+async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
+    source = locate(None)
+    app = DtypeApp(source.title, demo_tree(), lambda emit: Worker(source, Options(), emit))
+    (tmp_path / "wrong.pt").write_bytes(b"no tensors")
+    app.start_with(Recipe((Rule("*", "bfloat16"),)))
+    async with app.run_test(size=(100, 30)) as pilot:
+        await until(pilot, lambda: app.experiment.report is not None)
+        before = app.experiment.report
+        await pilot.press("i")
+        await pilot.press(*"import os", "enter")
+        await until(pilot, lambda: app.experiment.report is not None and app.experiment.report.inputs != before.inputs)  # type: ignore[union-attr]
+        after = app.experiment.report
+        assert after is not None
+        assert after.inputs.startswith("1 sequence of your prompts")
+        assert after.output.positions is not None
+        assert f"outputs compared at {after.output.positions}" in screen_text(app)
+        app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
+        await pilot.press("enter")
+        await until(pilot, lambda: "stay in force" in screen_text(app))
+        assert app.experiment.report is after
+        assert app.experiment.inputs == after.inputs

@@ -1,0 +1,148 @@
+"""What the model is run on, call by call, and a line for other inputs, over the main screen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from dtype_engine import dtypes
+from dtype_engine.readings_inputs import InputBatch, InputsReading
+from dtype_engine.text import printable
+
+MOST_ROWS = 200
+
+
+class InputsScreen(ModalScreen[None]):
+    """The inputs in force. Enter asks for those that the line names; the screen stays, and shows them when they are there."""
+
+    HELP = (
+        "A prompt, or the path of a file: text (.txt, .jsonl), a picture, a sound, or tensors by argument (.safetensors, .npz, "
+        ".pt). Text takes the place of text, a picture that of pictures, tensors that of everything. An empty line: the defaults."
+    )
+
+    DEFAULT_CSS = """
+    InputsScreen { align: center middle; }
+    InputsScreen > Vertical { width: 90%; max-width: 100; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
+        background: $surface; }
+    InputsScreen VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
+    InputsScreen Static { height: auto; }
+    InputsScreen #inputs-ask { height: auto; margin-top: 1; }
+    InputsScreen #inputs-said { max-height: 3; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "dismiss", "Close", priority=True),
+        Binding("up", "scroll(-1)", "Scroll up", priority=True),
+        Binding("down", "scroll(1)", "Scroll down", priority=True),
+        Binding("pageup", "scroll(-8)", "A page up", priority=True, show=False),
+        Binding("pagedown", "scroll(8)", "A page down", priority=True, show=False),
+    ]
+
+    def __init__(
+        self, reading: InputsReading | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        self._reading = reading
+        self._no_forward = no_forward
+        self._compared = compared
+        self._ask = ask
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "Inputs"
+            box.border_subtitle = "Enter applies  ↑↓ scroll  Esc closes"
+            with VerticalScroll(can_focus=False):
+                yield Static(id="inputs-rows", markup=False)
+            with Vertical(id="inputs-ask"):
+                yield Static(Text("a prompt, or a file: text, picture, sound, tensors; empty: defaults", style="dim"))
+                yield Input(id="inputs-line", select_on_focus=False, compact=True)
+                yield Static(id="inputs-said", markup=False)
+
+    def on_mount(self) -> None:
+        self._draw()
+        self.query_one(Input).focus()
+
+    def on_resize(self) -> None:
+        # The list takes what the box has left: as much as it needs, and never the line below it.
+        self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 8)
+
+    def _draw(self) -> None:
+        none = Text(printable(self._no_forward or "not known yet", 500))
+        shown = inputs_table(self._reading, self._compared) if self._reading else none
+        self.query_one("#inputs-rows", Static).update(shown)
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        """Enter."""
+        event.stop()
+        self._say("preparing…")
+        self._ask(event.value)
+
+    def accepted(self, reading: InputsReading) -> None:
+        """These inputs are in force now."""
+        self._reading, self._compared = reading, None
+        self._draw()
+        self.query_one(VerticalScroll).scroll_home(animate=False)
+        self.query_one(Input).value = ""
+        self._say("in force; measuring")
+
+    def refused(self, why: str) -> None:
+        """The line stays to be mended."""
+        self._say(f"{printable(why, 300)}. The inputs above stay in force.", style="bold")
+
+    def measured(self, positions: int | None) -> None:
+        """A measurement on the inputs in force is complete."""
+        self._compared = positions
+        self._draw()
+        self._say("")
+
+    def _say(self, words: str, style: str = "dim") -> None:
+        self.query_one("#inputs-said", Static).update(Text(words, style=style))
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+
+def inputs_table(reading: InputsReading, compared: int | None = None) -> Table:
+    """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
+    head = Table.grid(padding=(0, 2))
+    head.add_column(style="dim", no_wrap=True)
+    head.add_column(overflow="fold")
+    for place, part in enumerate(reading.made_of):
+        head.add_row("made of" if place == 0 else "", Text(printable(part, 300)))
+    counts = [f"{reading.positions:,} tokens"] if reading.positions is not None else []
+    if compared is not None:
+        counts.append(f"outputs compared at {compared:,}")
+    if counts:
+        head.add_row("positions", ", ".join(counts))
+    rows = Table.grid(padding=(0, 1))
+    rows.add_column(style="dim", no_wrap=True, justify="right")
+    rows.add_column(overflow="fold")
+    for number, batch in enumerate(reading.batches[:MOST_ROWS], 1):
+        rows.add_row(str(number), Text(printable(batch.what, 160), no_wrap=True, overflow="ellipsis"))
+        rows.add_row("", Text(_arguments(batch), style="dim"))
+    if len(reading.batches) > MOST_ROWS:
+        rows.add_row("", f"and {len(reading.batches) - MOST_ROWS:,} more")
+    whole = Table.grid()
+    whole.add_row(Text(printable(reading.description, 200), style="bold"))
+    whole.add_row(head)
+    whole.add_row("")
+    whole.add_row(rows)
+    return whole
+
+
+def _arguments(batch: InputBatch) -> str:
+    parts = [
+        f"{printable(tensor.name, 60)} {'×'.join(map(str, tensor.shape)) or 'scalar'} {dtypes.badge(tensor.dtype)}"
+        for tensor in batch.tensors
+    ]
+    if batch.positions is not None:
+        parts.insert(0, f"{batch.positions:,} tokens")
+    return " · ".join(parts)
