@@ -17,13 +17,17 @@ from textual.screen import Screen
 from textual.widgets import Static
 
 from dtype_engine import dtypes, events
+from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
-from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
+from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
+from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.sessions import SavedSession
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
 from .cells import bar
 from .experiment import Experiment
+from .keeping import SessionKeeper
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
@@ -36,6 +40,7 @@ SMALLEST = (60, 15)
 NARROW_BELOW = 100
 GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
+_KEEP_EVERY_S = 0.2
 _ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
 
 
@@ -106,6 +111,11 @@ class DtypeApp(App[None]):
         self._share: float | None = None
         self._busy = True
         self._open_error: str | None = None
+        self.keeper: SessionKeeper | None = None
+        self._cursor_wanted: str | None = None
+        self._cursor_at = ""
+        self._preset_wanted: str | None = None
+        self._after_preset = Recipe()
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -133,6 +143,10 @@ class DtypeApp(App[None]):
         self.tree_view.focus()
         self._show_all()
         self.set_interval(_LOOK_EVERY_S, self._look)
+        self._find_cursor()
+        self.set_interval(_KEEP_EVERY_S, self._keep)
+        if self.keeper is not None:
+            self.keeper.say = lambda trouble: self._say(trouble, "warning")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.exit)
@@ -140,6 +154,9 @@ class DtypeApp(App[None]):
         self.call_after_refresh(self.engine.start)
 
     def on_unmount(self) -> None:
+        self._keep()
+        if self.keeper is not None:
+            self.keeper.close()
         self.engine.close()
 
     def on_resize(self, event: textual_events.Resize) -> None:
@@ -222,12 +239,14 @@ class DtypeApp(App[None]):
             experiment.replace_tree(event.tree)
             self._has_tree = True
             self.tree_view.new_tree()
+            self._find_cursor()
             for notice in event.notices:
                 self._say(notice, "information")
             self._warn_unmatched()
         elif isinstance(event, events.OpenFailed):
             self._open_error = event.message
             experiment.no_forward, experiment.partial = event.message, False
+            self._start_with_preset()
             self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
@@ -272,6 +291,8 @@ class DtypeApp(App[None]):
         experiment.replace_tree(event.tree)
         self._has_tree = True
         self.tree_view.new_tree()
+        self._find_cursor()
+        self._start_with_preset()
         for notice in event.notices:
             self._say(notice, "warning")
         if event.no_forward:
@@ -290,12 +311,48 @@ class DtypeApp(App[None]):
     def _say(self, text: str, severity: str) -> None:
         self.notify(printable(text, 500), severity=severity, markup=False)  # type: ignore[arg-type]
 
+    # -- the session that is kept --------------------------------------------------------------------------------
+
+    def take_up(self, saved: SavedSession) -> None:
+        """Go on with a session that was kept."""
+        self.experiment.take_up(History.of(saved.recipes, saved.at))
+        self.engine.set_recipe(self.experiment.recipe)
+        self._cursor_wanted = saved.cursor
+
+    def _keep(self) -> None:
+        if self.keeper is not None and (self._has_tree or self._cursor_wanted is not None):
+            wanted = self._cursor_wanted
+            self.keeper.note(self.experiment, self._cursor_at if wanted is None else wanted)
+
+    def _find_cursor(self) -> None:
+        """Go to the node where the session that was taken up stood, once there is a tree with it."""
+        if self._cursor_wanted is not None and self._has_tree:
+            found = self.tree_view.go_to(self._cursor_wanted)
+            if found or self.experiment.live or self._open_error:
+                self._cursor_wanted = None
+
     # -- recipes -------------------------------------------------------------------------------------------------
 
-    def start_with(self, recipe: Recipe) -> None:
-        """Begin with a recipe (from the command line)."""
+    def start_with(self, recipe: Recipe, preset: str | None = None) -> None:
+        """Begin with a recipe (from the command line), after the rules of a preset where one was asked for."""
         if self.experiment.push(recipe):
             self.engine.set_recipe(recipe)
+        self._preset_wanted, self._after_preset = preset, recipe
+        if self.experiment.tree.has_classes or (preset and not PRESETS[preset].needs_classes and self._has_tree):
+            self._start_with_preset()
+
+    def _start_with_preset(self) -> None:
+        """Put the preset in force that the command line asks for; most wait for module classes to be known."""
+        if self._preset_wanted is None:
+            return
+        name, self._preset_wanted = self._preset_wanted, None
+        try:
+            made = PRESETS[name].recipe(self.experiment.tree)
+        except UserError as error:
+            self._say(str(error), "warning")
+            return
+        if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
+            self.engine.set_recipe(self.experiment.recipe)
 
     def _changed(self) -> None:
         """The recipe in force is another: tell the engine, and show what is known at once."""
@@ -455,6 +512,7 @@ class DtypeApp(App[None]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
+        self._cursor_at, self._cursor_wanted = message.name, None
         self.side.panes[2].show("", message.name)
 
     def on_cast_prompt_previewed(self, message: CastPrompt.Previewed) -> None:

@@ -16,6 +16,8 @@ from dtype_engine.cli.common import (
     cast_options,
     model_argument,
     options_from,
+    preset_asked,
+    preset_option,
     read_rules,
     refuse_unmatched,
     run,
@@ -25,18 +27,23 @@ from dtype_engine.cli.common import (
 )
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
+from dtype_engine.recipe import Recipe
 from dtype_engine.text import read_text
+
+from .keeping import SessionKeeper, said_on_the_command_line, saved_session, with_saved_options
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
+@click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @with_options(run_options)
 def command(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
+    resume: bool,
     **run_settings: Any,
 ) -> None:
     """What happens if these layers are in another dtype?
@@ -48,6 +55,9 @@ def command(
 
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
+    saved = saved_session(model) if resume else None
+    if saved is not None:
+        model, options = saved.model, with_saved_options(options, saved.options, said_on_the_command_line())
     source = locate(model, options.trust_pickle, options.download)
     tree, whole = source.glance()
     if recipe.rules and tree is not None and not whole:
@@ -73,7 +83,11 @@ def command(
         return workers[0]
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole)
-    app.start_with(recipe)
+    app.keeper = SessionKeeper(model, source.title, source.path, options)
+    if saved is not None:
+        app.take_up(saved)
+        recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
+    app.start_with(recipe, preset_asked())
     app.run()
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
