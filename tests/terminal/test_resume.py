@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine.sessions import SavedSession, read_session
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.sessions import SavedSession, SessionFile, read_session
 from terminal import Terminal
 
 Opener = Callable[..., Terminal]
@@ -68,14 +69,33 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
         assert terminal.exit_status() == (-9 if ending == "SIGKILL" else 0)
     (kept,) = saved(tmp_path)
     assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
+    assert kept.cursor == "model.layers.0"
+    assert len(kept.recipes) == 3
+
+
+def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_path: Path) -> None:
+    rules = [Rule("model.embed_tokens", "bfloat16"), Rule("lm_head", "float16")]
+    recipes = (Recipe(), Recipe((rules[0],)), Recipe(tuple(rules)))
+    file = SessionFile()
+    file.path = tmp_path / "dtype-tui" / "sessions" / "20260101-000000-00000000.json"
+    file.save(
+        SavedSession(
+            None,
+            "demo",
+            recipes=recipes,
+            at=1,
+            cursor="model.layers.3.mlp",
+            options=Options(settings=RunSettings(autocast="bfloat16")),
+        )
+    )
     back = opened("--resume")
-    back.wait_for("2 model.layers.0 → f16")
-    back.wait_for(r"❯ +▸ 0")
-    back.wait_for("ready")
+    back.wait_for("1 model.embed_tokens → bf16")
+    back.wait_for(r"❯ +▸ mlp")
     back.press("u")
-    back.wait_for(r"❯ +▸ 0 .* f32")
-    back.press("u")
-    back.wait_for(r"SQNR +identical")
+    back.wait_for(r"▸ embed_tokens +f32")
+    back.press("\x12\x12")
+    back.wait_for("2 lm_head → f16")
+    back.wait_for("autocast bfloat16")
     back.press("q")
     assert back.exit_status() == 0
 

@@ -144,7 +144,7 @@ class DtypeApp(App[None]):
         self._show_all()
         self.set_interval(_LOOK_EVERY_S, self._look)
         self._find_cursor()
-        self.set_interval(_KEEP_EVERY_S, self._keep)
+        self.set_interval(_KEEP_EVERY_S, lambda: self._keep(self.tree_view.current.name))
         if self.keeper is not None:
             self.keeper.say = lambda trouble: self._say(trouble, "warning")
         loop = asyncio.get_running_loop()
@@ -154,7 +154,7 @@ class DtypeApp(App[None]):
         self.call_after_refresh(self.engine.start)
 
     def on_unmount(self) -> None:
-        self._keep()
+        self._keep(self._cursor_at)
         if self.keeper is not None:
             self.keeper.close()
         self.engine.close()
@@ -319,10 +319,10 @@ class DtypeApp(App[None]):
         self.engine.set_recipe(self.experiment.recipe)
         self._cursor_wanted = saved.cursor
 
-    def _keep(self) -> None:
+    def _keep(self, cursor: str) -> None:
         if self.keeper is not None and (self._has_tree or self._cursor_wanted is not None):
-            wanted = self._cursor_wanted
-            self.keeper.note(self.experiment, self._cursor_at if wanted is None else wanted)
+            self._cursor_at = cursor
+            self.keeper.note(self.experiment, cursor if self._cursor_wanted is None else self._cursor_wanted)
 
     def _find_cursor(self) -> None:
         """Go to the node where the session that was taken up stood, once there is a tree with it."""

@@ -30,7 +30,13 @@ from dtype_engine.events import Event
 from dtype_engine.recipe import Recipe
 from dtype_engine.text import read_text
 
-from .keeping import SessionKeeper, said_on_the_command_line, saved_session, with_saved_options
+from .keeping import (
+    SessionKeeper,
+    end_when_the_terminal_is_gone,
+    said_on_the_command_line,
+    saved_session,
+    with_saved_options,
+)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,6 +94,7 @@ def command(
         app.take_up(saved)
         recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
     app.start_with(recipe, preset_asked())
+    end_when_the_terminal_is_gone(app.on_unmount)
     app.run()
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
 import threading
 from collections.abc import Callable
@@ -69,9 +71,9 @@ class SessionKeeper:
         with self._changed:
             self._now = shown
             self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
-            self._thread.start()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
+                self._thread.start()
 
     def close(self) -> None:
         """Write what is not written yet, and end."""
@@ -140,6 +142,29 @@ def saved_session(model: str | None) -> SavedSession:
     if saved.path is None and saved.folder is not None and saved.model is not None and saved.folder.is_dir():
         sys.path.insert(0, str(saved.folder))
     return saved
+
+
+def end_when_the_terminal_is_gone(last_words: Callable[[], None]) -> None:
+    """Once nothing can be written to the terminal, say the last words and end.
+
+    Textual's thread that writes ends with an error then, and its queue fills until the whole program waits for ever: a hang-up
+    is not enough to end it.
+    """
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if (
+            isinstance(failed.exc_value, OSError)
+            and failed.thread is not None
+            and failed.thread.name == "textual-output"
+        ):
+            try:
+                last_words()
+            finally:
+                os._exit(128 + signal.SIGHUP)
+        before(failed)
+
+    threading.excepthook = hook
 
 
 def said_on_the_command_line() -> set[str]:
