@@ -95,9 +95,9 @@ def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_p
     back.wait_for(r"▸ embed_tokens +f32")
     back.press("\x12\x12")
     back.wait_for("2 lm_head → f16")
-    back.wait_for("autocast bfloat16")
     back.press("q")
     assert back.exit_status() == 0
+    assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
 
 
 def test_a_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Path) -> None:

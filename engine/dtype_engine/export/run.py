@@ -35,9 +35,11 @@ def export_checkpoint(
     options: Options | None = None,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    force: bool = False,
 ) -> ExportReport:
     """Export a checkpoint under a recipe without loading it; see `export`."""
-    return export(of_checkpoint(checkpoint, title, recipe, options), folder, max_shard_size, on_bytes, cancelled)
+    contents = of_checkpoint(checkpoint, title, recipe, options)
+    return export(contents, folder, max_shard_size, on_bytes, cancelled, force)
 
 
 def export(
@@ -46,21 +48,22 @@ def export(
     max_shard_size: int | str = SHARD_SIZE,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    force: bool = False,
 ) -> ExportReport:
     """Write an export to a new folder, streamed: never more than one tensor in memory, and of plain casts only a piece.
 
     `max_shard_size`: bytes, or as in "5GB". `on_bytes` hears the bytes written and those there will be. Until all is written
-    the folder does not exist; it is never written over. Raises UserError (no room, a folder that holds something, a dtype that
-    can't be stored) and Cancelled, and leaves nothing then.
+    the folder does not exist. `force`: one of that name is replaced when all is written, but never the source. Raises UserError
+    (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
-    target = free_name(folder)
+    target = free_name(folder, force, contents.files)
     config = export_config(contents)
     shards = _shards(contents, max_shard_size)
     progress = Progress(contents.nbytes, on_bytes, cancelled)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with one_thread(), staged(target, contents.nbytes) as stage:
+    with one_thread(), staged(target, contents.nbytes, force) as stage:
         notices = contents.notices
         if contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)
