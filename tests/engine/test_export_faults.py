@@ -202,10 +202,12 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds the model that is to be exported"):
         export(source, source, force=True)
     # Nor where the folder has only links to the files, as in the cache of Hugging Face.
-    cached = tmp_path / "snapshot"
-    cached.mkdir()
-    (cached / "model.safetensors").symlink_to(source / "model.safetensors")
-    for target in (cached, source):
+    blobs, cached = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    cached.mkdir(parents=True)
+    shutil.copyfile(source / "model.safetensors", blobs / "123")
+    (cached / "model.safetensors").symlink_to(Path("../../blobs/123"))
+    for target in (cached, blobs):
         with pytest.raises(UserError, match="holds the model"):
             export(cached, target, force=True)
         assert run(cli, "dtype-engine", ["export", str(cached), "-o", str(target), "--force"]) == 2
@@ -214,6 +216,7 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     net.write_text("import torch\ndef Net(): return torch.nn.Linear(2, 2)\n")
     assert run(cli, "dtype-engine", ["export", f"{net}:Net", "-o", str(net.parent), "--force"]) == 2
     assert net.exists()
+    assert (blobs / "123").exists()
     assert contents_of(source) == before
 
 
