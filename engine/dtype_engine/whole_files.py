@@ -16,11 +16,7 @@ def write_whole(path: Path, text: str, replace: bool = False, mode: int | None =
     `replace`: a file of that name may be there and is replaced, else it is refused. `mode`: permissions, by default those
     of any new file. Raises UserError that says why it can't be written; whatever was there is still there then.
     """
-    path = path.expanduser().absolute()
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; name a file in it")
-    if not replace and (path.exists() or path.is_symlink()):
-        raise UserError(f"{path} exists; name another file, or replace it with --force")
+    path = refuse_existing(path, replace)
     beside: str | None = None
     try:
         number, beside = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
@@ -43,6 +39,18 @@ def write_whole(path: Path, text: str, replace: bool = False, mode: int | None =
         if beside is not None:
             with contextlib.suppress(OSError):
                 os.unlink(beside)
+    return path
+
+
+def refuse_existing(path: Path, replace: bool = False) -> Path:
+    """The absolute path of a file that may be written. Raises UserError where one is there, or no folder for it."""
+    path = path.expanduser().absolute()
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; name a file in it")
+    if not replace and (path.exists() or path.is_symlink()):
+        raise UserError(f"{path} exists; name another file, or replace it with --force")
+    if not path.parent.is_dir():
+        raise UserError(f"there is no folder {path.parent} to write {path.name} to")
     return path
 
 

@@ -9,8 +9,8 @@ from ..options import RunSettings
 from ..readings import DriftReport
 from ..report_text import human_bytes
 from ..tree import Tree
-from .file import Figure, RecipeFile, write_recipe
-from .plan import Plan, make_plan, no_match, tensor_bytes
+from .file import Figure, write_recipe
+from .plan import Plan, tensor_bytes
 
 _DIGITS = 6
 """Significant digits of a figure: enough to compare, and a line changes only when the figure does."""
@@ -74,18 +74,3 @@ def _takes(tree: Tree, plan: Plan, place: int) -> str:
     decides = "" if won == len(taken) else f", decides {won}"
     plural = "" if len(taken) == 1 else "s"
     return f"{len(taken)} tensor{plural}{decides}, {human_bytes(before)} -> {human_bytes(after)}"
-
-
-def report_on_another_model(written: RecipeFile, tree: Tree, title: str) -> tuple[str, ...]:
-    """What is to be said when a recipe file is read for a model: that it was made for another, and every rule that takes
-    nothing in this one. Rules by class are silent while classes are not known.
-    """
-    said = []
-    if written.model is not None and written.model != title:
-        said.append(f"the recipe was made for {written.model}, and this is {title}")
-    plan = make_plan(tree, written.recipe)
-    said += [
-        f"rule {place + 1}: {no_match(tree, written.recipe.rules[place].pattern, plan.selections[place])}"
-        for place in plan.unmatched
-    ]
-    return tuple(said)
