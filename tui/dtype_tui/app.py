@@ -24,10 +24,13 @@ from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.sessions import SavedSession
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
+from dtype_engine.wishes import Wish
 
 from .cells import bar
 from .experiment import Experiment
 from .keeping import SessionKeeper
+from .leaving_screen import LeavingScreen
+from .presets_screen import PresetsScreen
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
@@ -58,6 +61,8 @@ class Engine(Protocol):
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
+    def plan_export(self) -> None: ...
+    def save(self, wish: Wish) -> None: ...
     def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -80,6 +85,8 @@ class DtypeApp(App[None]):
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),
         Binding("t", "speed", "Time forward passes"),
+        Binding("p", "presets", "Presets: what each would do to this model"),
+        Binding("e", "leave_with", "Leave with a checkpoint, a recipe, a report"),
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
@@ -116,6 +123,7 @@ class DtypeApp(App[None]):
         self._cursor_at = ""
         self._preset_wanted: str | None = None
         self._after_preset = Recipe()
+        self._saving = self._quit_asked = False
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -250,6 +258,13 @@ class DtypeApp(App[None]):
             self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
+        elif isinstance(event, events.Saving):
+            self._saving = True
+            self._busy, self._activity, self._share = True, event.what, event.done / max(1, event.total)
+        elif isinstance(event, events.Saved):
+            self._saving = self._quit_asked = False
+            for sentence in (event.sentence, *event.notices):
+                self._say(sentence, "information" if event.done else "warning")
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -278,6 +293,9 @@ class DtypeApp(App[None]):
             self.push_screen(flow_screen(event.casts))
         elif isinstance(event, events.WeightLookedAt):
             self.push_screen(weight_screen(experiment, event.name, event.reading))
+        elif isinstance(event, events.ExportPlanned):
+            if isinstance(self.screen, LeavingScreen):
+                self.screen.show_plan(event)
         elif isinstance(event, events.Failed):
             experiment.failure, experiment.failed_module = event.message, event.module
             self._say(event.message, "error")
@@ -462,6 +480,37 @@ class DtypeApp(App[None]):
         self.engine.set_settings(settings)
         self._show_all()
 
+    def action_presets(self) -> None:
+        if self._has_tree:
+            self.push_screen(PresetsScreen(self.experiment.tree), self._preset_chosen)
+
+    def _preset_chosen(self, recipe: Recipe | None) -> None:
+        if recipe is None:
+            return
+        if self.experiment.push(recipe):
+            self._changed()
+        else:
+            self._say("this preset is in force already", "information")
+
+    def action_leave_with(self) -> None:
+        experiment = self.experiment
+        if not self._has_tree:
+            return
+        self.push_screen(LeavingScreen(experiment.title, len(experiment.recipe), experiment.report), self._wished)
+        self.engine.plan_export()
+
+    def _wished(self, wish: Wish | None) -> None:
+        if wish is not None:
+            self.engine.save(wish)
+            self._expect("writing")
+
+    async def action_quit(self) -> None:
+        if self._saving and not self._quit_asked:
+            self._quit_asked = True
+            self._say("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        else:
+            await super().action_quit()
+
     def action_stop(self) -> None:
         if self.tree_view.filter_text:
             self.tree_view.set_filter("")
@@ -497,6 +546,8 @@ class DtypeApp(App[None]):
             ("In the tree", _described(ModuleTree.BINDINGS)),
             ("In the cast prompt", _described(CastPrompt.BINDINGS)),
             ("In the settings", _described(SettingsScreen.BINDINGS)),
+            ("In the presets", _described(PresetsScreen.BINDINGS)),
+            ("In what to leave with", _described(LeavingScreen.BINDINGS)),
         ]
         self.push_screen(help_screen(sections, words))
 

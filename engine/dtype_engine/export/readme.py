@@ -72,6 +72,11 @@ def _ours(contents: Contents) -> list[str]:
     ]
 
 
+def loading_text(contents: Contents) -> str:
+    """What plain `from_pretrained` of transformers 5 does with an export, in plain sentences."""
+    return " ".join(line for line in _theirs(contents) if line).replace("`", "")
+
+
 def _theirs(contents: Contents) -> list[str]:
     """What plain `from_pretrained` of transformers 5 does with it."""
     if contents.config is None:
