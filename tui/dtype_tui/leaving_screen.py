@@ -31,8 +31,8 @@ from dtype_engine.wishes import (
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and what was measured, to use again"),
-    ("report", "one page: rules, memory, drift, every module (.html or .md)"),
-    *((target, "the recipe in the words of this tool") for target in TARGET_SUFFIXES),
+    ("report", "one page: rules, memory, drift, modules (.html, .md)"),
+    *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
 
 
@@ -104,7 +104,8 @@ class LeavingScreen(ModalScreen[Wish | None]):
             here = place == self._at
             kinds.append("› " if here else "  ", style="bold")
             kinds.append(f"{name:<15}", style="bold" if here else "")
-            kinds.append(f"{what}\n", style="" if here else "dim")
+            shown = what if here or name not in TARGET_SUFFIXES else ""
+            kinds.append(f"{shown}\n", style="" if here else "dim")
         kinds.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}", style="dim")
         self.query_one("#kinds", Static).update(kinds)
         width = max(30, self.query_one("#about", Static).size.width - 1)
@@ -126,7 +127,7 @@ class LeavingScreen(ModalScreen[Wish | None]):
             return [
                 ("with the figures on the screen" if self._drift else "measures first, which takes a forward pass", "")
             ]
-        return [("exact for this model, whatever the tool prefers; what it can't express is listed", "")]
+        return [("what the tool can't express is said when the file is written", "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned

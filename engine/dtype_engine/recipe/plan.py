@@ -131,7 +131,8 @@ def require_matches(tree: Tree, recipe: Recipe) -> None:
     plan = make_plan(tree, recipe)
     for place, index in enumerate(plan.unmatched):
         others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
-        more = f"; nor do {len(others)} more rules take anything: {', '.join(others[:5])}" if others else ""
+        nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
+        more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
         raise UserError(no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
 
 

@@ -40,8 +40,9 @@ def gather(
 
 
 def _summary(plan: Plan, drift: DriftReport | None) -> str:
-    words = f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} under {_count(len(plan.recipe), 'rule')}"
-    if plan.stored_bytes:
+    words = f"{human_bytes(plan.stored_bytes)} stored"
+    if plan.recipe.rules:
+        words += f", {human_bytes(plan.planned_bytes)} under {_count(len(plan.recipe), 'rule')}"
         words += f" ({_change(plan.stored_bytes, plan.planned_bytes)})"
     if drift is not None:
         words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from html import escape
 
+from ..text import printable
 from .charts import profile_svg, shares_svg
 from .parts import Name, Profile, Report, Section, Shares, Table
 
@@ -60,7 +61,8 @@ def _section(section: Section) -> list[str]:
 
 
 def _text(text: str) -> str:
-    return f"<code>{escape(text)}</code>" if isinstance(text, Name) else escape(text)
+    safe = escape(printable(text, len(text)))
+    return f"<code>{safe}</code>" if isinstance(text, Name) else safe
 
 
 def _figure(title: str, svg: str) -> list[str]:

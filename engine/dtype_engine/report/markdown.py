@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from ..text import printable
 from .parts import Name, Profile, Report, Section, Shares, Table
 
 _BAR = 40
@@ -35,7 +36,8 @@ def _section(section: Section) -> list[str]:
 
 
 def _text(text: str) -> str:
-    if not isinstance(text, Name):
+    is_name, text = isinstance(text, Name), printable(text, len(text))
+    if not is_name:
         return _SPECIAL.sub(r"\\\1", text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
     space = " " if "`" in text else ""
