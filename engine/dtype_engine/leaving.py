@@ -146,12 +146,12 @@ class Workshop:
 
 def progress(tell: Callable[[str, int, int], Any], clock: Callable[[], float]) -> OnBytes:
     """Progress in bytes as `tell("exporting, 310.00 MiB/s", done, total)`, ten times a second at most."""
-    started = told = clock()
+    started, told = clock(), -1.0
 
     def on_bytes(done: int, total: int) -> None:
         nonlocal told
         now = clock()
-        if now - told >= 0.1 or done == total:
+        if told < 0 or now - told >= 0.1 or done == total:
             told = now
             speed = f", {human_bytes(done / (now - started))}/s" if done and now > started else ""
             tell(f"exporting{speed}", done, total)

@@ -152,7 +152,7 @@ class DtypeApp(App[None]):
         self._show_all()
         self.set_interval(_LOOK_EVERY_S, self._look)
         self._find_cursor()
-        self.set_interval(_KEEP_EVERY_S, lambda: self._keep(self.tree_view.current.name))
+        self.set_interval(_KEEP_EVERY_S, self._keep_now)
         if self.keeper is not None:
             self.keeper.say = lambda trouble: self._say(trouble, "warning")
         loop = asyncio.get_running_loop()
@@ -336,6 +336,10 @@ class DtypeApp(App[None]):
         self.experiment.take_up(History.of(saved.recipes, saved.at))
         self.engine.set_recipe(self.experiment.recipe)
         self._cursor_wanted = saved.cursor
+
+    def _keep_now(self) -> None:
+        for tree in self.query(ModuleTree):  # there is none while the app ends
+            self._keep(tree.current.name if tree.rows else "")
 
     def _keep(self, cursor: str) -> None:
         if self.keeper is not None and (self._has_tree or self._cursor_wanted is not None):
