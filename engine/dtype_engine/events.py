@@ -21,6 +21,7 @@ from .readings import (
 from .readings_inputs import InputsReading
 from .recipe import Recipe
 from .tree import Tree
+from .wishes import ExportPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,6 +163,35 @@ class WeightLookedAt:
 
 
 @dataclass(frozen=True, slots=True)
+class ExportPlanned:
+    """What an export of this recipe would write; `plan` is None where it can't be exported, and `reason` says why."""
+
+    recipe: Recipe
+    plan: ExportPlan | None
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Saving:
+    """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
+
+    recipe: Recipe
+    what: str
+    done: int
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What was asked to be written is there, or is not (`done`), and the sentence says what and where, or why not."""
+
+    recipe: Recipe
+    done: bool
+    sentence: str
+    notices: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -207,6 +237,9 @@ Event = (
     | Generated
     | Timed
     | WeightLookedAt
+    | ExportPlanned
+    | Saving
+    | Saved
     | Failed
     | Stopped
     | Memory

@@ -215,12 +215,13 @@ class Session:
         max_shard_size: int | str = "5GB",
         on_bytes: Callable[[int, int], None] = lambda done, total: None,
         cancelled: Cancelled = _never,
+        force: bool = False,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the recipe in force; see `export.export`."""
         from .export import export, of_live
 
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force)
 
     def scan(
         self,

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
 from .input_files import typed
+from .leaving import Workshop, progress
 from .model.room import no_room
 from .options import Options, RunSettings
 from .recipe import Recipe
 from .text import printable
+from .wishes import Wish
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -58,6 +60,7 @@ class Worker:
         self._closed = False
         self._stop_now = threading.Event()
         self._stopped_by_user = False
+        self._saving = False
         self._busy = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
         self._sampler = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
@@ -71,7 +74,8 @@ class Worker:
         """Cast to `recipe` and measure; whatever is under way for another recipe stops."""
         with self._changed:
             self._recipe, self._waiting = recipe, True
-            self._stop_now.set()
+            if not self._saving:  # what is being written is finished for the recipe that it was asked for
+                self._stop_now.set()
             self._changed.notify_all()
 
     def measure(self) -> None:
@@ -108,6 +112,15 @@ class Worker:
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         """Read one tensor's values, after what is under way: exponents, and the error of a cast to each of `targets`."""
         self._ask(lambda recipe: self._tell_weight(recipe, name, targets))
+
+    def plan_export(self) -> None:
+        """Tell what an export of the recipe in force would write, after what is under way."""
+        self._ask(self._tell_export_plan)
+
+    def save(self, wish: Wish) -> None:
+        """Write what is wished for, of the recipe in force now, after what is under way. Only `cancel` stops it."""
+        asked_for = self._recipe
+        self._ask(lambda recipe: self._save(asked_for, wish))
 
     def _ask(self, task: Task) -> None:
         with self._changed:
@@ -302,6 +315,33 @@ class Worker:
         self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
         reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
         self._emit(events.WeightLookedAt(recipe, name, reading))
+
+    def _workshop(self, recipe: Recipe) -> Workshop:
+        told = progress(
+            lambda what, done, total: self._emit(events.Saving(recipe, what, done, total)), time.perf_counter
+        )
+        return Workshop(
+            self._source, self._options, self._settings, recipe, self._session, self._checkpoint, told, self._stop_now.is_set
+        )  # fmt: skip
+
+    def _tell_export_plan(self, recipe: Recipe) -> None:
+        try:
+            self._emit(events.ExportPlanned(recipe, self._workshop(recipe).plan_export()))
+        except UserError as error:
+            self._emit(events.ExportPlanned(recipe, None, str(error)))
+
+    def _save(self, recipe: Recipe, wish: Wish) -> None:
+        """Refusals are told as such: they say nothing about the drift of the recipe."""
+        self._saving = True
+        try:
+            sentence, notices = self._workshop(recipe).fulfil(wish)
+            self._emit(events.Saved(recipe, True, sentence, notices))
+        except UserError as error:
+            self._emit(events.Saved(recipe, False, str(error)))
+        except Cancelled:
+            self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
+        finally:
+            self._saving = False
 
     def _guarded(self, recipe: Recipe, run: Task) -> None:
         """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""

@@ -12,6 +12,7 @@ TORCH_FREE = [
     "dtype_engine.dtypes", "dtype_engine.events", "dtype_engine.readings", "dtype_engine.options", "dtype_engine.text",
     "dtype_engine.model.source", "dtype_engine.report_text", "dtype_engine.cli", "dtype_engine.worker", "dtype_tui.app",
     "dtype_tui.cli", "dtype_engine.input_files", "dtype_engine.readings_inputs",
+    "dtype_engine.sessions", "dtype_engine.wishes", "dtype_engine.report", "dtype_engine.recipe.saved",
 ]  # fmt: skip
 
 

@@ -130,3 +130,21 @@ def test_what_is_no_export_is_said_in_a_sentence(
     assert "can't read the recipe" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["verify", str(tmp_path / "none"), "--against", str(source)]) == 2
     assert "there is no folder" in capsys.readouterr().err
+
+
+def test_verify_takes_the_options_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The drift is of the prompts and the settings given, as `drift` measures it."""
+    run_so = ["--prompt", "def f(x):", "--prompt", "import os", "--float-inputs", "model", "--compute", "bf16"]
+    demo = str(Path(de.__file__).parent / "demo")
+    assert run(cli, "dtype-engine", ["export", demo, "--preset", "fp8-linears", "-o", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    arguments = ["verify", str(tmp_path / "out"), "--against", demo, "--drift", "--json", *run_so]
+    assert run(cli, "dtype-engine", arguments) == 0
+    verified = json.loads(capsys.readouterr().out)
+    assert verified["same"]
+    assert (
+        run(cli, "dtype-engine", ["drift", demo, "--preset", "fp8-linears", "--json", "--device", "cpu", *run_so]) == 0
+    )
+    drift = json.loads(capsys.readouterr().out)
+    assert verified["rules"] == drift["rules"]
+    assert verified["drift_after"] == verified["drift_before"] == drift["output"]

@@ -43,6 +43,7 @@ class Terminal:
                 os.dup2(self._terminal, number)
             # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
             given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+            # Nothing of this machine's: no configuration, no models in a cache.
             own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
             os.execve(PROGRAM, [PROGRAM, *arguments], given | own | (environment or {}))
 

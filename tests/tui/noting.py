@@ -11,6 +11,7 @@ from dtype_engine.options import RunSettings
 from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.recipe import Recipe
 from dtype_engine.tree import Tree
+from dtype_engine.wishes import Wish
 from dtype_tui.app import DtypeApp
 
 
@@ -23,6 +24,7 @@ class NotingEngine:
     commands: list[str] = field(default_factory=list)
     settings: list[RunSettings] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
+    wishes: list[Wish] = field(default_factory=list)
 
     def start(self) -> None:
         self.commands.append("start")
@@ -47,6 +49,13 @@ class NotingEngine:
 
     def speed(self) -> None:
         self.commands.append("speed")
+
+    def plan_export(self) -> None:
+        self.commands.append("plan export")
+
+    def save(self, wish: Wish) -> None:
+        self.commands.append("save")
+        self.wishes.append(wish)
 
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         self.commands.append(f"look at {name}")

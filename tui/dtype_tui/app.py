@@ -20,9 +20,12 @@ from textual.widgets import Static
 from dtype_engine import dtypes, events
 from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
-from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
+from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
+from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.sessions import SavedSession
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
+from dtype_engine.wishes import Wish
 
 from .ascii import AsciiFilter, wants_ascii
 from .cells import bar
@@ -31,7 +34,10 @@ from .config import Config
 from .experiment import Experiment
 from .hints import next_keys
 from .inputs_screen import InputsScreen
+from .keeping import SessionKeeper
 from .keys import described, keys_of, on_keyboard, with_ids
+from .leaving_screen import LeavingScreen
+from .presets_screen import PresetsScreen
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .themes import HIGH_CONTRAST
@@ -46,6 +52,7 @@ SMALLEST = (60, 15)
 NARROW_BELOW = 100
 GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
+_KEEP_EVERY_S = 0.2
 _ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
 
 
@@ -64,6 +71,8 @@ class Engine(Protocol):
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
+    def plan_export(self) -> None: ...
+    def save(self, wish: Wish) -> None: ...
     def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -87,6 +96,8 @@ class DtypeApp(App[None]):
             Binding("f", "flow", "Dtype flow: where dtypes silently change"),
             Binding("g", "generate", "Generate text with both, side by side"),
             Binding("t", "speed", "Time forward passes"),
+            Binding("p", "presets", "Presets: what each would do to this model"),
+            Binding("e", "leave_with", "Leave with a checkpoint, a recipe, a report"),
             Binding("i", "inputs", "Inputs: what the model is run on, and others"),
             Binding("comma", "settings", "Settings of a run: autocast, inputs"),
             Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
@@ -134,6 +145,12 @@ class DtypeApp(App[None]):
         self._share: float | None = None
         self._busy = True
         self._open_error: str | None = None
+        self.keeper: SessionKeeper | None = None
+        self._cursor_wanted: str | None = None
+        self._cursor_at = ""
+        self._preset_wanted: str | None = None
+        self._after_preset = Recipe()
+        self._saving = self._quit_asked = False
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -162,6 +179,10 @@ class DtypeApp(App[None]):
         self.tree_view.focus()
         self._show_all()
         self.set_interval(_LOOK_EVERY_S, self._look)
+        self._find_cursor()
+        self.set_interval(_KEEP_EVERY_S, self._keep_now)
+        if self.keeper is not None:
+            self.keeper.say = lambda trouble: self._say(trouble, "warning")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.exit)
@@ -169,6 +190,9 @@ class DtypeApp(App[None]):
         self.call_after_refresh(self.engine.start)
 
     def on_unmount(self) -> None:
+        self._keep(self._cursor_at)
+        if self.keeper is not None:
+            self.keeper.close()
         self.engine.close()
 
     def on_resize(self, event: textual_events.Resize) -> None:
@@ -255,12 +279,14 @@ class DtypeApp(App[None]):
             experiment.replace_tree(event.tree)
             self._has_tree = True
             self.tree_view.new_tree()
+            self._find_cursor()
             for notice in event.notices:
                 self._say(notice, "information")
             self._warn_unmatched()
         elif isinstance(event, events.OpenFailed):
             self._open_error = event.message
             experiment.no_forward, experiment.partial = event.message, False
+            self._start_with_preset()
             self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.InputsReady):
             experiment.set_inputs(event.reading)
@@ -272,6 +298,13 @@ class DtypeApp(App[None]):
                 self.screen.refused(event.message)
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
+        elif isinstance(event, events.Saving):
+            self._saving = True
+            self._busy, self._activity, self._share = True, event.what, event.done / max(1, event.total)
+        elif isinstance(event, events.Saved):
+            self._saving = self._quit_asked = False
+            for sentence in (event.sentence, *event.notices):
+                self._say(sentence, "information" if event.done else "warning")
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -304,6 +337,9 @@ class DtypeApp(App[None]):
             self.push_screen(flow_screen(event.casts))
         elif isinstance(event, events.WeightLookedAt):
             self.push_screen(weight_screen(experiment, event.name, event.reading))
+        elif isinstance(event, events.ExportPlanned):
+            if isinstance(self.screen, LeavingScreen):
+                self.screen.show_plan(event)
         elif isinstance(event, events.Failed):
             experiment.failure, experiment.failed_module = event.message, event.module
             self._say(event.message, "error")
@@ -317,6 +353,8 @@ class DtypeApp(App[None]):
         experiment.replace_tree(event.tree)
         self._has_tree = True
         self.tree_view.new_tree()
+        self._find_cursor()
+        self._start_with_preset()
         for notice in event.notices:
             self._say(notice, "warning")
         if event.no_forward:
@@ -335,12 +373,52 @@ class DtypeApp(App[None]):
     def _say(self, text: str, severity: str) -> None:
         self.notify(printable(text, 500), severity=severity, markup=False)  # type: ignore[arg-type]
 
+    # -- the session that is kept --------------------------------------------------------------------------------
+
+    def take_up(self, saved: SavedSession) -> None:
+        """Go on with a session that was kept."""
+        self.experiment.take_up(History.of(saved.recipes, saved.at))
+        self.engine.set_recipe(self.experiment.recipe)
+        self._cursor_wanted = saved.cursor
+
+    def _keep_now(self) -> None:
+        for tree in self.query(ModuleTree):  # there is none while the app ends
+            self._keep(tree.current.name if tree.rows else "")
+
+    def _keep(self, cursor: str) -> None:
+        if self.keeper is not None and (self._has_tree or self._cursor_wanted is not None):
+            self._cursor_at = cursor
+            self.keeper.note(self.experiment, cursor if self._cursor_wanted is None else self._cursor_wanted)
+
+    def _find_cursor(self) -> None:
+        """Go to the node where the session that was taken up stood, once there is a tree with it."""
+        if self._cursor_wanted is not None and self._has_tree:
+            found = self.tree_view.go_to(self._cursor_wanted)
+            if found or self.experiment.live or self._open_error:
+                self._cursor_wanted = None
+
     # -- recipes -------------------------------------------------------------------------------------------------
 
-    def start_with(self, recipe: Recipe) -> None:
-        """Begin with a recipe (from the command line)."""
+    def start_with(self, recipe: Recipe, preset: str | None = None) -> None:
+        """Begin with a recipe (from the command line), after the rules of a preset where one was asked for."""
         if self.experiment.push(recipe):
             self.engine.set_recipe(recipe)
+        self._preset_wanted, self._after_preset = preset, recipe
+        if self.experiment.tree.has_classes or (preset and not PRESETS[preset].needs_classes and self._has_tree):
+            self._start_with_preset()
+
+    def _start_with_preset(self) -> None:
+        """Put the preset in force that the command line asks for; most wait for module classes to be known."""
+        if self._preset_wanted is None:
+            return
+        name, self._preset_wanted = self._preset_wanted, None
+        try:
+            made = PRESETS[name].recipe(self.experiment.tree)
+        except UserError as error:
+            self._say(str(error), "warning")
+            return
+        if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
+            self.engine.set_recipe(self.experiment.recipe)
 
     def _changed(self) -> None:
         """The recipe in force is another: tell the engine, and show what is known at once."""
@@ -468,6 +546,37 @@ class DtypeApp(App[None]):
         self.engine.set_settings(settings)
         self._show_all()
 
+    def action_presets(self) -> None:
+        if self._has_tree:
+            self.push_screen(PresetsScreen(self.experiment.tree), self._preset_chosen)
+
+    def _preset_chosen(self, recipe: Recipe | None) -> None:
+        if recipe is None:
+            return
+        if self.experiment.push(recipe):
+            self._changed()
+        else:
+            self._say("this preset is in force already", "information")
+
+    def action_leave_with(self) -> None:
+        experiment = self.experiment
+        if not self._has_tree:
+            return
+        self.push_screen(LeavingScreen(experiment.title, len(experiment.recipe), experiment.report), self._wished)
+        self.engine.plan_export()
+
+    def _wished(self, wish: Wish | None) -> None:
+        if wish is not None:
+            self.engine.save(wish)
+            self._expect("writing")
+
+    async def action_quit(self) -> None:
+        if self._saving and not self._quit_asked:
+            self._quit_asked = True
+            self._say("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        else:
+            await super().action_quit()
+
     def action_stop(self) -> None:
         if self.tree_view.filter_text:
             self.tree_view.set_filter("")
@@ -589,6 +698,8 @@ class DtypeApp(App[None]):
             ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
             ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
             ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
+            ("In the presets", described(PresetsScreen.BINDINGS, self.chosen_keys)),
+            ("In what to leave with", described(LeavingScreen.BINDINGS, self.chosen_keys)),
             ("In the inputs", described(InputsScreen.BINDINGS, self.chosen_keys)),
         ]
         self.push_screen(help_screen(sections, words))
@@ -609,6 +720,7 @@ class DtypeApp(App[None]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
+        self._cursor_at, self._cursor_wanted = message.name, None
         self.side.panes[2].show("", message.name)
 
     def on_cast_prompt_previewed(self, message: CastPrompt.Previewed) -> None:

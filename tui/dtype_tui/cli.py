@@ -20,6 +20,8 @@ from dtype_engine.cli.common import (
     cast_options,
     model_argument,
     options_from,
+    preset_asked,
+    preset_option,
     read_rules,
     refuse_unmatched,
     run,
@@ -32,12 +34,22 @@ from dtype_engine.events import Event
 
 if TYPE_CHECKING:
     from .config import Config
+from dtype_engine.recipe import Recipe
+
+from .keeping import (
+    SessionKeeper,
+    end_when_the_terminal_is_gone,
+    said_on_the_command_line,
+    saved_session,
+    with_saved_options,
+)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
+@click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @with_options(run_options)
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
 def command(
@@ -45,6 +57,7 @@ def command(
     casts: tuple[str, ...],
     recipe_file: Path | None,
     in_ascii: bool,
+    resume: bool,
     **run_settings: Any,
 ) -> None:
     """What happens if these layers are in another dtype?
@@ -57,7 +70,10 @@ def command(
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
-    if model is None:
+    saved = saved_session(model) if resume else None
+    if saved is not None:
+        model, options = saved.model, with_saved_options(options, saved.options, said_on_the_command_line())
+    elif model is None:
         _need_a_terminal()
         model = _chosen(config)
         if model is None:
@@ -82,7 +98,12 @@ def command(
         return workers[0]
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
-    app.start_with(recipe)
+    app.keeper = SessionKeeper(model, source.title, source.path, options)
+    if saved is not None:
+        app.take_up(saved)
+        recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
+    app.start_with(recipe, preset_asked())
+    end_when_the_terminal_is_gone(app.on_unmount)
     app.run()
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
@@ -105,13 +126,19 @@ def _chosen(config: Config) -> str | None:
     """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
     from dtype_engine.model.nearby import nearby
     from dtype_engine.model.source import locate
+    from dtype_engine.sessions import recent_models
 
-    from .start_screen import DEMO, Offer, StartApp
+    from .start_screen import DEMO, MOST_RECENT, Offer, StartApp
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in nearby(Path())]
-    if not offers:
+    recent = [
+        Offer(found.model, "opened lately", None, found.time.timestamp())
+        for found in recent_models()
+        if found.model is not None
+    ]
+    if not offers and not recent:
         return DEMO.model
-    return StartApp([*offers, DEMO], locate, config).run()
+    return StartApp([*recent[:MOST_RECENT], *offers, DEMO], locate, config).run()
 
 
 @cache

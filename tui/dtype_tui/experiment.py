@@ -75,6 +75,11 @@ class Experiment:
         self.tree = tree
         self._replan()
 
+    def take_up(self, history: History) -> None:
+        """Go on with the recipes of a session that was kept."""
+        self.history = history
+        self._replan()
+
     def push(self, recipe: Recipe) -> bool:
         """Put a recipe in force; False when it already was."""
         if not self.history.push(recipe):

@@ -22,6 +22,7 @@ from .config import Config
 from .themes import HIGH_CONTRAST
 
 MOST_SHOWN = 500
+MOST_RECENT = 5
 
 
 @dataclass(frozen=True)

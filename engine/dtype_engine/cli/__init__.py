@@ -13,6 +13,7 @@ import click
 from .common import run
 from .export import export, verify
 from .recipe import recipe
+from .report import report
 from .running import drift, flow, inspect, speed, weights
 from .scan import scan, search
 
@@ -27,7 +28,7 @@ def cli() -> None:
     """
 
 
-for command in (inspect, drift, flow, speed, weights, scan, search, export, verify, recipe):
+for command in (inspect, drift, flow, speed, weights, scan, search, export, verify, recipe, report):
     cli.add_command(command)
 
 

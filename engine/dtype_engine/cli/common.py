@@ -17,6 +17,7 @@ from ..errors import UserError
 from ..input_files import check_files
 from ..options import Options, RunSettings
 from ..recipe import Recipe, Rule, require_matches
+from ..text import printable
 from ..tree import Tree
 
 if TYPE_CHECKING:
@@ -137,6 +138,7 @@ def opened(model: str | None, recipe: Recipe, options: Options) -> Session:
     from ..session import open_session
 
     session = open_session(source, settled(options), say=say)
+    _say_made_for(session.model.title)
     recipe = with_preset(recipe, session.tree)
     require_matches(session.tree, recipe)
     session.apply(recipe)
@@ -194,6 +196,18 @@ def settled(options: Options) -> Options:
         if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
     }
     return dataclasses.replace(options, settings=dataclasses.replace(written, **said))
+
+
+def _say_made_for(title: str) -> None:
+    """A note where the recipe file of this command names another model than `title`."""
+    context = click.get_current_context(silent=True)
+    file = context.params.get("recipe_file") if context is not None else None
+    if file is not None:
+        from ..recipe.file import read_recipe_file
+
+        named = read_recipe_file(file).model
+        if named is not None and named != title:
+            click.echo(f"dtype-engine: note: {file} was made for {printable(named)}, and this is {title}", err=True)
 
 
 def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:

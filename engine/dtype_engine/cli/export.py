@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import signal
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -19,15 +21,40 @@ from ..readings import as_json
 from ..readings_export import ExportReport, VerifyReport
 from ..report_text import human_bytes, seconds_text
 from ..text import printable
-from .common import cast_options, json_option, model_argument, opened, print_json, read_rules, say, with_options
+from .common import (
+    cast_options,
+    find_options,
+    json_option,
+    model_argument,
+    opened,
+    options_from,
+    preset_asked,
+    preset_option,
+    print_json,
+    read_rules,
+    run_options,
+    say,
+    with_options,
+    with_preset,
+)
 
 NO = 1
 _SHOWN = 20
 
+code_options = [
+    click.option(
+        "--weights",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
+]
+
 
 @click.command()
 @model_argument
-@with_options(cast_options)
+@with_options([*cast_options, preset_option])
 @click.option(
     "-o",
     "--output",
@@ -35,19 +62,21 @@ _SHOWN = 20
     required=True,
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="A new folder; nothing is ever written over.",
+    help="A new folder; one that holds something is not written over without --force.",
 )
+@click.option("--force", is_flag=True, help="Replace FOLDER when all is written; never the model itself.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@with_options([*find_options, *code_options])
 @json_option
 def export(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
     folder: Path,
+    force: bool,
     max_shard_size: str,
-    trust_remote_code: bool,
     as_object: bool,
+    **trust: Any,
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
     from ..export import export_checkpoint
@@ -55,17 +84,21 @@ def export(
     from ..model.source import locate
 
     recipe = read_rules(casts, recipe_file)
-    free_name(folder)
-    source = locate(model)
+    options = Options(device="cpu", **trust)
+    source = locate(model, options.trust_pickle, options.download)
+    free_name(folder, force, [source.path] if source.path is not None else [])
     checkpoint = source.open()
-    options = Options(device="cpu", trust_remote_code=trust_remote_code)
     with _stopped_cleanly():
         if checkpoint is not None:
+            if preset_asked():
+                from ..model.described import describe
+
+                recipe = with_preset(recipe, describe(source, options).tree)
             report = export_checkpoint(
-                checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting")
+                checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting"), force=force
             )
         else:
-            report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"))
+            report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"), force=force)
     say("")
     if as_object:
         print_json(as_json(report))
@@ -79,9 +112,9 @@ def export(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
 @click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
-@click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint.")
+@with_options(run_options)
 @json_option
-def verify(folder: Path, model: str, drift: bool, trust_remote_code: bool, as_object: bool) -> int:
+def verify(folder: Path, model: str, drift: bool, as_object: bool, **run_settings: Any) -> int:
     """Check an export: every tensor's dtype and values as its recipe makes them of MODEL, bit for bit.
 
     Exit status 1 when anything differs.
@@ -91,8 +124,11 @@ def verify(folder: Path, model: str, drift: bool, trust_remote_code: bool, as_ob
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    options = Options(device="cpu", trust_remote_code=trust_remote_code)
-    report = check(folder, locate(model), drift, options, _rate("comparing"))
+    options = options_from(**run_settings)
+    if options.device == "auto":  # the same sums on any machine
+        options = dataclasses.replace(options, device="cpu")
+    source = locate(model, options.trust_pickle, options.download)
+    report = check(folder, source, drift, options, _rate("comparing"))
     say("")
     if as_object:
         print_json(as_json(report) | {"same": report.same})

@@ -34,6 +34,7 @@ from .common import (
     with_options,
     with_preset,
 )
+from .saving import may_save, save_measured, save_recipe_options
 
 
 @click.command()
@@ -112,18 +113,23 @@ def inspect(
     metavar="N",
     help="Also let both write N tokens, greedily, and show where they part.",
 )
+@with_options(save_recipe_options)
 @json_option
 def drift(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
     tokens: int | None,
+    save_recipe: Path | None,
+    force: bool,
     as_object: bool,
     **run_settings: Any,
 ) -> None:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
+    may_save(save_recipe, force)
     session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
     report = session.drift(on_progress=say_progress)
+    save_measured(session, report, save_recipe, force)
     texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
     say("")
     if as_object:

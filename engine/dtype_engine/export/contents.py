@@ -96,7 +96,8 @@ class Item:
 class Contents:
     """Everything about an export but where it goes.
 
-    `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along.
+    `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along; `files` are those
+    that are read.
     """
 
     title: str
@@ -106,6 +107,7 @@ class Contents:
     folder: Path | None = None
     linears: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -159,7 +161,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
                     partial(_live_values, weight, dtype), partial(_live_kept, weight, dtype),
                 )
             )  # fmt: skip
-    return Contents(model.title, _checked(items), recipe)
+    return Contents(model.title, _checked(items), recipe, files=model.files)
 
 
 def _stored_tree(module: torch.nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> Tree:
@@ -207,7 +209,8 @@ def _placed_contents(
     folder = checkpoint.path if checkpoint.path.is_dir() else None
     if folder is None and checkpoint.config is not None:
         folder = checkpoint.path.parent
-    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, _notices(items))
+    files = (checkpoint.path, *checkpoint.files)
+    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, _notices(items), files)
 
 
 def _item(

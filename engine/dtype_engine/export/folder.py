@@ -7,7 +7,7 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,8 @@ from ..checkpoint import inside
 from ..errors import UserError
 from ..report_text import human_bytes
 from ..text import printable
+from ..whole_files import sync_folder, umask
+from .claim import claimed, remove_stale
 
 _ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -29,26 +31,49 @@ _SLACK = 1 << 20
 """Bytes left for headers and small files."""
 
 
-def free_name(target: Path) -> Path:
-    """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there."""
+def free_name(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
+    """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there.
+
+    `force`: a folder of files alone may be there, and is to be replaced; never one that holds any of the files `keep`, or
+    folders (an export has none, a home or a project has), or the one that the program runs in.
+    """
     target = target.expanduser().absolute()
     if not target.name:
         raise UserError(f"{target} can't be exported to: name a new folder")
     if target.is_symlink() or (target.exists() and not target.is_dir()):
         raise UserError(f"{target} exists and is no folder; name another one")
     if target.is_dir() and any(target.iterdir()):
-        raise UserError(f"{target} exists and is not empty; name another folder, or remove it first")
+        if not force:
+            raise UserError(f"{target} exists and is not empty; name another folder, or replace it with --force")
+        _refuse_to_replace(target, keep)
     if not target.parent.is_dir():
         raise UserError(f"there is no folder {target.parent} to export to")
     return target
 
 
+def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
+    real = target.resolve()
+    if any(file.resolve().is_relative_to(real) or file.absolute().is_relative_to(target) for file in keep):
+        raise UserError(
+            f"{target} holds the model that is to be exported, and that is never replaced; name another folder"
+        )
+    if Path.cwd().is_relative_to(real):
+        raise UserError(f"{target} is the folder that this runs in, and is not replaced; name another one")
+    inside = next((entry for entry in target.iterdir() if entry.is_dir() and not entry.is_symlink()), None)
+    if inside is not None or os.path.ismount(target):
+        found = f"holds the folder {printable(inside.name)}" if inside is not None else "is a mount point"
+        raise UserError(f"{target} {found}, so it is no export and is not replaced; name another one")
+
+
 @contextmanager
-def staged(target: Path, needed: int) -> Iterator[Path]:
+def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     """A new folder beside `target` to write into, which gets its name when the block ends well, and vanishes otherwise.
 
-    Raises UserError when fewer than `needed` bytes are free, when the disk fills up nevertheless, or can't be written to.
+    Everything is on the disk before the name is given. `force`: what has the name is moved aside, and removed when its
+    successor is in place. Raises UserError when fewer than `needed` bytes are free, when the disk fills up nevertheless, or
+    can't be written to.
     """
+    remove_stale(target)
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK:
         raise UserError(
@@ -57,11 +82,16 @@ def staged(target: Path, needed: int) -> Iterator[Path]:
         )
     stage: Path | None = None
     try:
-        stage = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.partial-", dir=target.parent))
-        yield stage
-        os.chmod(stage, 0o777 & ~_umask())
-        os.rename(stage, target)
+        stage = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}.partial-", dir=target.parent))
+        with claimed(stage):
+            yield stage
+            os.chmod(stage, 0o777 & ~umask())
+            for entry in stage.iterdir():
+                _sync_file(entry)
+        sync_folder(stage)
+        _give_name(stage, target, force)
         stage = None
+        sync_folder(target.parent)
     except OSError as error:
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
@@ -69,15 +99,35 @@ def staged(target: Path, needed: int) -> Iterator[Path]:
             shutil.rmtree(stage, ignore_errors=True)
 
 
-def _umask() -> int:
-    """The process's umask, read without setting it where the system tells."""
+def _prefix(target: Path) -> str:
+    return f".{target.name[:100]}"
+
+
+def _sync_file(path: Path) -> None:
+    number = os.open(path, os.O_RDONLY)
     try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("Umask:"):
-                return int(line.split()[1], 8)
-    except (OSError, ValueError):
-        pass
-    return 0o022
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _give_name(stage: Path, target: Path, force: bool) -> None:
+    """Rename the stage to the target. What a forced export replaces is out of the way for a moment, never half gone."""
+    if not force or not target.is_dir() or not any(target.iterdir()):
+        os.rename(stage, target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}.replaced-", dir=target.parent))
+    try:
+        os.rename(target, aside)
+        try:
+            os.rename(stage, target)
+        except OSError:
+            os.rename(aside, target)
+            raise
+    except OSError:
+        aside.rmdir()
+        raise
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def copy_along(source: Path, stage: Path) -> tuple[str, ...]:

@@ -72,6 +72,22 @@ def _ours(contents: Contents) -> list[str]:
     ]
 
 
+def loading_text(contents: Contents) -> str:
+    """In a few words, what loading an export gives: by `load_pretrained`, and by plain `from_pretrained` of transformers 5."""
+    if contents.config is None:
+        return "load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load it."
+    wide = export_dtype(contents)
+    scaled = [item for item in contents.items if item.scaled]
+    ours = f"load_pretrained gives these dtypes{f', fp8 and int8 as values in {wide}' if scaled else ''}."
+    if any(not item.declared for item in scaled):
+        return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
+    if scaled:
+        return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
+    if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTED} - {wide}:
+        return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
+    return f"{ours} So does plain from_pretrained: all of it is {wide}."
+
+
 def _theirs(contents: Contents) -> list[str]:
     """What plain `from_pretrained` of transformers 5 does with it."""
     if contents.config is None:

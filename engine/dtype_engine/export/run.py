@@ -35,9 +35,11 @@ def export_checkpoint(
     options: Options | None = None,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    force: bool = False,
 ) -> ExportReport:
     """Export a checkpoint under a recipe without loading it; see `export`."""
-    return export(of_checkpoint(checkpoint, title, recipe, options), folder, max_shard_size, on_bytes, cancelled)
+    contents = of_checkpoint(checkpoint, title, recipe, options)
+    return export(contents, folder, max_shard_size, on_bytes, cancelled, force)
 
 
 def export(
@@ -46,21 +48,22 @@ def export(
     max_shard_size: int | str = SHARD_SIZE,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
+    force: bool = False,
 ) -> ExportReport:
     """Write an export to a new folder, streamed: never more than one tensor in memory, and of plain casts only a piece.
 
     `max_shard_size`: bytes, or as in "5GB". `on_bytes` hears the bytes written and those there will be. Until all is written
-    the folder does not exist; it is never written over. Raises UserError (no room, a folder that holds something, a dtype that
-    can't be stored) and Cancelled, and leaves nothing then.
+    the folder does not exist. `force`: one of that name is replaced when all is written, but never the source. Raises UserError
+    (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
-    target = free_name(folder)
+    target = free_name(folder, force, contents.files)
     config = export_config(contents)
-    shards = _shards(contents, max_shard_size)
+    files = shards(contents, max_shard_size)
     progress = Progress(contents.nbytes, on_bytes, cancelled)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with one_thread(), staged(target, contents.nbytes) as stage:
+    with one_thread(), staged(target, contents.nbytes, force) as stage:
         notices = contents.notices
         if contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)
@@ -70,10 +73,10 @@ def export(
             )
         (stage / "recipe.yaml").write_text(write_recipe(contents.recipe, contents.title), encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums), encoding="utf-8")
-        for name, items in shards.items():
+        for name, items in files.items():
             write_file(stage / name, items, _metadata(items), progress)
-        if len(shards) > 1:
-            weight_map = {piece.name: name for name, items in shards.items() for item in items for piece in item.pieces}
+        if len(files) > 1:
+            weight_map = {piece.name: name for name, items in files.items() for item in items for piece in item.pieces}
             index = {"metadata": {"total_size": contents.nbytes}, "weight_map": weight_map}
             (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     give_memory_back()
@@ -83,7 +86,7 @@ def export(
         rules=tuple(map(str, contents.recipe.rules)),
         config_dtype=export_dtype(contents),
         nbytes=contents.nbytes,
-        files=tuple(shards),
+        files=tuple(files),
         dtypes=sums,
         seconds=time.perf_counter() - started,
         notices=notices,
@@ -94,7 +97,7 @@ def _metadata(items: tuple[Item, ...]) -> dict[str, str]:
     return {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
 
 
-def _shards(contents: Contents, max_shard_size: int | str) -> dict[str, tuple[Item, ...]]:
+def shards(contents: Contents, max_shard_size: int | str) -> dict[str, tuple[Item, ...]]:
     """File names and what goes into each, as huggingface_hub splits a state dict; a weight and its scales stay together."""
     from huggingface_hub import split_state_dict_into_shards_factory
 

@@ -33,7 +33,7 @@ from ..options import Options
 from ..storage import bring_back, dtype_name, torch_dtype
 from ..text import printable
 from ..tree import Tree
-from .live import LiveModel, inventory, tree_of
+from .live import LiveModel, give_memory_back, inventory, tree_of
 from .mapped import read_all, read_mapped
 from .names import Placed, placed, restorable, stored_dtypes
 from .room import no_room
@@ -193,6 +193,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     compute = torch_dtype(loading_dtype(checkpoint))
     for name, (_, scale) in loaded.scaled.items():
         state[name].data = bring_back(state[name].data, scale, compute)
+    give_memory_back()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return module.eval()

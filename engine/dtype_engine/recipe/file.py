@@ -14,7 +14,7 @@ Only `version` and `rules` must be there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +137,35 @@ def write_recipe(
     model: str | None = None,
     settings: RunSettings | None = None,
     measured: Mapping[str, Figure] | None = None,
+    comments: Sequence[str] | None = None,
+    units: Mapping[str, str] | None = None,
 ) -> str:
-    """The text of a recipe file: one line a rule, in order."""
+    """The text of a recipe file: one line a rule, in order. `comments`: one for each rule; `units`: of figures, by name."""
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")
     lines.append("rules:  # the last rule that matches wins" if recipe.rules else "rules: []")
-    lines += [f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}" for rule in recipe.rules]
+    for place, rule in enumerate(recipe.rules):
+        comment = f"  # {comments[place]}" if comments else ""
+        lines.append(f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}{comment}")
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
         lines += [f"  {name}: {_figure(value)}" for name, value in dataclasses.asdict(settings).items()]
     if measured:
         lines.append("measured:  # figures of a run; nothing depends on them")
-        lines += [f"  {_scalar(name)}: {_figure(value)}" for name, value in measured.items()]
+        for name, value in measured.items():
+            unit = f"  # {units[name]}" if units and name in units else ""
+            lines.append(f"  {_key(name)}: {_figure(value)}{unit}")
     return "\n".join(lines) + "\n"
 
 
 def _scalar(text: str) -> str:
     """A string as YAML, always in double quotes: patterns are full of characters that mean something to YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
+
+
+def _key(name: str) -> str:
+    return name if name.isidentifier() and yaml.safe_load(name) == name else _scalar(name)
 
 
 def _figure(value: Figure) -> str:

@@ -127,10 +127,13 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> None:
-    """Raise UserError for the first rule that takes nothing, with the reason and a near name."""
+    """Raise UserError for the rules that take nothing, with the reason and a near name for the first of them."""
     plan = make_plan(tree, recipe)
-    for index in plan.unmatched:
-        raise UserError(no_match(tree, recipe.rules[index].pattern, plan.selections[index]))
+    for place, index in enumerate(plan.unmatched):
+        others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
+        nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
+        more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
+        raise UserError(no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
 
 
 def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:

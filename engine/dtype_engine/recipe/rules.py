@@ -67,6 +67,18 @@ class History:
         self._recipes = [recipe]
         self._at = 0
 
+    @classmethod
+    def of(cls, recipes: Iterable[Recipe], at: int) -> History:
+        """A history that was kept: the recipes gone through, the one in force at place `at`."""
+        history = cls()
+        history._recipes, history._at = list(recipes), at
+        return history
+
+    @property
+    def kept(self) -> tuple[tuple[Recipe, ...], int]:
+        """What `of` makes the same history of."""
+        return tuple(self._recipes), self._at
+
     @property
     def recipe(self) -> Recipe:
         """The one in force."""

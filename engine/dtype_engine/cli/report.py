@@ -1,0 +1,76 @@
+"""`dtype-engine report`: all that is known of a recipe on a model, in one file to keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import NoForward
+from ..text import printable
+from .common import (
+    cast_options,
+    json_option,
+    model_argument,
+    opened,
+    options_from,
+    preset_option,
+    print_json,
+    read_rules,
+    run_options,
+    say,
+    say_progress,
+    with_options,
+)
+
+
+@click.command()
+@model_argument
+@with_options([*cast_options, preset_option])
+@click.option(
+    "-o",
+    "--output",
+    "file",
+    required=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="What to write: .html or .md.",
+)
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@with_options(run_options)
+@json_option
+def report(
+    model: str | None,
+    casts: tuple[str, ...],
+    recipe_file: Path | None,
+    file: Path,
+    force: bool,
+    as_object: bool,
+    **run_settings: Any,
+) -> None:
+    """Measure a recipe, and write rules, memory, drift, every module and how it was measured to one file.
+
+    The file needs nothing else: plots are inside it, nothing is fetched, nothing in it runs. Where the model can't be run, it
+    says why and has the rest.
+    """
+    from ..report import check_name, gather, render, versions
+    from ..whole_files import refuse_existing, write_whole
+
+    check_name(file)
+    refuse_existing(file, force)
+    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    measured, reason = None, ""
+    try:
+        measured = session.drift(on_progress=say_progress)
+    except NoForward as error:
+        reason = str(error)
+    say("")
+    made = gather(session.tree, session.plan, session.model.title, session.settings, measured, versions(), reason)
+    written = write_whole(file, render(made, file), replace=force)
+    if as_object:
+        print_json({"file": str(written), "model": session.model.title, "measured": measured is not None})
+        return
+    click.echo(f"wrote {printable(str(written), 1000)}")
+    if reason:
+        click.echo(f"dtype-engine: note: without drift: {reason}", err=True)

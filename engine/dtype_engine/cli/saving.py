@@ -1,0 +1,44 @@
+"""`--save-recipe`: the rules of a run with what they were measured to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from ..readings import DriftReport
+
+if TYPE_CHECKING:
+    from ..session import Session
+
+save_recipe_options = [
+    click.option(
+        "-o",
+        "--save-recipe",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="Keep the rules, the settings and the figures measured in this recipe file.",
+    ),
+    click.option("--force", is_flag=True, help="Replace a recipe file that is there."),
+]
+
+
+def may_save(file: Path | None, force: bool) -> None:
+    """Raises UserError, before anything is measured, where the file can't be written."""
+    if file is not None:
+        from ..whole_files import refuse_existing
+
+        refuse_existing(file, force)
+
+
+def save_measured(session: Session, report: DriftReport, file: Path | None, force: bool) -> None:
+    """Write the recipe in force with a measurement of it. Raises UserError."""
+    if file is None:
+        return
+    from ..recipe.saved import recipe_text
+    from ..report.versions import versions
+    from ..whole_files import write_whole
+
+    text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+    write_whole(file, text, replace=force)

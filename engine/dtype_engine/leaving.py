@@ -1,0 +1,159 @@
+"""Fulfilling wishes: a checkpoint, a recipe file, a report, a recipe for another tool are written. torch comes when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from .errors import NoForward, UserError
+from .options import RunSettings
+from .readings import DriftReport
+from .recipe import Recipe, make_plan
+from .report_text import human_bytes, seconds_text
+from .text import printable
+from .tree import Tree
+from .whole_files import refuse_existing, write_whole
+from .wishes import ConvertWish, ExportPlan, ExportWish, RecipeWish, ReportWish, Wish
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .export import Contents
+    from .model.source import Source
+    from .options import Options
+    from .session import Session
+
+OnBytes = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What there is to fulfil a wish with: the live session, or the checkpoint's headers alone."""
+
+    source: Source
+    options: Options
+    settings: RunSettings
+    recipe: Recipe
+    session: Session | None
+    checkpoint: Checkpoint | None
+    on_bytes: OnBytes
+    cancelled: Callable[[], bool]
+
+    def plan_export(self, max_shard_size: str = "5GB") -> ExportPlan:
+        """Raises UserError where this recipe can't be exported."""
+        from .export.readme import by_dtype, loading_text
+        from .export.run import shards
+
+        contents = self._contents()
+        sums = by_dtype(contents)
+        return ExportPlan(
+            contents.nbytes,
+            len(shards(contents, max_shard_size)),
+            tuple((name, found.tensors, found.nbytes) for name, found in sums.items()),
+            loading_text(contents),
+            contents.notices,
+        )
+
+    def fulfil(self, wish: Wish) -> tuple[str, tuple[str, ...]]:
+        """Do it; a sentence that says what was written, and notices. Raises UserError, Cancelled."""
+        if isinstance(wish, ExportWish):
+            return self._export(wish)
+        refuse_existing(wish.file, wish.replace)
+        if isinstance(wish, ConvertWish):
+            return self._convert(wish)
+        text, notices = self._recipe_text(wish) if isinstance(wish, RecipeWish) else self._report_text(wish)
+        return f"wrote {printable(str(write_whole(wish.file, text, wish.replace)), 300)}", notices
+
+    def _tree(self) -> Tree:
+        if self.session is not None:
+            return self.session.tree
+        if self.checkpoint is None:
+            raise UserError("the model is not open")
+        return self.checkpoint.tree()
+
+    def _contents(self) -> Contents:
+        from .export import of_checkpoint, of_live
+
+        if self.session is not None:
+            return of_live(self.session.model, self.recipe, make_plan(self.session.tree, self.recipe).dtypes)
+        if self.checkpoint is None:
+            raise UserError("the model is not open")
+        return of_checkpoint(self.checkpoint, self.source.title, self.recipe, self.options)
+
+    def _export(self, wish: ExportWish) -> tuple[str, tuple[str, ...]]:
+        from .export import export
+        from .export.folder import free_name
+
+        free_name(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
+        report = export(
+            self._contents(), wish.folder, wish.max_shard_size, self.on_bytes, self.cancelled, force=wish.replace
+        )
+        rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
+        size = f"{human_bytes(report.nbytes)} in {seconds_text(report.seconds)}{rate}"
+        return f"exported to {printable(report.folder, 300)}: {size}", report.notices
+
+    def _recipe_text(self, wish: RecipeWish) -> tuple[str, tuple[str, ...]]:
+        from .recipe.saved import recipe_text
+        from .report import versions
+
+        tree = self._tree()
+        plan = make_plan(tree, self.recipe)
+        notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
+        return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions()), notices
+
+    def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
+        from .report import check_name, gather, render, versions
+
+        check_name(wish.file)
+        drift, reason = wish.drift, ""
+        if drift is None:
+            drift, reason = self._measured()
+        tree = self._tree()
+        plan = make_plan(tree, self.recipe)
+        made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason)
+        return render(made, wish.file), (f"without drift: {reason}",) if reason else ()
+
+    def _measured(self) -> tuple[DriftReport | None, str]:
+        if self.session is None:
+            return None, "there is no live model"
+        self.session.apply(self.recipe, cancelled=self.cancelled)
+        try:
+            return self.session.drift(cancelled=self.cancelled), ""
+        except NoForward as error:
+            return None, str(error)
+
+    def _convert(self, wish: ConvertWish) -> tuple[str, tuple[str, ...]]:
+        from .model.described import describe
+        from .recipe import require_matches
+        from .recipe.dialects import Context, dialect
+
+        found = describe(self.source, self.options)
+        require_matches(found.tree, self.recipe)
+        plan = make_plan(found.tree, self.recipe)
+        written = dialect(wish.target).convert(
+            Context(found.tree, plan, self.source.title, found.model_type, found.kinds)
+        )
+        path = write_whole(wish.file, written.text, wish.replace)
+        left_out = sum(len(entry.tensors) for entry in written.left_out)
+        notices: tuple[str, ...] = written.notes
+        if left_out:
+            first = written.left_out[0]
+            notices += (
+                f"{wish.target} can't express {left_out} tensors as planned, first {printable(first.tensors[0])}: {first.why}",
+            )
+        return f"wrote {printable(str(path), 300)}", notices
+
+
+def progress(tell: Callable[[str, int, int], Any], clock: Callable[[], float]) -> OnBytes:
+    """Progress in bytes as `tell("exporting, 310.00 MiB/s", done, total)`, ten times a second at most."""
+    started, told = clock(), -1.0
+
+    def on_bytes(done: int, total: int) -> None:
+        nonlocal told
+        now = clock()
+        if told < 0 or now - told >= 0.1 or done == total:
+            told = now
+            speed = f", {human_bytes(done / (now - started))}/s" if done and now > started else ""
+            tell(f"exporting{speed}", done, total)
+
+    return on_bytes

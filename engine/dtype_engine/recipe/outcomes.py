@@ -1,0 +1,40 @@
+"""What every preset would do to a model, before any is put in force. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import UserError
+from ..tree import Tree
+from .plan import make_plan
+from .presets import PRESETS, Preset
+from .rules import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A preset on one tree. `recipe` is None where it has nothing to do there, and `reason` says why.
+
+    tensors: those whose dtype would be another than the stored one. Bytes are of the whole model.
+    """
+
+    preset: Preset
+    recipe: Recipe | None
+    reason: str = ""
+    tensors: int = 0
+    stored_bytes: int = 0
+    planned_bytes: int = 0
+
+
+def outcomes(tree: Tree) -> Iterator[Outcome]:
+    """One after the other, in the order of `PRESETS`: each takes a while on a very large model."""
+    for preset in PRESETS.values():
+        try:
+            recipe = preset.recipe(tree)
+        except UserError as error:
+            yield Outcome(preset, None, str(error))
+            continue
+        plan = make_plan(tree, recipe)
+        changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items())
+        yield Outcome(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes)

@@ -1,0 +1,76 @@
+"""A recipe file that says what its rules take and what they were measured to do: kept from a run, to read and to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..options import RunSettings
+from ..readings import DriftReport
+from ..report_text import human_bytes
+from ..tree import Tree
+from .file import Figure, write_recipe
+from .plan import Plan, tensor_bytes
+
+_DIGITS = 6
+"""Significant digits of a figure: enough to compare, and a line changes only when the figure does."""
+
+UNITS: dict[str, str] = {
+    "reference": "dtype of the arithmetic that it is compared with",
+    "stored_bytes": "tensors as stored",
+    "planned_bytes": "under these rules, exact",
+    "mean_abs": "of the main output, against the reference",
+    "sqnr_db": "decibels",
+    "kl_mean": "nats per position",
+    "kl_mean_se": "its standard error",
+    "kl_p99": "nats",
+    "kl_max": "nats",
+    "top1_agreement": "share of positions, 1 is all",
+}
+_OF_OUTPUT = (
+    "mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine", "nonfinite", "kl_mean", "kl_mean_se", "kl_p99", "kl_max",
+    "top1_agreement", "perplexity_reference", "perplexity_candidate",
+)  # fmt: skip
+
+
+def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
+    """What goes under `measured`: bytes, the main output's drift where it was measured, and what it was measured with."""
+    found: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
+    if report is not None:
+        for name in _OF_OUTPUT:
+            value: Any = getattr(report.output, name)
+            if value is not None:
+                found[name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+        found |= {"output": report.output_name, "inputs": report.inputs, "reference": report.reference}
+        found["device"] = report.device
+    return found | dict(versions or {})
+
+
+def recipe_text(
+    tree: Tree,
+    plan: Plan,
+    title: str,
+    settings: RunSettings | None = None,
+    report: DriftReport | None = None,
+    versions: Mapping[str, str] | None = None,
+) -> str:
+    """The recipe of a plan as a file: after each rule what it takes and the bytes of that, then the figures with their units."""
+    return write_recipe(
+        plan.recipe,
+        title,
+        settings,
+        figures(plan, report, versions),
+        comments=[_takes(tree, plan, place) for place in range(len(plan.recipe))],
+        units=UNITS,
+    )
+
+
+def _takes(tree: Tree, plan: Plan, place: int) -> str:
+    rule = plan.recipe.rules[place]
+    taken = [tree.tensors[name] for name in plan.selections[place].tensors]
+    before = sum(tensor.nbytes for tensor in taken)
+    after = sum(tensor.nbytes if rule.dtype == "stored" else tensor_bytes(tensor, rule.dtype) for tensor in taken)
+    won = sum(winner == place for winner in plan.decided_by.values())
+    decides = "" if won == len(taken) else f", decides {won}"
+    plural = "" if len(taken) == 1 else "s"
+    return f"{len(taken)} tensor{plural}{decides}, {human_bytes(before)} -> {human_bytes(after)}"

@@ -1,0 +1,318 @@
+"""What goes into a report, from the plan and one measurement of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
+
+from .. import dtypes
+from ..options import RunSettings
+from ..readings import DriftReport, ModuleDrift
+from ..recipe import Plan, tensor_bytes
+from ..report_text import decibels, human_bytes, human_count, mix_text, seconds_text, with_error
+from ..text import printable
+from ..tree import Module, Totals, Tree
+from .parts import Name, Profile, Report, Section, Shares, Table
+
+MOST_MODULES = 2000
+_SUMMARY_ROWS = 40
+_WORST = 12
+
+
+def gather(
+    tree: Tree,
+    plan: Plan,
+    title: str,
+    settings: RunSettings,
+    drift: DriftReport | None,
+    versions: Mapping[str, str],
+    no_drift: str = "",
+    when: datetime | None = None,
+) -> Report:
+    """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why."""
+    when = when or datetime.now(timezone.utc)
+    sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), _tree(tree, plan)]
+    if drift is not None:
+        sections.append(_where(tree, drift))
+    sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions, when)]
+    return Report(printable(title, 200), _summary(plan, drift), tuple(sections))
+
+
+def _summary(plan: Plan, drift: DriftReport | None) -> str:
+    words = f"{human_bytes(plan.stored_bytes)} stored"
+    if plan.recipe.rules:
+        words += f", {human_bytes(plan.planned_bytes)} under {_count(len(plan.recipe), 'rule')}"
+        words += f" ({_change(plan.stored_bytes, plan.planned_bytes)})"
+    if drift is not None:
+        words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference}"
+        if drift.output.kl_mean is not None:
+            words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
+        if drift.output.top1_agreement is not None:
+            words += f", same top token at {100 * drift.output.top1_agreement:.2f} % of positions"
+    return words + "."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _change(before: int, after: int) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
+
+
+def _sqnr(value: float | None) -> str:
+    return "outputs identical" if value == math.inf else f"SQNR {decibels(value)}"
+
+
+def _rules(tree: Tree, plan: Plan) -> Section:
+    if not plan.recipe.rules:
+        return Section("Rules", ("None: every tensor as stored.",))
+    rows = []
+    for place, rule in enumerate(plan.recipe.rules):
+        taken = [tree.tensors[name] for name in plan.selections[place].tensors]
+        before = sum(tensor.nbytes for tensor in taken)
+        target = [tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype for tensor in taken]
+        after = sum(tensor_bytes(tensor, dtype) for tensor, dtype in zip(taken, target, strict=True))
+        won = sum(winner == place for winner in plan.decided_by.values())
+        rows.append(
+            (
+                str(place + 1), Name(printable(rule.pattern, 500)), rule.dtype, f"{len(taken):,}", f"{won:,}",
+                human_bytes(before), human_bytes(after),
+            )
+        )  # fmt: skip
+    head = ("", "pattern", "dtype", "takes", "decides", "stored", "in this dtype")
+    return Section("Rules", ("The last rule that matches a tensor decides.", Table(head, tuple(rows), 3)))
+
+
+def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
+    stored, planned = tree.totals()[""], tree.totals(plan.dtypes)[""]
+    names = [name for name, _ in stored.mix()]
+    names += [name for name, _ in planned.mix() if name not in names]
+    rows = [
+        (
+            name, human_count(stored.elements.get(name, 0)), human_bytes(stored.nbytes.get(name, 0)),
+            human_count(planned.elements.get(name, 0)), human_bytes(planned.nbytes.get(name, 0)),
+        )
+        for name in names
+    ]  # fmt: skip
+    rows.append(
+        (
+            "all", human_count(stored.total_elements), human_bytes(stored.total_bytes),
+            human_count(planned.total_elements), human_bytes(planned.total_bytes),
+        )
+    )  # fmt: skip
+    head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
+    parts: list[str | Table | Shares | Profile] = [
+        Shares("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),
+        Table(head, tuple(rows), 1),
+        "Parameters and persistent buffers, tied weights once; planned bytes are exact and include scales.",
+    ]
+    if drift is not None:
+        held = drift.memory
+        live = [
+            ("resident: all tensors of the live model", held.resident_bytes),
+            ("process: resident set", held.rss_bytes),
+            ("process: anonymous memory", held.anonymous_bytes),
+            ("process: mapped from the checkpoint", held.mapped_bytes),
+            ("process: peak while measuring", held.peak_rss_bytes),
+            ("device: allocated", held.device_allocated_bytes),
+            ("device: peak", held.device_peak_bytes),
+        ]
+        found = tuple((what, human_bytes(size)) for what, size in live if size is not None)
+        if found:
+            parts.append(Table(("while it was measured", "bytes"), found, 1))
+    return Section("Memory", tuple(parts))
+
+
+def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
+    return tuple(
+        (dtypes.badge(name), float(totals.nbytes[name]), f"{dtypes.badge(name)} {human_bytes(totals.nbytes[name])}")
+        for name, _ in totals.mix()
+        if totals.nbytes[name]
+    )
+
+
+def _drift(drift: DriftReport | None, no_drift: str) -> Section:
+    if drift is None:
+        return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
+    found = drift.output
+    rows = [
+        ("mean |Δ|", f"{found.mean_abs:.4e}", "mean absolute difference of the output"),
+        ("max |Δ|", f"{found.max_abs:.4e}", "largest absolute difference"),
+        ("relative L2", f"{found.rel_l2:.4e}", "norm of the difference over that of the reference"),
+        ("SQNR", decibels(found.sqnr_db), "power of the reference over that of the difference"),
+        ("cosine", f"{found.cosine:.8f}", "between both outputs"),
+        (
+            "non-finite",
+            f"{found.nonfinite:,} of {found.elements:,}",
+            "values that are finite in the reference and not here",
+        ),
+    ]
+    if found.kl_mean is not None:
+        what = f"nats per position, {found.positions:,} positions, ± standard error"
+        rows.append(("KL, mean", with_error(found.kl_mean, found.kl_mean_se), what))
+        tail = {
+            "median": found.kl_median, "p95": found.kl_p95, "p99": found.kl_p99, "p99.9": found.kl_p999,
+            "max": found.kl_max,
+        }  # fmt: skip
+        rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in tail.items() if value is not None]
+    if found.top1_agreement is not None:
+        error = f" ± {100 * found.top1_agreement_se:.2f}" if found.top1_agreement_se is not None else ""
+        rows.append(("same top token", f"{100 * found.top1_agreement:.2f}{error} %", "of positions"))
+    if found.perplexity_reference is not None and found.perplexity_candidate is not None:
+        rows.append(
+            (
+                "perplexity",
+                f"{found.perplexity_reference:.4f} → {found.perplexity_candidate:.4f}",
+                "reference → candidate",
+            )
+        )
+        rows.append(
+            (
+                "ln ratio",
+                with_error(found.log_ratio or 0.0, found.log_ratio_se),
+                "of the perplexities, ± standard error",
+            )
+        )
+    if found.dp_mean is not None and found.dp_rms is not None:
+        rows.append(("Δp, mean", f"{100 * found.dp_mean:.4f} %", "change of the right token's probability"))
+        rows.append(("Δp, RMS", f"{100 * found.dp_rms:.4f} %", ""))
+    output = f"{printable(drift.output_name)} ({found.elements:,} elements)"
+    words = f"Of {output}, against {drift.reference} arithmetic on the weights as stored."
+    return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows))))
+
+
+def _tree(tree: Tree, plan: Plan) -> Section:
+    stored, planned = tree.totals(), tree.totals(plan.dtypes)
+    rows = []
+    for name, class_name, modules in _outline(tree):
+        before, after = Totals(), Totals()
+        for module in modules:
+            _add(before, stored[module.name])
+            _add(after, planned[module.name])
+        rows.append(
+            (
+                Name(printable(name, 200)) if name else "the whole model", class_name, human_count(after.total_elements),
+                human_bytes(before.total_bytes), human_bytes(after.total_bytes), mix_text(after) if after.nbytes else "-",
+            )
+        )  # fmt: skip
+    head = ("module", "class", "parameters", "stored", "planned", "planned dtypes by bytes")
+    return Section("Model", (Table(head, tuple(rows), 2),))
+
+
+def _outline(tree: Tree) -> Iterator[tuple[str, str, list[Module]]]:
+    """The tree from the root down, numbered modules of one class in one line, as deep as the lines last."""
+    left = _SUMMARY_ROWS
+    level: list[tuple[str, list[Module]]] = [("", [tree.root])]
+    lines: list[tuple[str, list[Module]]] = []
+    while level and left >= len(level):
+        lines += level
+        left -= len(level)
+        level = [entry for name, modules in level for entry in _children(name, modules)]
+    for name, modules in sorted(lines, key=lambda line: tree.modules[line[1][0].name].first):
+        yield name, modules[0].class_name or "", modules
+
+
+def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
+    """The modules below a line of the outline, as lines."""
+    prefix = f"{name}." if name else ""
+    labels = list(modules[0].children)
+    if len(labels) > 1 and all(label.isdecimal() for label in labels):
+        together = [child for module in modules for child in module.children.values()]
+        if len({child.class_name for child in together}) == 1:
+            return [(f"{prefix}{{{labels[0]}..{labels[-1]}}}", together)]
+    return [
+        (prefix + label, [module.children[label] for module in modules if label in module.children]) for label in labels
+    ]
+
+
+def _add(totals: Totals, more: Totals) -> None:
+    for name, elements in more.elements.items():
+        totals.add(name, elements, more.nbytes[name])
+
+
+def _measured(tree: Tree, drift: DriftReport) -> dict[str, ModuleDrift]:
+    """Readings in the order of the tree; those that it does not know last."""
+    readings = {reading.name: reading for reading in drift.modules}
+    ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
+    return ordered | readings
+
+
+def _where(tree: Tree, drift: DriftReport) -> Section:
+    readings = _measured(tree, drift)
+    leaves = [
+        reading for name, reading in readings.items() if name not in tree.modules or not tree.modules[name].children
+    ]
+    differing = [
+        reading for reading in leaves
+        if reading.nonfinite or (reading.sqnr_db is not None and not math.isinf(reading.sqnr_db))
+    ]  # fmt: skip
+    if not differing:
+        return Section("Where it drifts", ("Nowhere: no module's output differs from the reference.",))
+    differing.sort(key=lambda reading: -math.inf if reading.sqnr_db is None else reading.sqnr_db)
+    rows = tuple(
+        (
+            Name(printable(reading.name, 200)),
+            decibels(reading.sqnr_db),
+            f"{reading.max_abs:.3e}",
+            f"{reading.nonfinite:,}",
+        )
+        for reading in differing[:_WORST]
+    )
+    points = tuple(
+        (
+            printable(reading.name, 200),
+            None if reading.sqnr_db is None or math.isinf(reading.sqnr_db) else reading.sqnr_db,
+        )
+        for reading in leaves
+    )
+    chart = Profile("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
+    return Section("Where it drifts", (chart, Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)))
+
+
+def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
+    stored, planned = tree.totals(), tree.totals(plan.dtypes)
+    readings = {reading.name: reading for reading in drift.modules} if drift is not None else {}
+    rows = []
+    modules = [module for module in tree.walk() if module.name]
+    for module in modules[:MOST_MODULES]:
+        before, after = stored[module.name], planned[module.name]
+        reading = readings.get(module.name)
+        figures = (
+            (decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
+        )
+        rows.append(
+            (
+                Name(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
+                mix_text(after) if after.nbytes else "-", human_count(after.total_elements), human_bytes(after.total_bytes),
+                *(figures if drift is not None else ()),
+            )
+        )  # fmt: skip
+    head: tuple[str, ...] = ("module", "class", "stored", "planned", "parameters", "bytes planned")
+    head += ("SQNR", "max |Δ|", "non-finite") if drift is not None else ()
+    left_out = len(modules) - len(rows)
+    more = (f"{left_out:,} more modules are left out here.",) if left_out > 0 else ()
+    return Section("Every module", (Table(head, tuple(rows), 4), *more))
+
+
+def _made_with(
+    settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str], when: datetime
+) -> Section:
+    rows = [("when", f"{when:%Y-%m-%d %H:%M} UTC")]
+    if drift is not None:
+        rows += [
+            ("inputs", printable(drift.inputs, 500)),
+            ("reference", drift.reference),
+            ("settings", printable(drift.settings, 500)),
+            ("device", drift.device),
+        ]
+        if drift.seconds.reference is not None and drift.seconds.candidate is not None:
+            partly = " (only what changed was run)" if drift.seconds.reused else ""
+            reference, candidate = seconds_text(drift.seconds.reference), seconds_text(drift.seconds.candidate)
+            rows.append(("forward passes", f"reference {reference}, candidate {candidate}{partly}"))
+    else:
+        rows.append(("settings", printable(str(settings), 500)))
+    rows += [(name, printable(version)) for name, version in versions.items()]
+    notices = tuple(f"Note: {printable(notice, 1000)}" for notice in (drift.notices if drift is not None else ()))
+    return Section("How it was made", (Table(("", ""), tuple(rows)), *notices))

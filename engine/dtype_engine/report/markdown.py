@@ -1,0 +1,82 @@
+"""A report as Markdown, to be read as text, kept beside the code and compared line by line."""
+
+from __future__ import annotations
+
+import re
+
+from ..text import printable
+from .parts import Name, Profile, Report, Section, Shares, Table
+
+_BAR = 40
+_SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&])")
+_PROFILE_ROWS = 60
+
+
+def as_markdown(report: Report) -> str:
+    """The whole text. Names are set as code, so that nothing in them is taken for Markdown or HTML."""
+    lines = [f"# {_text(report.title)}", "", _text(report.summary), ""]
+    for section in report.sections:
+        lines += _section(section)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+def _section(section: Section) -> list[str]:
+    lines = [f"## {_text(section.title)}", ""]
+    for part in section.parts:
+        if isinstance(part, str):
+            lines += [_text(part)]
+        elif isinstance(part, Table):
+            lines += _table(part)
+        elif isinstance(part, Shares):
+            lines += _shares(part)
+        else:
+            lines += _profile(part)
+        lines.append("")
+    return lines
+
+
+def _text(text: str) -> str:
+    is_name, text = isinstance(text, Name), printable(text, len(text))
+    if not is_name:
+        return _SPECIAL.sub(r"\\\1", text)
+    fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    space = " " if "`" in text else ""
+    return f"{fence}{space}{text.replace('|', chr(92) + '|')}{space}{fence}"
+
+
+def _table(table: Table) -> list[str]:
+    right = [table.numbers >= 0 and column >= table.numbers for column in range(len(table.head))]
+    return [
+        f"| {' | '.join(map(_text, table.head))} |",
+        f"|{'|'.join('---:' if to_right else '---' for to_right in right)}|",
+        *(f"| {' | '.join(map(_text, row))} |" for row in table.rows),
+    ]
+
+
+def _shares(chart: Shares) -> list[str]:
+    largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
+    width = max((len(label) for label, _ in chart.bars), default=0)
+    lines = [f"{_text(chart.title)}:", "", "```"]
+    for label, pieces in chart.bars:
+        bar = "".join(
+            "█▓▒░"[place % 4] * round(_BAR * size / largest) for place, (_, size, _) in enumerate(pieces) if largest
+        )
+        marks = ", ".join(f"{'█▓▒░'[place % 4]} {words}" for place, (_, _, words) in enumerate(pieces))
+        lines.append(f"{label:<{width}}  {bar}  {marks}")
+    return [*lines, "```"]
+
+
+def _profile(chart: Profile) -> list[str]:
+    points = [(name, value) for name, value in chart.points if value is not None]
+    if not points:
+        return []
+    lowest = sorted(points, key=lambda point: point[1])[:_PROFILE_ROWS]
+    shown = [point for point in points if point in lowest]
+    largest = max(value for _, value in shown)
+    width = max(len(name) for name, _ in shown)
+    less = f", the {len(shown)} lowest of {len(points)}" if len(shown) < len(points) else ""
+    lines = [f"{_text(chart.title)}, in {chart.unit}{less}:", "", "```"]
+    for name, value in shown:
+        bar = "█" * max(0, round(_BAR * value / largest)) if largest > 0 else ""
+        lines.append(f"{name.replace('`', chr(39)):<{width}}  {value:7.2f}  {bar}")
+    return [*lines, "```"]

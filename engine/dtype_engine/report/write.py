@@ -1,0 +1,30 @@
+"""A report as a file: which format its name asks for, and the text of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ..errors import UserError
+from .html import as_html
+from .markdown import as_markdown
+from .parts import Report
+
+FORMATS: dict[str, Callable[[Report], str]] = {
+    ".html": as_html,
+    ".htm": as_html,
+    ".md": as_markdown,
+    ".markdown": as_markdown,
+}
+
+
+def check_name(path: Path) -> None:
+    """Raises UserError where the name does not say what format the report is to have."""
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"can't tell what {path} is to be: name a report .html or .md")
+
+
+def render(report: Report, path: Path) -> str:
+    """The text of a report for a file of this name. Raises UserError as `check_name` does."""
+    check_name(path)
+    return FORMATS[path.suffix.lower()](report)

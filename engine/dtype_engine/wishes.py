@@ -1,0 +1,73 @@
+"""What may be left with: a checkpoint, a recipe file, a report, a recipe for another tool. Never imports torch.
+
+The app makes a wish, the worker fulfils it. A wish never replaces what is there unless it says so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .readings import DriftReport
+
+
+@dataclass(frozen=True, slots=True)
+class ExportWish:
+    """A checkpoint in the dtypes of the recipe in force."""
+
+    folder: Path
+    replace: bool = False
+    max_shard_size: str = "5GB"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeWish:
+    """The recipe in force, with its settings and, where it was measured, the figures."""
+
+    file: Path
+    replace: bool = False
+    drift: DriftReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportWish:
+    """A report of the recipe in force; measured for it where `drift` is not given."""
+
+    file: Path
+    replace: bool = False
+    drift: DriftReport | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertWish:
+    """The recipe in force in the words of another tool."""
+
+    file: Path
+    target: str
+    replace: bool = False
+
+
+Wish = ExportWish | RecipeWish | ReportWish | ConvertWish
+
+
+@dataclass(frozen=True, slots=True)
+class ExportPlan:
+    """What an export would write. nbytes: of all tensors, scales included; loading: what `from_pretrained` makes of it."""
+
+    nbytes: int
+    files: int
+    dtypes: tuple[tuple[str, int, int], ...]
+    loading: str
+    notices: tuple[str, ...] = ()
+
+
+TARGET_SUFFIXES = {
+    "torchao": ".json",
+    "llama.cpp": ".txt",
+    "diffusers": ".py",
+    "llm-compressor": ".yaml",
+    "transformers": ".py",
+    "modelopt": ".json",
+    "comfyui": ".json",
+}
+"""Other tools that recipes are converted for, and what kind of file each reads."""

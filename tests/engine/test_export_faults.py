@@ -1,0 +1,252 @@
+"""Whatever ends an export, at whatever moment: the source is untouched, and under the final name is all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli, run
+from dtype_engine.errors import UserError
+from dtype_engine.export import claim, export_checkpoint
+from dtype_engine.export.contents import of_checkpoint
+from dtype_engine.export.verify import compare
+
+MOMENTS = 20
+RECIPE = Recipe((Rule("*", "float16"), Rule("layer.{0..3}", "float32"), Rule("layer.{4..7}", "float8_e4m3fn")))
+
+# Exports RECIPE each time that it is told to, in a child, so that torch is imported once; says its number, then how it ended.
+PROGRAM = f"""
+import os, sys
+from pathlib import Path
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.export import export_checkpoint
+checkpoint = open_checkpoint(Path(sys.argv[1]))
+recipe = Recipe(({", ".join(f"Rule({rule.pattern!r}, {rule.dtype!r})" for rule in RECIPE.rules)},))
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        export_checkpoint(checkpoint, "source", recipe, Path(sys.argv[2]), "12MB", force=True)
+        os._exit(0)
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of 48 MiB, in bfloat16."""
+    folder = tmp_path_factory.mktemp("source")
+    torch.manual_seed(0)
+    tensors = {f"layer.{n}.weight": torch.randn(1024, 1536).to(torch.bfloat16) for n in range(16)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def contents_of(folder: Path) -> dict[str, tuple[int, int]]:
+    return {entry.name: (entry.stat().st_size, entry.stat().st_mtime_ns) for entry in folder.iterdir()}
+
+
+def is_whole(source: Path, out: Path) -> bool:
+    return compare(of_checkpoint(open_checkpoint(source), "source", RECIPE), open_checkpoint(out)) == ()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
+@pytest.mark.parametrize("replacing", [False, True], ids=["a new folder", "with --force"])
+def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool) -> None:
+    before = contents_of(source)
+    out = tmp_path / "out"
+    if replacing:
+        export_checkpoint(open_checkpoint(source), "source", RECIPE, out)
+    generator = random.Random(5)
+    ended = []
+    arguments = [sys.executable, "-c", PROGRAM, str(source), str(out)]
+    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdin is not None
+        assert program.stdout is not None
+        whole = 0.0
+        for moment in range(-2, MOMENTS):
+            program.stdin.write("go\n")
+            program.stdin.flush()
+            child = int(program.stdout.readline())
+            started = time.perf_counter()
+            if moment >= 0:
+                time.sleep(generator.uniform(0, whole))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, signal.SIGKILL)
+            ended.append(int(program.stdout.readline()))
+            if moment < 0:  # the first two run to their ends, to know how long one takes
+                whole = time.perf_counter() - started
+            assert contents_of(source) == before
+            assert out.exists() or not replacing or list(tmp_path.glob(".out.replaced-*"))
+            if out.exists():
+                assert is_whole(source, out), sorted(entry.name for entry in out.iterdir())
+                if not replacing:
+                    shutil.rmtree(out)
+            # The next export clears up after the one before it.
+            assert len(list(tmp_path.glob(".out.partial-*"))) <= 1
+    assert ended[:2] == [0, 0]
+    assert set(ended) <= {0, -signal.SIGKILL}
+    assert ended.count(-signal.SIGKILL) > MOMENTS // 2
+    export_checkpoint(open_checkpoint(source), "source", RECIPE, out, force=True)
+    assert is_whole(source, out)
+    assert list(tmp_path.glob(".out.partial-*")) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 40 MiB, where the tests may mount one."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_a_disk_that_others_fill_up_meanwhile(source: Path, small_disk: Path) -> None:
+    """There is room when the export begins; halfway somebody else takes it."""
+    before = contents_of(source)
+    greedy = small_disk / "somebody else's"
+
+    def fill(done: int, total: int) -> None:
+        if done > total // 3 and not greedy.exists():
+            with open(greedy, "wb") as file:
+                try:
+                    while True:
+                        file.write(bytes(1 << 16))
+                        file.flush()
+                except OSError:
+                    pass
+
+    small = Recipe((Rule("*", "float8_e4m3fn"),))
+    with pytest.raises(UserError, match="No space left on device; nothing was left there"):
+        export_checkpoint(open_checkpoint(source), "source", small, small_disk / "out", on_bytes=fill)
+    assert [entry.name for entry in small_disk.iterdir()] == [greedy.name]
+    with pytest.raises(UserError, match=r"needs 24\.\d+ MiB and .* are free"):
+        export_checkpoint(open_checkpoint(source), "source", small, small_disk / "out")
+    greedy.unlink()
+    export_checkpoint(open_checkpoint(source), "source", small, small_disk / "out")
+    assert contents_of(source) == before
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits are POSIX's")
+@pytest.mark.parametrize("most", [4096, 1 << 20, 9 << 20])
+def test_files_that_may_not_grow_any_more(source: Path, tmp_path: Path, most: int) -> None:
+    """What always can be tried: a limit on the size of files makes writing fail in the middle, as a full disk does."""
+    (tmp_path / "place").mkdir()
+    limited = (
+        f"import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
+        "from dtype_engine.cli import cli, run; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
+    )
+    arguments = ["export", str(source), "--cast", "*=float16", "-o", str(tmp_path / "place" / "out")]
+    done = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "failed: File too large; nothing was left there" in done.stderr
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+def export(source: Path, target: Path, **rest: Any) -> Any:
+    return export_checkpoint(open_checkpoint(source), "source", RECIPE, target, **rest)
+
+
+def test_force_replaces_an_export_and_nothing_else(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    export(source, out)
+    (out / "of the user").write_text("x")
+    with pytest.raises(UserError, match="replace it with --force"):
+        export(source, out)
+    export(source, out, force=True)
+    assert not (out / "of the user").exists()
+    assert is_whole(source, out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+    (out / "folder").mkdir()
+    with pytest.raises(UserError, match="holds the folder folder, so it is no export"):
+        export(source, out, force=True)
+    (out / "folder").rmdir()
+    monkeypatch.chdir(out)
+    with pytest.raises(UserError, match="the folder that this runs in"):
+        export(source, out, force=True)
+    monkeypatch.chdir(tmp_path)
+    link = tmp_path / "link"
+    link.symlink_to(out)
+    with pytest.raises(UserError, match="is no folder"):
+        export(source, link, force=True)
+
+
+def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
+    before = contents_of(source)
+    with pytest.raises(UserError, match="holds the model that is to be exported"):
+        export(source, source, force=True)
+    # Nor where the folder has only links to the files, as in the cache of Hugging Face.
+    blobs, cached = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "abc"
+    blobs.mkdir(parents=True)
+    cached.mkdir(parents=True)
+    shutil.copyfile(source / "model.safetensors", blobs / "123")
+    (cached / "model.safetensors").symlink_to(Path("../../blobs/123"))
+    for target in (cached, blobs):
+        with pytest.raises(UserError, match="holds the model"):
+            export(cached, target, force=True)
+        assert run(cli, "dtype-engine", ["export", str(cached), "-o", str(target), "--force"]) == 2
+    net = tmp_path / "code" / "net.py"
+    net.parent.mkdir()
+    net.write_text("import torch\ndef Net(): return torch.nn.Linear(2, 2)\n")
+    assert run(cli, "dtype-engine", ["export", f"{net}:Net", "-o", str(net.parent), "--force"]) == 2
+    assert net.exists()
+    assert (blobs / "123").exists()
+    assert contents_of(source) == before
+
+
+def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    ours = {"writer": "dtype-engine", "host": socket.gethostname(), "process": 1}
+
+    def left(name: str, text: str | None) -> Path:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "model.safetensors").write_text("x")
+        if text is not None:
+            (folder / claim.CLAIM).write_text(text)
+        return folder
+
+    dead = left(".out.partial-dead", json.dumps(ours))
+    others = [
+        left(".out.partial-plain", None),
+        left(".out.partial-text", "hello"),
+        left(".out.partial-list", "[]"),
+        left(".out.partial-elsewhere", json.dumps(ours | {"host": "another machine"})),
+        left(".other.partial-dead", json.dumps(ours)),
+        left("out.partial-dead", json.dumps(ours)),
+    ]
+    alive = left(".out.partial-alive", None)
+    link = tmp_path / ".out.partial-link"
+    link.symlink_to(left("elsewhere", json.dumps(ours)))
+    with claim.claimed(alive):
+        export(source, out)
+        assert alive.is_dir()
+    assert not dead.exists()
+    assert all((folder / "model.safetensors").exists() for folder in (*others, alive, link))
+    assert not (out / claim.CLAIM).exists()

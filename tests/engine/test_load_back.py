@@ -1,0 +1,38 @@
+"""An export is loaded back without a second copy of its weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.export import export_checkpoint
+
+MIXED = Recipe((Rule("*.mlp", "float16"), Rule("*.self_attn", "float32")))
+SCALED = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell what memory is anonymous")
+@pytest.mark.parametrize("recipe", [MIXED, SCALED], ids=["plain", "scaled"])
+def test_memory_of_loading_back(make_llama: Any, tmp_path: Path, recipe: Recipe) -> None:
+    large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
+    for name, source in (("small", make_llama()), ("large", make_llama("big", dtype="bfloat16", **large))):
+        export_checkpoint(open_checkpoint(source), name, recipe, tmp_path / name)
+    script = Path(__file__).parent / "models" / "load_memory.py"
+    arguments = [sys.executable, str(script), str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    highest, left, weights = map(int, done.stdout.split())
+    largest = 4 * 1024 * 4096
+    if recipe is MIXED:
+        assert weights > 100 << 20
+        assert highest < 16 << 20  # the weights stay mapped from the file
+    else:
+        # Scaled weights are values again, in memory; while that is done some of them are there in float32 too.
+        values = 4 * 3 * 2 * 1024 * 4096
+        assert left < values + (16 << 20)
+        assert highest < weights + 2 * largest

@@ -1,0 +1,240 @@
+"""Reports and saved recipes hold the figures of the run they are of, and nothing in them is taken for anything but text."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+import xml.etree.ElementTree
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule, RunSettings
+from dtype_engine.cli import cli, run
+from dtype_engine.errors import UserError
+from dtype_engine.readings import DriftReport
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.recipe.saved import recipe_text
+from dtype_engine.report import gather, render, versions
+from dtype_engine.tree import TensorInfo, Tree
+
+CASTS = ("*=bfloat16", "*norm*=float32", "*.mlp=float8_e4m3fn")
+NASTY = "a<script>alert(1)</script>&\"'|`x`[y](javascript:z)\x1b[2J\u202e"
+
+
+@pytest.fixture(scope="module")
+def measured() -> tuple[de.session.Session, DriftReport]:  # type: ignore[name-defined]
+    session = de.open(f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet")
+    session.apply(Recipe((Rule("*", "bfloat16"), Rule("type:LayerNorm", "float32"))))
+    return session, session.drift()
+
+
+class Page(html.parser.HTMLParser):
+    """The tags, the attributes that could fetch or run something, and the rows of the tables of a page."""
+
+    VOID = frozenset({"meta", "rect", "line"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.reaching: list[tuple[str, str | None]] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self._cell = False
+        self.feed(text)
+        assert not self._open
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.reaching += [
+            (name, value) for name, value in attributes if name in ("src", "href") or name.startswith("on")
+        ]
+        if tag not in self.VOID:
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        self._cell = self._cell or tag in ("td", "th")
+        if tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self._open.pop() == tag
+        self._cell = self._cell and tag not in ("td", "th")
+
+    def handle_data(self, data: str) -> None:
+        if self._cell:
+            self.rows[-1][-1] += data
+
+
+def test_a_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
+    session, drift = measured
+    text = render(
+        gather(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions()), tmp_path / "report.html"
+    )
+    page = Page(text)
+    rows = {row[0]: row[1:] for row in page.rows if row}
+    output = drift.output
+    assert rows["mean |Δ|"][0] == f"{output.mean_abs:.4e}"
+    assert rows["max |Δ|"][0] == f"{output.max_abs:.4e}"
+    assert rows["SQNR"][0] == f"{output.sqnr_db:.2f} dB"
+    assert rows["1"][:3] == ["*", "bfloat16", f"{len(session.plan.selections[0].tensors)}"]
+    norms = sum(t.numel for t in session.tree.tensors.values() if "norm" in t.name)
+    everything = sum(t.numel for t in session.tree.tensors.values())
+    assert rows["float32"] == [str(everything), f"{4 * everything} B", str(norms), f"{4 * norms} B"]
+    assert rows["bfloat16"] == ["0", "0 B", str(everything - norms), f"{2 * (everything - norms)} B"]
+    assert session.plan.planned_bytes == 4 * norms + 2 * (everything - norms)
+    assert rows["torch"] == [__import__("torch").__version__]
+    assert rows["inputs"] == [drift.inputs]
+    for reading in drift.modules:
+        if reading.name:
+            assert any(row[0] == reading.name and f"{reading.max_abs:.3e}" in row for row in page.rows), reading.name
+
+
+def test_a_page_reaches_for_nothing_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
+    session, drift = measured
+    text = render(gather(session.tree, session.plan, "x", RunSettings(), drift, versions()), tmp_path / "report.html")
+    page = Page(text)
+    assert page.reaching == []
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "a"})
+    assert "url(" not in text
+    assert "default-src 'none'" in text
+    pictures = re.findall(r"<svg.*?</svg>", text, flags=re.DOTALL)
+    assert len(pictures) == 2
+    for picture in pictures:
+        xml.etree.ElementTree.fromstring(picture)
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.md"])
+def test_names_are_text(name: str, tmp_path: Path) -> None:
+    tree = Tree(
+        [TensorInfo(f"{NASTY}.w", (4, 4), "float32", "parameter"), TensorInfo("b.w", (3,), "float32", "parameter")],
+        {"": NASTY, NASTY: NASTY},
+    )
+    recipe = Recipe((Rule(NASTY, "bfloat16"), Rule("*", "float16")))
+    made = gather(tree, make_plan(tree, recipe), NASTY, RunSettings(), None, {"torch": NASTY}, NASTY)
+    text = render(made, tmp_path / name)
+    assert "\x1b" not in text
+    assert "\u202e" not in text
+    if name.endswith("html"):
+        assert "script" not in Page(text).tags
+        assert "<script" not in text
+        return
+    outside_of_code = re.sub(r"(`+)( ?).*?\2\1", "", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
+    assert not re.search(r"(?<!\\)<", outside_of_code)
+    assert not re.search(r"(?<!\\)\]\(", outside_of_code)
+    tables = [line for line in text.splitlines() if line.startswith("|")]
+    widths = [len(re.findall(r"(?<!\\)\|", line)) for line in tables]
+    for before, after, line in zip(widths, widths[1:], tables[1:], strict=False):
+        if line.startswith("|---") or set(line) <= set("|-:"):
+            assert before == after
+
+
+def test_every_figure_of_a_page_is_in_the_markdown_too(measured: Any, tmp_path: Path) -> None:
+    session, drift = measured
+    made = gather(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions())
+    page = Page(render(made, tmp_path / "r.html"))
+    text = render(made, tmp_path / "r.md").replace("\\", "").replace("`", "")
+    for row in page.rows:
+        assert f"| {' | '.join(row)} |" in text
+
+
+def test_a_large_tree_is_an_outline_and_a_table_with_an_end(tmp_path: Path) -> None:
+    tensors = [
+        TensorInfo(f"model.layers.{layer}.mlp.experts.{expert}.w", (2, 2), "bfloat16", "parameter")
+        for layer in range(60) for expert in range(64)
+    ]  # fmt: skip
+    tree = Tree(tensors)
+    text = render(gather(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}), tmp_path / "r.md")
+    assert "`model.layers.{0..59}.mlp.experts.{0..63}`" in text
+    assert re.search(r"`model\.layers\.\{0\.\.59\}\.mlp` \|  \| 15\.4 k \| 30\.00 KiB \| 30\.00 KiB \| bf16", text)
+    assert "2,022 more modules are left out here" in text
+
+
+def test_a_report_from_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, file = make_llama(), tmp_path / "r.html"
+    casts = [part for cast in CASTS for part in ("--cast", cast)]
+    assert run(cli, "dtype-engine", ["report", str(source), *casts, "-o", str(file)]) == 0
+    assert run(cli, "dtype-engine", ["drift", str(source), *casts, "--json"]) == 0
+    figures = json.loads(capsys.readouterr().out.partition("\n")[2])["output"]
+    rows = {row[0]: row[1:] for row in Page(file.read_text()).rows if row}
+    assert rows["KL, mean"][0].startswith(f"{figures['kl_mean']:.4e}")
+    before = file.read_bytes()
+    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(file)]) == 2
+    assert "replace it with --force" in capsys.readouterr().err
+    assert file.read_bytes() == before
+    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(tmp_path / "r.txt")]) == 2
+    assert "name a report .html or .md" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", ["report", str(source), "-o", str(tmp_path / "none" / "r.md")]) == 2
+    assert "there is no folder" in capsys.readouterr().err
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["llama", "r.html"]
+
+
+def test_a_saved_recipe_has_the_figures_and_gives_the_same_run(
+    make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, file = make_llama(), tmp_path / "recipe.yaml"
+    casts = [part for cast in CASTS for part in ("--cast", cast)]
+    arguments = ["drift", str(source), "--float-inputs", "model", "--json"]
+    assert run(cli, "dtype-engine", [*arguments, *casts, "--save-recipe", str(file)]) == 0
+    first = json.loads(capsys.readouterr().out)
+    written = read_recipe_file(file)
+    assert [str(rule) for rule in written.recipe.rules] == first["rules"]
+    assert written.settings == RunSettings(float_inputs="model")
+    for name in ("mean_abs", "max_abs", "sqnr_db", "kl_mean", "top1_agreement"):
+        assert written.measured[name] == pytest.approx(first["output"][name], rel=1e-5)
+    assert written.measured["planned_bytes"] == first["memory"]["planned_bytes"]
+    assert written.measured["torch"] == __import__("torch").__version__
+    assert yaml.safe_load(file.read_text())["model"] == "llama"
+    assert re.search(
+        r'pattern: "\*norm\*", dtype: float32}  # 5 tensors, 640 B -> 640 B$', file.read_text(), re.MULTILINE
+    )
+
+    assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["output"] == first["output"]
+    assert "was made for" not in err
+    assert run(cli, "dtype-engine", [*arguments, *casts, "--save-recipe", str(file)]) == 2
+    assert "replace it with --force" in capsys.readouterr().err
+    text = file.read_text()
+    assert run(cli, "dtype-engine", [*arguments, *casts, "--save-recipe", str(file), "--force"]) == 0
+    assert file.read_text() == text  # the same run writes the same file: a difference is a difference
+
+
+def test_a_recipe_on_another_model_says_what_takes_nothing(
+    make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "version: 1\nmodel: other\nrules:\n- {pattern: '*.mlp', dtype: bf16}\n- {pattern: '*.moe', dtype: bf16}\n"
+        "- {pattern: 'type:Mamba', dtype: bf16}\n"
+    )
+    source = make_llama()
+    assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file)]) == 2
+    said = capsys.readouterr().err
+    assert "'*.moe' matches nothing" in said
+    assert "nor does 1 more rule take anything: 'type:Mamba'" in said
+    file.write_text("version: 1\nmodel: other\nrules:\n- {pattern: '*.mlp', dtype: bf16}\n")
+    assert run(cli, "dtype-engine", ["drift", str(source), "--recipe", str(file), "--json"]) == 0
+    assert f"{file} was made for other, and this is llama" in capsys.readouterr().err
+
+
+def test_what_rules_take_is_said_in_the_file(measured: Any) -> None:
+    session, drift = measured
+    text = recipe_text(session.tree, session.plan, "TinyNet", RunSettings(), drift)
+    total = session.tree.stored_bytes
+    assert f"# {len(session.tree.tensors)} tensors, decides" in text
+    assert f", {total} B -> {total // 2} B" in text
+    assert "sqnr_db" in text
+    assert "  # decibels" in text
+
+
+def test_a_name_that_says_no_format_is_refused(measured: Any) -> None:
+    session, drift = measured
+    with pytest.raises(UserError, match=r"\.html or \.md"):
+        render(gather(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))

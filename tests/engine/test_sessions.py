@@ -1,0 +1,217 @@
+"""Sessions come back as they were saved, whatever else lies in their folder."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dtype_engine import Options, Recipe, Rule, RunSettings, dtypes, sessions
+from dtype_engine.errors import UserError
+from dtype_engine.sessions import (
+    MOST_STEPS,
+    SavedSession,
+    SessionFile,
+    newest_session,
+    prune,
+    read_session,
+    recent_models,
+    sessions_folder,
+)
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert sessions_folder() == tmp_path / "state" / "dtype-tui" / "sessions"
+    return sessions_folder()
+
+
+def save(at: float, *saved: SavedSession) -> list[Path]:
+    """Save sessions as if that many seconds after 1970."""
+    paths = []
+    for place, session in enumerate(saved):
+        file = SessionFile()
+        file._pruned = True
+        file.save(session)
+        os.utime(file.path, (at + place, at + place))
+        paths.append(file.path)
+    return paths
+
+
+def recipe(*casts: str) -> Recipe:
+    return Recipe(tuple(map(Rule.parse, casts)))
+
+
+def test_everything_comes_back(tmp_path: Path) -> None:
+    session = SavedSession(
+        model="org/name",
+        title="org/name",
+        path=tmp_path,
+        folder=tmp_path,
+        options=Options(
+            device="cpu", prompts=("one\n\u202e", "two"), texts=(tmp_path / "a.txt",), weights=tmp_path / "w.pth",
+            reference_bytes=17, threads=2, settings=RunSettings("bfloat16", "float16", "model"),
+        ),
+        recipes=(Recipe(), recipe("*=bf16"), recipe("*=bf16", "re:a=b=fp8@tensor", "x.{0..3}=stored")),
+        at=1,
+        cursor="model.layers.0",
+        measured=({"rules": ["*=bfloat16"], "kl_mean": 1e-5},),
+    )  # fmt: skip
+    (path,) = save(0, session)
+    assert read_session(path) == session
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(
+        st.lists(
+            st.builds(Rule, st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), st.sampled_from(dtypes.TARGETS)),
+            max_size=4,
+        ),
+        min_size=1, max_size=5,
+    ),
+    st.data(),
+)  # fmt: skip
+def test_any_recipes_come_back(recipes: list[list[Rule]], data: Any) -> None:
+    made = []
+    for rules in recipes:
+        try:
+            made.append(Recipe(tuple(Rule.make(rule.pattern, rule.dtype) for rule in rules)))
+        except UserError:
+            return
+    at = data.draw(st.integers(0, len(made) - 1))
+    (path,) = save(0, SavedSession(None, "demo", recipes=tuple(made), at=at))
+    found = read_session(path)
+    assert (found.recipes, found.at) == (tuple(made), at)
+
+
+def test_every_option_has_a_place_in_the_file_but_for_trust() -> None:
+    options = Options(trust_pickle=True, trust_remote_code=True, download=True)
+    (path,) = save(0, SavedSession(None, "demo", options=options))
+    written = json.loads(path.read_text())["options"]
+    assert set(written) == {f.name for f in dataclasses.fields(Options)} - sessions.NOT_KEPT - {"settings"}
+    assert read_session(path).options == Options()
+
+
+@pytest.mark.parametrize("name", sorted(sessions.NOT_KEPT))
+def test_a_file_can_not_make_the_program_trust_a_model(name: str) -> None:
+    (path,) = save(0, SavedSession(None, "demo"))
+    data = json.loads(path.read_text())
+    data["options"][name] = True
+    path.write_text(json.dumps(data))
+    with pytest.raises(UserError, match=f"unknown option {name}"):
+        read_session(path)
+
+
+def test_a_long_history_keeps_what_is_near() -> None:
+    recipes = tuple(recipe(f"layer.{number}=bf16") for number in range(3 * MOST_STEPS))
+    (path,) = save(0, SavedSession(None, "demo", recipes=recipes, at=MOST_STEPS + 50))
+    found = read_session(path)
+    assert found.recipe == recipes[MOST_STEPS + 50]
+    assert found.at == MOST_STEPS
+    assert found.recipes == recipes[50 : 2 * MOST_STEPS + 51]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda data: "{", "damaged"),
+        (lambda data: "[" * 100_000, "damaged"),
+        (lambda data: b"\xff\xfe\x00", "damaged"),
+        (lambda data: "", "damaged"),
+        (lambda data: "3", "is not a session"),
+        (lambda data: '{"a": 1}', "is not a session"),
+        (lambda data: data | {"version": 2}, "version 2"),
+        (lambda data: data | {"version": "\x1b[2J"}, r"version \\x1b"),
+        (lambda data: data | {"at": 1}, "no recipe 1"),
+        (lambda data: data | {"at": -1}, "no recipe -1"),
+        (lambda data: data | {"at": True}, "not what belongs"),
+        (lambda data: data | {"model": 3}, "not what belongs"),
+        (lambda data: data | {"recipes": [["*=foo"]]}, "unknown dtype"),
+        (lambda data: data | {"recipes": [[3]]}, "not what belongs"),
+        (lambda data: data | {"recipes": 3}, "not what belongs"),
+        (lambda data: data | {"saved": "yesterday"}, "can't be read"),
+        (lambda data: data | {"options": {"device": 3}}, "option device"),
+        (lambda data: data | {"options": {"prompts": ["a", 3]}}, "option prompts"),
+        (lambda data: data | {"options": {"threads": True}}, "option threads"),
+        (lambda data: data | {"options": {"bogus": 3}}, "unknown option bogus"),
+        (lambda data: data | {"settings": {"autocast": "int8"}}, "option autocast"),
+        (lambda data: {name: value for name, value in data.items() if name != "cursor"}, "no entry 'cursor'"),
+        (lambda data: data | {"measured": [1]}, "not what belongs"),
+    ],
+)  # fmt: skip
+def test_a_damaged_or_foreign_file_is_a_sentence(change: Any, says: str) -> None:
+    old, new = save(0, SavedSession("one", "one"), SavedSession("two", "two"))
+    changed = change(json.loads(new.read_text()))
+    new.write_bytes(changed if isinstance(changed, bytes) else (
+        changed if isinstance(changed, str) else json.dumps(changed)).encode()
+    )  # fmt: skip
+    os.utime(new, (10, 10))
+    with pytest.raises(UserError, match=says) as caught:
+        newest_session()
+    assert str(new) in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert [recent.name for recent in recent_models()] == ["one"]
+    assert newest_session("one", any_model=False) == read_session(old)
+
+
+def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> None:
+    assert recent_models() == ()
+    save(0, *(SavedSession(name, f"title of {name}", tmp_path) for name in ("a", "b", "a", "c", "b")))
+    save(100, SavedSession(None, "demo"))
+    assert [recent.name for recent in recent_models()] == ["demo", "title of b", "title of c", "title of a"]
+    assert [recent.name for recent in recent_models(2)] == ["demo", "title of b"]
+    assert recent_models()[0].model is None
+    assert recent_models()[1].path == tmp_path
+
+
+def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="no session to take up"):
+        newest_session()
+    model = tmp_path / "model"
+    model.mkdir()
+    save(0, SavedSession(sessions.reopened_by(str(model)), "first", cursor="a"))
+    save(10, SavedSession(sessions.reopened_by(str(model)), "second", cursor="b"), SavedSession(None, "demo"))
+    assert newest_session().title == "demo"
+    monkeypatch.chdir(tmp_path)
+    assert newest_session("model", any_model=False).title == "second"
+    assert newest_session(None, any_model=False).title == "demo"
+    with pytest.raises(UserError, match="no session of other"):
+        newest_session("other", any_model=False)
+
+
+def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "net.py").write_text("x = 1\n")
+    monkeypatch.chdir(tmp_path)
+    assert sessions.reopened_by("net.py:x") == f"{tmp_path / 'net.py'}:x"
+    assert sessions.reopened_by("net.py") == str(tmp_path / "net.py")
+    assert sessions.reopened_by("org/name") == "org/name"
+    assert sessions.reopened_by("package.module:Net") == "package.module:Net"
+    assert sessions.reopened_by(None) is None
+
+
+def test_old_sessions_and_pieces_go(state: Path) -> None:
+    save(0, *(SavedSession(str(number), str(number)) for number in range(7)))
+    stale, fresh = state / ".x.json.partial-1", state / ".x.json.partial-2"
+    stale.touch()
+    os.utime(stale, (5, 5))
+    fresh.touch()
+    prune(3)
+    assert [recent.name for recent in recent_models()] == ["6", "5", "4"]
+    assert (stale.exists(), fresh.exists()) == (False, True)
+
+
+def test_a_folder_that_can_not_be_written_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="can't keep the session"):
+        SessionFile().save(SavedSession(None, "demo"))

@@ -1,0 +1,118 @@
+"""The session outlives the program, whatever ends it, and `--resume` takes it up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.sessions import SavedSession, SessionFile, read_session
+from terminal import Terminal
+
+Opener = Callable[..., Terminal]
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[Opener]:
+    made: list[Terminal] = []
+
+    def make(*arguments: str) -> Terminal:
+        made.append(Terminal(*arguments, environment={"XDG_STATE_HOME": str(tmp_path)}))
+        return made[-1]
+
+    yield make
+    for terminal in made:
+        terminal.close()
+
+
+def saved(tmp_path: Path) -> list[SavedSession]:
+    files = (tmp_path / "dtype-tui" / "sessions").glob("*.json")
+    return [read_session(path) for path in sorted(files, key=lambda path: path.stat().st_mtime_ns)]
+
+
+def wait_until_saved(terminal: Terminal, tmp_path: Path, rules: int) -> None:
+    until = time.monotonic() + 30
+    while not (found := saved(tmp_path)) or len(found[-1].recipe) != rules:
+        assert time.monotonic() < until, found
+        terminal.read(0.05)
+
+
+def cast_two(terminal: Terminal) -> None:
+    """Cast two nodes, in another program's first second: nothing waits for the engine."""
+    terminal.wait_for("embed_tokens")
+    terminal.press("jj2jj3")
+    terminal.wait_for("2 model.layers.0 → f16")
+
+
+@pytest.mark.parametrize("ending", ["SIGHUP", "SIGTERM", "SIGKILL", "the line goes dead"])
+def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending: str) -> None:
+    terminal = opened()
+    cast_two(terminal)
+    if ending == "SIGKILL":
+        wait_until_saved(terminal, tmp_path, 2)
+    if ending == "the line goes dead":
+        # As when sshd dies: the terminal is taken away, and the kernel hangs up on the session.
+        os.close(terminal.keyboard)
+        os.close(terminal._terminal)
+        until = time.monotonic() + 20
+        while not os.waitpid(terminal.pid, os.WNOHANG)[0]:
+            assert time.monotonic() < until, "the program outlived its terminal"
+            time.sleep(0.05)
+        terminal.keyboard, terminal._terminal = os.openpty()
+    else:
+        os.kill(terminal.pid, signal.Signals[ending])
+        assert terminal.exit_status() == (-9 if ending == "SIGKILL" else 0)
+    (kept,) = saved(tmp_path)
+    assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
+    assert kept.cursor == "model.layers.0"
+    assert len(kept.recipes) == 3
+
+
+def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_path: Path) -> None:
+    rules = [Rule("model.embed_tokens", "bfloat16"), Rule("lm_head", "float16")]
+    recipes = (Recipe(), Recipe((rules[0],)), Recipe(tuple(rules)))
+    file = SessionFile()
+    file.path = tmp_path / "dtype-tui" / "sessions" / "20260101-000000-00000000.json"
+    file.save(
+        SavedSession(
+            None,
+            "demo",
+            recipes=recipes,
+            at=1,
+            cursor="model.layers.3.mlp",
+            options=Options(settings=RunSettings(autocast="bfloat16")),
+        )
+    )
+    back = opened("--resume")
+    back.wait_for("1 model.embed_tokens → bf16")
+    back.wait_for(r"❯ +▸ mlp")
+    back.press("u")
+    back.wait_for(r"▸ embed_tokens +f32")
+    back.press("\x12\x12")
+    back.wait_for("2 lm_head → f16")
+    back.press("q")
+    assert back.exit_status() == 0
+    assert saved(tmp_path)[-1].options.settings == RunSettings(autocast="bfloat16")
+
+
+def test_a_damaged_session_is_one_line_and_status_2(opened: Opener, tmp_path: Path) -> None:
+    folder = tmp_path / "dtype-tui" / "sessions"
+    folder.mkdir(parents=True)
+    (folder / "20300101-000000-00000000.json").write_text('{"version": 1')
+    terminal = opened("--resume")
+    assert terminal.exit_status() == 2
+    said = terminal.raw.decode()
+    assert said.startswith("dtype-tui: the session ")
+    assert "damaged" in said
+    assert said.count("\n") == 1
+
+
+def test_nothing_to_take_up(opened: Opener) -> None:
+    terminal = opened("--resume")
+    assert terminal.exit_status() == 2
+    assert "no session to take up" in terminal.raw.decode()

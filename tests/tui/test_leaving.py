@@ -1,0 +1,415 @@
+"""Presets, leaving with something, and the session that is kept, in the app."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from noting import NotingEngine, demo_tree, make_app, report
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from dtype_engine import Options, Recipe, Rule, RunSettings, events
+from dtype_engine.export.verify import compare
+from dtype_engine.model.source import locate
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.recipe.outcomes import outcomes
+from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.sessions import SavedSession, newest_session, sessions_folder
+from dtype_engine.tree import Tree
+from dtype_engine.wishes import ConvertWish, ExportPlan, ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.keeping import SessionKeeper, with_saved_options
+from dtype_tui.leaving_screen import KINDS, LeavingScreen
+from dtype_tui.presets_screen import PresetsScreen
+from dtype_tui.widgets.module_tree import ModuleTree
+
+SIZES = [(120, 36), (80, 24)]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written beside nobody's, and sessions kept where no other test looks."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+
+@pytest.fixture
+def app() -> DtypeApp:
+    tree = demo_tree()
+    return make_app(Tree(tree.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in tree.modules}))
+
+
+@asynccontextmanager
+async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+def engine(app: DtypeApp) -> NotingEngine:
+    assert isinstance(app.engine, NotingEngine)
+    return app.engine
+
+
+def screen(app: DtypeApp) -> str:
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+def notices(app: DtypeApp) -> list[str]:
+    return [notification.message for notification in app._notifications]
+
+
+async def until(pilot: Pilot[None], what: Any, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < end, screen(pilot.app)  # type: ignore[arg-type]
+        await pilot.pause(0.05)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: DtypeApp, size: tuple[int, int]) -> None:
+    async with running(app, size) as pilot:
+        await pilot.press("2")
+        before = app.experiment.recipe
+        await pilot.press("p")
+        await until(pilot, lambda: "modelopt" in screen(app) and "…\n" not in screen(app) and "-50.0 %" in screen(app))
+        await until(pilot, lambda: len(app.screen._found) == len(PRESETS))  # type: ignore[attr-defined]
+        await pilot.press("down", "down")
+        text = screen(app)
+        made = PRESETS["fp8-linears"].recipe(app.experiment.tree)
+        plan = make_plan(app.experiment.tree, made)
+        changed = sum(plan.dtypes[n] != t.dtype for n, t in app.experiment.tree.tensors.items())
+        (line,) = [line for line in text.splitlines() if "fp8-linears" in line]
+        assert f"{changed} tensors" in line
+        assert "2.70 MiB →" in line
+        assert f"{100 * (plan.planned_bytes / plan.stored_bytes - 1):+.1f} %" in line
+        assert "type:Linear → fp8" in text
+        await pilot.press("enter")
+        assert app.experiment.recipe == made
+        assert engine(app).recipes[-1] == made
+        await pilot.press("u")
+        assert app.experiment.recipe == before
+
+
+async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("p", "up", "up")
+        await until(pilot, lambda: len(app.screen._found) == len(PRESETS))  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        await pilot.pause()
+        assert isinstance(app.screen, PresetsScreen)
+        assert "declares no islands" in notices(app)[0]
+        await pilot.press("escape")
+        assert app.experiment.recipe == Recipe()
+
+
+def test_outcomes_are_those_of_the_plans() -> None:
+    tree = demo_tree()
+    found = list(outcomes(tree))
+    assert [outcome.preset.name for outcome in found] == list(PRESETS)
+    assert (found[0].tensors, found[0].stored_bytes, found[0].planned_bytes) == (56, 2831232, 2831232 // 2)
+    assert "module classes" in found[1].reason
+
+
+async def test_a_preset_of_the_command_line_waits_for_the_classes() -> None:
+    bare = demo_tree()
+    app = make_app(bare)
+    casts = Recipe((Rule("lm_head", "float32"),))
+    app.start_with(casts, "fp8-linears")
+    async with running(app) as pilot:
+        assert app.experiment.recipe == casts
+        tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
+        engine(app).emit(events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
+        app._look()
+        await pilot.pause()
+        made = PRESETS["fp8-linears"].recipe(tree)
+        assert app.experiment.recipe.rules == (*made.rules, *casts.rules)
+        assert engine(app).recipes[-1] == app.experiment.recipe
+    app = make_app(bare)
+    app.start_with(Recipe(), "all-bf16")
+    assert app.experiment.recipe == PRESETS["all-bf16"].recipe(bare)
+
+
+def planned(app: DtypeApp) -> events.ExportPlanned:
+    plan = ExportPlan(
+        967_380, 2, (("bfloat16", 43, 528_384), ("float8_e4m3fn", 13, 438_996)), "It loads so.", ("one note",)
+    )
+    return events.ExportPlanned(app.experiment.recipe, plan)
+
+
+@pytest.mark.parametrize("size", SIZES)
+async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[int, int]) -> None:
+    async with running(app, size) as pilot:
+        await pilot.press("2", "e")
+        await pilot.pause()
+        assert engine(app).commands[-1] == "plan export"
+        engine(app).emit(planned(app))
+        engine(app).emit(events.Idle())
+        app._look()
+        await pilot.pause()
+        text = screen(app)
+        for words in (
+            "944.71 KiB in 2 files, 56 tensors",
+            "bf16 516.00 KiB",
+            "fp8 428.71 KiB",
+            "It loads so.",
+            "one note",
+        ):
+            assert words in text, words
+        assert app.screen.query_one(Input).value == "demo-cast"
+        await pilot.press("enter")
+        assert engine(app).wishes == [ExportWish(Path("demo-cast"))]
+        assert "writing" in screen(app)
+        engine(app).emit(events.Saving(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
+        app._look()
+        await pilot.pause()
+        assert "exporting, 310.00 MiB/s  30 %" in screen(app)
+        await pilot.press("escape")
+        assert engine(app).commands[-1] == "cancel"
+        await pilot.press("q")
+        await pilot.pause()
+        assert app.is_running
+        assert "Esc stops it" in notices(app)[-1]
+        engine(app).emit(events.Saved(Recipe(), False, "stopped: nothing was written"))
+        engine(app).emit(events.Idle())
+        app._look()
+        await pilot.pause()
+        assert notices(app)[-1] == "stopped: nothing was written"
+        assert app.experiment.failure is None
+        assert "ready" in screen(app)
+
+
+async def test_a_refused_export_says_why(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("e")
+        engine(app).emit(events.ExportPlanned(Recipe(), None, "packed of several tensors"))
+        app._look()
+        await pilot.pause()
+        assert "packed of several tensors" in screen(app)
+        await pilot.press("escape")
+        await pilot.pause()
+        assert engine(app).wishes == []
+
+
+async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("2")
+        measured = report(app.experiment.recipe)
+        app.experiment.report = measured
+        for place, (kind, _) in enumerate(KINDS):
+            await pilot.press("e", *["down"] * place)
+            await pilot.press("enter")
+            wish = engine(app).wishes[-1]
+            if kind in ("recipe", "report"):
+                assert isinstance(wish, RecipeWish | ReportWish)
+                assert wish.drift is measured
+            elif kind != "checkpoint":
+                assert isinstance(wish, ConvertWish)
+                assert (wish.target, wish.file.name.startswith(f"demo.{kind}.")) == (kind, True)
+        Path("demo.recipe.yaml").write_text("mine")
+        await pilot.press("e", "down")
+        field = app.screen.query_one(Input)
+        assert field.value == "demo-2.recipe.yaml"
+        field.value = "demo.recipe.yaml"
+        await pilot.press("enter")
+        assert isinstance(app.screen, LeavingScreen)
+        assert "is there already: Enter again replaces it" in screen(app)
+        await pilot.press("x")
+        await pilot.pause()
+        assert "Enter again" not in screen(app)
+        await pilot.press("backspace", "enter", "enter")
+        assert engine(app).wishes[-1] == RecipeWish(Path("demo.recipe.yaml"), True, measured)
+
+
+class Recorded:
+    """A worker on a small model, with all that it says."""
+
+    def __init__(self, folder: Path) -> None:
+        self.source = locate(str(folder))
+        self.said: list[events.Event] = []
+        self.worker = Worker(self.source, Options(device="cpu"), self.said.append)
+        self.worker.start()
+
+    def wait(self, kind: type, count: int = 1) -> Any:
+        end = time.monotonic() + 60
+        while len(found := [event for event in list(self.said) if isinstance(event, kind)]) < count:
+            assert time.monotonic() < end, self.said
+            time.sleep(0.02)
+        return found[-1]
+
+
+@pytest.fixture(scope="module", params=["runs", "headers only"])
+def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
+    """With a live model, and where nothing says what architecture it has."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    if request.param == "headers only":
+        (folder / "config.json").unlink()
+    made = Recorded(folder)
+    yield made
+    made.worker.close()
+
+
+RECIPE = Recipe((Rule("*", "bfloat16"), Rule("*.mlp", "float8_e4m3fn")))
+
+
+def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path) -> None:
+    worker, said = recorded.worker, recorded.said
+    worker.set_recipe(RECIPE)
+    worker.plan_export()
+    plan = recorded.wait(events.ExportPlanned).plan
+    worker.save(ExportWish(tmp_path / "out"))
+    saved = recorded.wait(events.Saved)
+    assert saved.done, saved
+    assert str(tmp_path / "out") in saved.sentence
+    from dtype_engine.checkpoint import open_checkpoint
+    from dtype_engine.export import of_checkpoint
+
+    source = recorded.source.open()
+    assert source is not None
+    contents = of_checkpoint(source, "llama", RECIPE)
+    assert compare(contents, open_checkpoint(tmp_path / "out")) == ()
+    assert plan.nbytes == contents.nbytes
+    assert sum(size for _, _, size in plan.dtypes) == plan.nbytes
+    progress = [event for event in said if isinstance(event, events.Saving)]
+    assert progress[-1].done == progress[-1].total == plan.nbytes
+
+    worker.save(ExportWish(tmp_path / "out"))
+    refused = recorded.wait(events.Saved, 2)
+    assert (refused.done, "is not empty" in refused.sentence) == (False, True)
+    assert not [event for event in said if isinstance(event, events.Failed)]
+
+    for count, wish in enumerate(
+        (
+            RecipeWish(tmp_path / "r.yaml"),
+            ReportWish(tmp_path / "r.html"),
+            ConvertWish(tmp_path / "c.json", "comfyui"),
+            ExportWish(tmp_path / "out", replace=True),
+        ),
+        3,
+    ):
+        worker.save(wish)
+        assert recorded.wait(events.Saved, count).done, recorded.said[-1]
+    assert read_recipe_file(tmp_path / "r.yaml").recipe == RECIPE
+    text = (tmp_path / "r.html").read_text()
+    assert "SQNR" in text if any(isinstance(event, events.ModelReady) for event in said) else "Not measured" in text
+    worker.save(ReportWish(tmp_path / "r.pdf"))
+    assert "name a report .html or .md" in recorded.wait(events.Saved, 7).sentence
+
+
+def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(recorded: Recorded, tmp_path: Path) -> None:
+    worker = recorded.worker
+    count = sum(isinstance(event, events.Saved) for event in recorded.said)
+    worker.set_recipe(RECIPE)
+    worker.save(ExportWish(tmp_path / "out"))
+    emit = worker._emit
+
+    def change(event: events.Event) -> None:
+        emit(event)
+        if isinstance(event, events.Saving) and event.done < event.total and worker._recipe == RECIPE:
+            worker.set_recipe(Recipe())
+
+    worker._emit = change
+    assert recorded.wait(events.Saved, count + 1).done
+    assert worker._recipe == Recipe()
+    worker._emit = emit
+    assert read_recipe_file(tmp_path / "out" / "recipe.yaml").recipe == RECIPE
+
+
+def test_stopping_an_export_leaves_nothing(recorded: Recorded, tmp_path: Path) -> None:
+    worker = recorded.worker
+    count = sum(isinstance(event, events.Saved) for event in recorded.said)
+    emit = worker._emit
+
+    def stop(event: events.Event) -> None:
+        emit(event)
+        if isinstance(event, events.Saving) and event.done < event.total:
+            worker.cancel()
+
+    worker._emit = stop
+    worker.save(ExportWish(tmp_path / "out"))
+    saved = recorded.wait(events.Saved, count + 1)
+    worker._emit = emit
+    assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
+    assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
+
+
+async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
+    app.keeper = SessionKeeper(None, "demo", None, Options(prompts=("a",)))
+    async with running(app) as pilot:
+        await pilot.press("j", "j", "2", "j", "3")
+
+        def kept() -> bool:
+            if not list(sessions_folder().glob("*.json")):
+                return False
+            saved = newest_session()
+            return saved.recipe == app.experiment.recipe and saved.cursor == "model.layers"
+
+        await until(pilot, kept)
+        app._settings_chosen(RunSettings(autocast="bfloat16"))
+        await pilot.press("u", "G")
+        last = app.query_one(ModuleTree).current.name
+    saved = newest_session()
+    assert [len(recipe) for recipe in saved.recipes] == [0, 1, 2]
+    assert saved.at == 1
+    assert saved.cursor == last != "model.layers"
+    assert saved.options == Options(prompts=("a",), settings=RunSettings(autocast="bfloat16"))
+
+    again = make_app(app.experiment.tree)
+    again.take_up(saved)
+    async with running(again) as pilot:
+        assert again.query_one(ModuleTree).current.name == saved.cursor
+        assert again.experiment.recipe == saved.recipe
+        assert engine(again).recipes[-1] == saved.recipe
+        await pilot.press("ctrl+r")
+        assert again.experiment.recipe == saved.recipes[2]
+        await pilot.press("u", "u")
+        assert again.experiment.recipe == Recipe()
+
+
+async def test_a_session_that_can_not_be_written_is_said_once(
+    app: DtypeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    app.keeper = SessionKeeper(None, "demo", None, Options())
+    async with running(app) as pilot:
+        await until(pilot, lambda: notices(app))
+        await pilot.press("2", "j")
+        await pilot.pause(0.5)
+        assert len(notices(app)) == 1
+        assert "--resume will not know this session" in notices(app)[0]
+
+
+async def test_a_node_that_is_not_there_any_more_is_no_trouble(app: DtypeApp) -> None:
+    app.take_up(SavedSession(None, "demo", cursor="gone.since"))
+    async with running(app) as pilot:
+        engine(app).emit(events.ModelReady(app.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
+        app._look()
+        await pilot.press("j")
+        assert app.query_one(ModuleTree).cursor == 1
+
+
+def test_what_the_command_line_says_goes_before_what_was_saved() -> None:
+    saved = Options(device="cuda", prompts=("a",), threads=3, settings=RunSettings("bfloat16", "float16", "model"))
+    now = Options(device="cpu", trust_remote_code=True, settings=RunSettings(compute="float64"))
+    found = with_saved_options(now, saved, {"device", "compute"})
+    assert found == Options(
+        device="cpu", prompts=("a",), threads=3, trust_remote_code=True,
+        settings=RunSettings("float64", "float16", "model"),
+    )  # fmt: skip

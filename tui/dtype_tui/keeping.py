@@ -1,0 +1,174 @@
+"""The session on the disk: saved as it changes, in a thread of its own, and taken up again by `--resume`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Protocol
+
+import click
+
+from dtype_engine.errors import UserError
+from dtype_engine.options import Options, RunSettings
+from dtype_engine.recipe import History, Recipe
+from dtype_engine.sessions import SavedSession, SessionFile, newest_session, reopened_by
+
+_REST_S = 1.0
+"""The least time between two saves of what is lost cheaply: where the cursor stands."""
+_CLOSE_WAIT_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What of the screen is kept."""
+
+    recipes: tuple[Recipe, ...]
+    at: int
+    settings: RunSettings
+    cursor: str
+
+
+class Explored(Protocol):
+    """What is asked of an experiment."""
+
+    history: History
+    settings: RunSettings
+
+
+class SessionKeeper:
+    """Notes what is on the screen and writes it when it has changed. Nothing waits for the disk but `close`.
+
+    `say` hears once, in a sentence, when the session can't be written; the program goes on without.
+    """
+
+    def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
+        self._about = SavedSession(reopened_by(model), title, path, Path.cwd(), options)
+        self._file = SessionFile()
+        self._changed = threading.Condition()
+        self._now: Shown | None = None
+        self._written: Shown | None = None
+        self._closed = False
+        self._thread: threading.Thread | None = None
+        self._trouble: str | None = None
+        self.say: Callable[[str], None] = lambda trouble: None
+
+    def note(self, experiment: Explored, cursor: str) -> None:
+        """This is how things stand; called often, and cheap where nothing has changed."""
+        recipes, at = experiment.history.kept
+        shown = Shown(recipes, at, experiment.settings, cursor)
+        if shown == self._now or self._trouble is not None:
+            if self._trouble:
+                self.say(self._trouble)
+                self._trouble = ""
+            return
+        with self._changed:
+            self._now = shown
+            self._changed.notify()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
+                self._thread.start()
+
+    def close(self) -> None:
+        """Write what is not written yet, and end."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_WAIT_S)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while self._now == self._written and not self._closed:
+                    self._changed.wait()
+                if self._closed and self._now == self._written:
+                    return
+                now = self._now
+                if not self._closed and self._only_the_cursor_moved(now):
+                    self._changed.wait(_REST_S)  # whatever comes meanwhile is written with it
+                    now = self._now
+            assert now is not None
+            try:
+                self._file.save(self._as_saved(now))
+            except UserError as error:
+                self._trouble = f"{error}; --resume will not know this session"
+                return
+            self._written = now
+
+    def _only_the_cursor_moved(self, now: Shown | None) -> bool:
+        before = self._written
+        return now is not None and before is not None and dataclasses.replace(now, cursor=before.cursor) == before
+
+    def _as_saved(self, shown: Shown) -> SavedSession:
+        return dataclasses.replace(
+            self._about,
+            options=dataclasses.replace(self._about.options, settings=shown.settings),
+            recipes=shown.recipes,
+            at=shown.at,
+            cursor=shown.cursor,
+            saved=datetime.now(timezone.utc),
+        )
+
+
+def with_saved_options(options: Options, saved: Options, said: set[str]) -> Options:
+    """The options of a saved session, but for those that were `said` on the command line (fields of Options, and of
+    RunSettings), and the trust that is never saved.
+    """
+    settings = dataclasses.replace(
+        saved.settings,
+        **{f.name: getattr(options.settings, f.name) for f in dataclasses.fields(RunSettings) if f.name in said},
+    )
+    chosen = {
+        f.name: getattr(options if f.name in said else saved, f.name)
+        for f in dataclasses.fields(Options)
+        if f.name not in ("settings", "trust_pickle", "trust_remote_code", "download")
+    }
+    return dataclasses.replace(options, **chosen, settings=settings)
+
+
+def saved_session(model: str | None) -> SavedSession:
+    """What `--resume` takes up: the newest session, or that of the model given. Raises UserError.
+
+    A module of Python that was found in the folder where the program was started is found again from any other.
+    """
+    saved = newest_session(model, any_model=model is None)
+    if saved.path is None and saved.folder is not None and saved.model is not None and saved.folder.is_dir():
+        sys.path.insert(0, str(saved.folder))
+    return saved
+
+
+def end_when_the_terminal_is_gone(last_words: Callable[[], None]) -> None:
+    """Once nothing can be written to the terminal, say the last words and end.
+
+    Textual's thread that writes ends with an error then, and its queue fills until the whole program waits for ever: a hang-up
+    is not enough to end it.
+    """
+    before = threading.excepthook
+
+    def hook(failed: threading.ExceptHookArgs) -> None:
+        if (
+            isinstance(failed.exc_value, OSError)
+            and failed.thread is not None
+            and failed.thread.name == "textual-output"
+        ):
+            try:
+                last_words()
+            finally:
+                os._exit(128 + signal.SIGHUP)
+        before(failed)
+
+    threading.excepthook = hook
+
+
+def said_on_the_command_line() -> set[str]:
+    """The names of the options that the running command was given."""
+    context = click.get_current_context()
+    default = click.core.ParameterSource.DEFAULT
+    return {name for name in context.params if context.get_parameter_source(name) is not default}

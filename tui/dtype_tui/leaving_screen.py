@@ -1,0 +1,185 @@
+"""What to leave with, over the main screen: a checkpoint, a recipe file, a report, a recipe for another tool."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Input, Static
+
+from dtype_engine import dtypes
+from dtype_engine.events import ExportPlanned
+from dtype_engine.readings import DriftReport
+from dtype_engine.report_text import human_bytes
+from dtype_engine.text import printable
+from dtype_engine.wishes import (
+    TARGET_SUFFIXES,
+    ConvertWish,
+    ExportWish,
+    RecipeWish,
+    ReportWish,
+    Wish,
+)
+
+KINDS: tuple[tuple[str, str], ...] = (
+    ("checkpoint", "safetensors that load back in just these dtypes"),
+    ("recipe", "rules, settings and what was measured, to use again"),
+    ("report", "one page: rules, memory, drift, modules (.html, .md)"),
+    *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
+)
+
+
+class LeavingScreen(ModalScreen[Wish | None]):
+    """Up and down choose what, the field says where; the result is the wish, or None when left."""
+
+    DEFAULT_CSS = """
+    LeavingScreen { align: center middle; }
+    LeavingScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 94%; border: round $accent;
+        padding: 0 1; background: $surface; scrollbar-size-vertical: 1; }
+    LeavingScreen Static { height: auto; }
+    LeavingScreen Input { margin: 0; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,shift+tab", "move(-1)", "What stands above", priority=True),
+        Binding("down,tab", "move(1)", "What stands below", priority=True),
+        Binding("enter", "write", "Write it", priority=True),
+        Binding("escape", "leave", "Leave without", priority=True),
+    ]
+
+    def __init__(self, title: str, rules: int, drift: DriftReport | None) -> None:
+        super().__init__()
+        self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
+        self._rules = rules
+        self._drift = drift
+        self._at = 0
+        self._planned: ExportPlanned | None = None
+        self._warned: str | None = None
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False) as box:
+            box.border_title = "Leave with"
+            box.border_subtitle = "↑↓ choose  Enter writes  Esc leaves"
+            yield Static(id="kinds", markup=False)
+            yield Input(id="where", select_on_focus=False, compact=True)
+            yield Static(id="about", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(Input).focus()
+        self.action_move(0)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def show_plan(self, planned: ExportPlanned) -> None:
+        """What an export would write is known."""
+        self._planned = planned
+        self._draw()
+
+    @property
+    def _kind(self) -> str:
+        return KINDS[self._at][0]
+
+    def _free_name(self) -> str:
+        """A name that is not taken, in the folder that the program runs in."""
+        ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
+        end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
+        number = 1
+        while True:
+            name = f"{self._base}{end}" if number == 1 else f"{self._base}-{number}{end}"
+            if not Path(name).exists():
+                return name
+            number += 1
+
+    def _draw(self) -> None:
+        kinds = Text()
+        for place, (name, what) in enumerate(KINDS):
+            here = place == self._at
+            kinds.append("› " if here else "  ", style="bold")
+            kinds.append(f"{name:<15}", style="bold" if here else "")
+            shown = what if here or name not in TARGET_SUFFIXES else ""
+            kinds.append(f"{shown}\n", style="" if here else "dim")
+        kinds.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}", style="dim")
+        self.query_one("#kinds", Static).update(kinds)
+        width = max(30, self.query_one("#about", Static).size.width - 1)
+        about = Text()
+        for line, style in self._about():
+            for part in textwrap.wrap(printable(line, 1200), width):
+                about.append(f"{part}\n", style=style)
+        self.query_one("#about", Static).update(about)
+
+    def _about(self) -> list[tuple[str, str]]:
+        if self._warned is not None:
+            return [(f"{self._warned} is there already: Enter again replaces it", "bold")]
+        if self._kind == "checkpoint":
+            return self._about_export()
+        if self._kind == "recipe":
+            measured = "with the figures on the screen" if self._drift else "not measured yet, so it will hold no drift"
+            return [(f"{self._rules} rule{'' if self._rules == 1 else 's'}, {measured}", "")]
+        if self._kind == "report":
+            return [
+                ("with the figures on the screen" if self._drift else "measures first, which takes a forward pass", "")
+            ]
+        return [("what the tool can't express is said when the file is written", "")]
+
+    def _about_export(self) -> list[tuple[str, str]]:
+        planned = self._planned
+        if planned is None:
+            return [("what will be written appears when the model is there…", "dim")]
+        if planned.plan is None:
+            return [(planned.reason, "bold")]
+        plan = planned.plan
+        mix = " · ".join(f"{dtypes.badge(name)} {human_bytes(size)}" for name, _, size in plan.dtypes)
+        tensors = sum(count for _, count, _ in plan.dtypes)
+        files = "1 file" if plan.files == 1 else f"{plan.files} files"
+        lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
+        if not self._rules:
+            lines.append(("No rules are in force: this is a copy.", ""))
+        lines += [(notice, "") for notice in plan.notices]
+        return [*lines, (plan.loading, "dim")]
+
+    def action_move(self, step: int) -> None:
+        self._at = (self._at + step) % len(KINDS)
+        self._warned = None
+        field = self.query_one(Input)
+        field.value = self._free_name()
+        field.cursor_position = len(field.value)
+        self._draw()
+
+    def on_input_changed(self) -> None:
+        if self._warned is not None and self._warned != self.query_one(Input).value.strip():
+            self._warned = None
+            self._draw()
+
+    def action_write(self) -> None:
+        said = self.query_one(Input).value.strip()
+        if not said:
+            return
+        path = Path(said).expanduser()
+        taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        if taken and self._warned != said:
+            self._warned = said
+            self._draw()
+            return
+        self.dismiss(self._wish(path, replace=taken))
+
+    def _wish(self, path: Path, replace: bool) -> Wish:
+        match self._kind:
+            case "checkpoint":
+                return ExportWish(path, replace)
+            case "recipe":
+                return RecipeWish(path, replace, self._drift)
+            case "report":
+                return ReportWish(path, replace, self._drift)
+            case target:
+                return ConvertWish(path, target, replace)
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
