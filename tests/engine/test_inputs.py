@@ -29,9 +29,9 @@ from dtype_engine.inputs.sounds import open_sound
 from dtype_engine.inputs.text import read_jsonl
 
 MODALITIES = {
-    "llama": "6 default prompts",
-    "bert": "6 default prompts",
-    "t5": "6 default prompts",
+    "llama": "2 default prompts",
+    "bert": "2 default prompts",
+    "t5": "2 default prompts",
     "whisper": "a synthetic tone, 2.0 s",
     "vit": "a synthetic picture, 32 x 32",
     "blip": "a synthetic picture, 32 x 32",
@@ -70,7 +70,7 @@ def kwargs_of(session: de.Session, place: int = 0) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", MODALITIES)
 def test_every_folder_has_default_inputs_and_drifts(name: str, saved: Callable[..., Path]) -> None:
-    session = opened(saved(name))
+    session = opened(saved(name), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
     assert reading.description.startswith(MODALITIES[name])
@@ -84,7 +84,7 @@ def test_every_folder_has_default_inputs_and_drifts(name: str, saved: Callable[.
 
 @pytest.mark.parametrize("name", MODALITIES)
 def test_a_folder_with_weights_alone_has_inputs_from_its_configuration(name: str, saved: Callable[..., Path]) -> None:
-    session = opened(saved(name, processed=False))
+    session = opened(saved(name, processed=False), sequences=2)
     reading = session.inputs_reading
     assert reading is not None, session.no_forward
     assert any("folder" in part for part in reading.made_of), "where they come from is said"
