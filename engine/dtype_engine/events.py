@@ -18,6 +18,7 @@ from .readings import (
     SpeedReport,
     WeightReading,
 )
+from .readings_drift import CausesReport, Floor, Nonfinite
 from .recipe import Recipe
 from .tree import Tree
 
@@ -114,6 +115,29 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorMeasured:
+    """The drift of the reference against itself, over the inputs in use."""
+
+    floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteFound:
+    """Why the output just measured is not finite, and what mends it."""
+
+    recipe: Recipe
+    found: Nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class CausesTold:
+    """Which modules the drift arises in, as asked for."""
+
+    recipe: Recipe
+    report: CausesReport
+
+
+@dataclass(frozen=True, slots=True)
 class Flowed:
     """The implicit casts of one forward pass, as asked for."""
 
@@ -185,6 +209,9 @@ Event = (
     | Measuring
     | ModulesMeasured
     | Measured
+    | FloorMeasured
+    | NonfiniteFound
+    | CausesTold
     | Working
     | Flowed
     | Generated

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from .drift import is_distribution
-from .errors import Cancelled, NoForward
+from .errors import UserError
 from .forward import Passes, main_output
 from .inputs import Batch, Inputs
 from .metrics import OutputComparison
@@ -90,9 +90,7 @@ def _attempt(passes: Passes, batch: Batch, reference: torch.Tensor, times: int) 
     """The first of `times` equal parts of the main output, None where it does not come in such parts."""
     try:
         output = main_output(_run(passes, batch))[1]
-    except Cancelled:
-        raise
-    except (NoForward, RuntimeError, ValueError, TypeError, IndexError):
+    except (UserError, RuntimeError, ValueError, TypeError, IndexError):
         return None
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):
         return None

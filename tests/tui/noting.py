@@ -35,6 +35,9 @@ class NotingEngine:
     def flow(self) -> None:
         self.commands.append("flow")
 
+    def causes(self) -> None:
+        self.commands.append("causes")
+
     def set_settings(self, settings: RunSettings) -> None:
         self.settings.append(settings)
 

@@ -16,7 +16,7 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Static
 
-from dtype_engine import dtypes, events
+from dtype_engine import dtypes, events, history
 from dtype_engine.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
 from dtype_engine.text import printable
@@ -51,6 +51,7 @@ class Engine(Protocol):
     def measure(self) -> None: ...
     def set_settings(self, settings: RunSettings) -> None: ...
     def flow(self) -> None: ...
+    def causes(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
     def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
@@ -72,6 +73,9 @@ class DtypeApp(App[None]):
         Binding("ctrl+r", "redo", "Redo"),
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("m", "measure", "Measure again"),
+        Binding("d", "causes", "Drift over depth, and the modules that it arises in"),
+        Binding("a", "remedy", "Apply what makes the output finite"),
+        Binding("H", "history", "History: every measured recipe, to compare and go back to"),
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),
         Binding("t", "speed", "Time forward passes"),
@@ -231,6 +235,8 @@ class DtypeApp(App[None]):
             self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
+        elif isinstance(event, events.FloorMeasured):
+            experiment.floor = event.floor
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -249,6 +255,11 @@ class DtypeApp(App[None]):
             if event.report.settings == str(experiment.settings):
                 experiment.report = event.report
                 experiment.modules = {reading.name: reading for reading in event.report.modules}
+                history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
+        elif isinstance(event, events.NonfiniteFound):
+            experiment.nonfinite = event.found
+        elif isinstance(event, events.CausesTold):
+            experiment.causes = event.report
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -365,6 +376,42 @@ class DtypeApp(App[None]):
     def action_flow(self) -> None:
         self._ask_engine("tracing casts", self.engine.flow)
 
+    def action_causes(self) -> None:
+        if self.experiment.report is None:
+            self._say(self.experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
+            return
+        if self.experiment.causes is None:
+            self._ask_engine("running each module as cast by itself", self.engine.causes)
+        from .drift_screens import CausesScreen  # the plots' library is not for the first paint
+
+        self.push_screen(CausesScreen(self.experiment, self._under_way, self.action_stop))
+
+    def _under_way(self) -> tuple[str, float | None]:
+        return (self._activity, self._share) if self._busy else ("", None)
+
+    def action_remedy(self) -> None:
+        found = self.experiment.nonfinite
+        if found is not None and found.remedy is not None:
+            self.add_rule(Rule.parse(found.remedy))
+        else:
+            self._say(found.reason if found is not None else "there is nothing to mend", "information")
+
+    def action_history(self) -> None:
+        if self.experiment.measured:
+            from .history_screen import HistoryScreen
+
+            self.push_screen(HistoryScreen(self.experiment), self._go_back_to)
+        else:
+            self._say("nothing was measured yet", "information")
+
+    def _go_back_to(self, chosen: history.MeasuredRecipe | None) -> None:
+        if chosen is None:
+            return
+        if chosen.settings != str(self.experiment.settings):
+            self._say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
+        if self.experiment.push(chosen.recipe):
+            self._changed()
+
     def action_generate(self) -> None:
         self._ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
 
@@ -434,12 +481,15 @@ class DtypeApp(App[None]):
         self._show_panes()
 
     def action_help(self) -> None:
+        from .history_screen import HistoryScreen
+
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
         sections = [
             ("Casting and measuring", _described(self.BINDINGS)),
             ("In the tree", _described(ModuleTree.BINDINGS)),
             ("In the cast prompt", _described(CastPrompt.BINDINGS)),
             ("In the settings", _described(SettingsScreen.BINDINGS)),
+            ("In the history", _described(HistoryScreen.BINDINGS)),
         ]
         self.push_screen(help_screen(sections, words))
 

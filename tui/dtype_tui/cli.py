@@ -23,6 +23,7 @@ from dtype_engine.cli.common import (
     settled,
     with_options,
 )
+from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
 from dtype_engine.text import read_text
@@ -33,6 +34,7 @@ from dtype_engine.text import read_text
 @model_argument
 @with_options(cast_options)
 @with_options(run_options)
+@with_options(threshold_options)
 def command(
     model: str | None,
     casts: tuple[str, ...],
@@ -46,6 +48,7 @@ def command(
     """
     from dtype_engine.model.source import locate
 
+    limits = thresholds_from(run_settings)
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
     source = locate(model, options.trust_pickle, options.download)
@@ -73,6 +76,7 @@ def command(
         return workers[0]
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole)
+    app.experiment.thresholds = limits
     app.start_with(recipe)
     app.run()
     if any(worker.alive for worker in workers):
