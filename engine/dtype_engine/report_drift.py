@@ -13,11 +13,11 @@ from .thresholds import Verdict
 
 
 def floor_text(floor: Floor) -> str:
-    """`KL 9.0e-13 nats, SQNR 128.0 dB`: the reference against itself."""
+    """`KL 9.0e-13 nats, 128.0 dB`: the reference against itself."""
     if not floor.ways:
         return "not known: this model's reference runs in one way only"
     kl = f"KL {floor.kl_mean:.1e} nats, " if floor.kl_mean is not None else ""
-    ratio = "no drift" if floor.sqnr_db == math.inf else f"SQNR {floor.sqnr_db:.1f} dB"
+    ratio = "no drift" if floor.sqnr_db == math.inf else f"{floor.sqnr_db:.1f} dB"
     return kl + ratio
 
 

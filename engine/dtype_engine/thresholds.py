@@ -43,6 +43,16 @@ class Verdict:
         )
         return f"{what} {scale * self.value:.6g}{unit}: {asked}{limit}"
 
+    @property
+    def short(self) -> str:
+        """`KL 0.00133 > 0.0001 nats`, for a narrow pane."""
+        what, unit = _WORDS[self.name]
+        scale = 100 if unit == " %" else 1
+        if self.value is None:
+            return f"no {what} to limit"
+        sign = ("≤" if self.passed else ">") if self.name == "max_kl" else ("≥" if self.passed else "<")
+        return f"{what.removeprefix('mean ')} {scale * self.value:.4g} {sign} {scale * self.limit:.4g}{unit}"
+
 
 _WORDS = {"max_kl": ("mean KL", " nats"), "min_sqnr": ("SQNR", " dB"), "min_top1": ("same top", " %")}
 

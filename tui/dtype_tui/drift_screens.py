@@ -38,6 +38,7 @@ class CausesScreen(ModalScreen[None]):
     CausesScreen { align: center middle; }
     CausesScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
     CausesScreen Plot { height: 2fr; min-height: 8; max-height: 16; }
+    CausesScreen #legend { height: 1; }
     CausesScreen #headline { height: auto; }
     CausesScreen VerticalScroll { height: 3fr; scrollbar-size-vertical: 1; }
     CausesScreen VerticalScroll > Static { height: auto; }
@@ -62,6 +63,7 @@ class CausesScreen(ModalScreen[None]):
         with Vertical() as box:
             box.border_title = "Drift over depth"
             box.border_subtitle = "Esc closes"
+            yield Static(id="legend", markup=False)
             yield Plot()
             yield Static(id="headline", markup=False)
             with VerticalScroll():
@@ -100,14 +102,18 @@ class CausesScreen(ModalScreen[None]):
         plt.clear_data()
         whole = [(place, readings[name].sqnr_db) for place, name in enumerate(names)]
         own = [(place, local.get(name)) for place, name in enumerate(names)]
-        for points, mark, label in ((whole, "●", "as measured"), (own, "o", "its own error alone")):
+        legend = Text("SQNR in dB of every module with weights, in order:  ● as measured", style="dim")
+        if local:
+            legend = Text("SQNR in dB, modules in order:  ● as measured  o its own error alone", style="dim")
+        self.query_one("#legend", Static).update(legend)
+        for points, mark in ((whole, "●"), (own, "o")):
             shown = [(place, value) for place, value in points if value is not None and math.isfinite(value)]
             if shown:
-                plt.scatter([place for place, _ in shown], [value for _, value in shown], marker=mark, label=label)
-        plt.ylabel("SQNR dB")
-        step = max(1, len(names) // _TICKS)
-        places = list(range(0, len(names), step))
-        plt.xticks([float(place) for place in places], [_short(names[place]) for place in places])
+                plt.scatter([place for place, _ in shown], [value for _, value in shown], marker=mark)
+        labels = [_short(name) for name in names]
+        starts = [place for place, label in enumerate(labels) if place == 0 or label != labels[place - 1]]
+        places = starts[:: max(1, -(-len(starts) // _TICKS))]
+        plt.xticks([float(place) for place in places], [labels[place] for place in places])
         plot.refresh()
 
     def _modules_with_weights(self) -> list[str]:
@@ -135,16 +141,16 @@ def _short(name: str) -> str:
 
 def _table(report: CausesReport) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(overflow="fold")
+    table.add_column(overflow="ellipsis", no_wrap=True)
     for _ in range(2):
         table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    table.add_row("module, alone as cast", "drift of the output", "share", "", "its own output", style="dim")
+    table.add_row("alone as cast", "drift", "share", "", "own output", style="dim")
     for cause in report.causes[:_MOST_ROWS]:
         name = printable(cause.name, 300) or "the model itself"
         label = f"{name} ({cause.modules} modules)" if cause.modules > 1 else name
-        drawn = bar(cause.share, 10) if cause.share is not None and math.isfinite(cause.share) else ""
+        drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
         drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
         local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
         table.add_row(label, drift, share_words(cause), drawn, local)

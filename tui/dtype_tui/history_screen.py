@@ -32,7 +32,7 @@ class HistoryScreen(ModalScreen[MeasuredRecipe | None]):
     DEFAULT_CSS = """
     HistoryScreen { align: center middle; }
     HistoryScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
-    HistoryScreen DataTable { height: 1fr; min-height: 5; scrollbar-size-vertical: 1; }
+    HistoryScreen DataTable { height: 1fr; min-height: 5; scrollbar-size-vertical: 1; overflow-x: hidden; }
     HistoryScreen #rules { height: auto; max-height: 4; }
     HistoryScreen Plot { height: 1fr; min-height: 8; max-height: 16; }
     """

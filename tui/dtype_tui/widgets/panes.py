@@ -97,14 +97,17 @@ class DriftPane(Pane):
     def _report(self, report: DriftReport) -> Table:
         output = report.output
         grid = _grid()
+        floor = self.experiment.floor
+        if floor is not None and floor.hides(output):
+            grid.add_row("noise", Text("no more than its floor", style="bold"))
         for verdict in verdicts(self.experiment.thresholds, output):
-            grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), str(verdict))
+            grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
         grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
         grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
-        grid.add_row("rel. L2", f"{output.rel_l2:.3e}, cosine {output.cosine:.6f}")
+        grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
         if output.kl_mean is not None:
@@ -113,10 +116,8 @@ class DriftPane(Pane):
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
             tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
             grid.add_row("KL tail", "  ".join(tail))
-        floor = self.experiment.floor
         if floor is not None and floor.ways:
-            under = Text("\nunder it: this drift is noise" if floor.hides(output) else "", style="bold")
-            grid.add_row("floor", Text.assemble(floor_text(floor), under))
+            grid.add_row("floor", floor_text(floor))
         if output.top1_agreement is not None:
             error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
             grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")
