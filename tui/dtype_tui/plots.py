@@ -8,5 +8,8 @@ from textual_plotext import PlotextPlot
 class Plot(PlotextPlot):
     """A plot in the terminal's own foreground: whatever it means is said by its marks."""
 
-    def on_mount(self) -> None:
-        self.theme = "clear"
+    def __init__(self) -> None:
+        super().__init__()
+        # Both: the widget's theme counts when it is drawn, the plot's own when something is plotted before that.
+        self.set_reactive(PlotextPlot.theme, "clear")
+        self.plt.theme("clear")

@@ -15,6 +15,7 @@ from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
 from dtype_engine.readings import DriftReport, ModuleDrift
 from dtype_engine.readings_drift import Nonfinite
+from dtype_engine.recipe import Rule
 from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.report_text import decibels, human_bytes
 from dtype_engine.text import printable
@@ -144,7 +145,9 @@ def _add_nonfinite(grid: Table, found: Nonfinite) -> None:
     if values := value_sentence(found):
         grid.add_row("because", values)
     if found.remedy is not None:
-        grid.add_row("a applies", Text(printable(found.remedy, 200), style="bold"))
+        rule = Rule.parse(found.remedy)
+        words = f"{printable(rule.pattern, 200)} → {dtypes.badge(rule.dtype)}"
+        grid.add_row("a applies", Text(words, style="bold"))
     else:
         grid.add_row("no remedy", printable(found.reason, 300))
 
