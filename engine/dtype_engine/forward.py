@@ -84,6 +84,13 @@ class Passes:
             handle.remove()
         self._handles.clear()
 
+    def _listened(self) -> frozenset[str]:
+        """Modules with hooks of somebody else: transformers collects hidden states so, where a model wants some of its part."""
+        ours = {handle.id for handle in self._handles}
+        return frozenset(
+            name for name, module in self.model.module.named_modules() if module._forward_hooks.keys() - ours
+        )
+
     def plainly(self) -> Passes:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
         return Passes(self.model, RunSettings(), self.cancelled, self.watch)
@@ -144,7 +151,7 @@ class Passes:
     ) -> Candidate:
         stand_ins: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
-            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use))
+            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use), self._listened())
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, watcher, trace, stand_ins, earlier, autocast=self.autocast
@@ -250,7 +257,7 @@ class Passes:
         """
         mode = PartlyCast(self.model.by_id, self.model.device, self.compute, drifting, inside)
         call = self._module_on(self.reference_batch(batch))
-        stand_ins = earlier.stand_ins(prefix) if earlier is not None else {}
+        stand_ins = earlier.stand_ins(prefix, self._listened()) if earlier is not None else {}
         return self._run(call, mode, watcher, trace, stand_ins, earlier)[0], mode
 
     def overheard(self, batch: Batch, listener: Listener, watcher: Watcher, reference: bool = False) -> Any:

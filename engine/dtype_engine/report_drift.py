@@ -11,6 +11,9 @@ from .report_text import decibels
 from .text import printable
 from .thresholds import Verdict
 
+_CANCELLING = 1.2
+"""A part that drifts this many times as much as the whole is no share of it."""
+
 
 def floor_text(floor: Floor) -> str:
     """`KL 9.0e-13 nats, 128.0 dB`: the reference against itself."""
@@ -76,6 +79,8 @@ def causes_headline(report: CausesReport) -> str:
             "it is not either" if math.isinf(first.drift) else f"it drifts by {first.drift:.3e} {report.unit}"
         )
     whose = f"the {first.modules} modules of {name}" if first.modules > 1 else name
+    if first.share > _CANCELLING:
+        return f"{name} drifts most by itself, {first.share:.1f} times as much as the whole: errors cancel each other"
     return f"{share_words(first)} of the output's drift enters at {whose}"
 
 
