@@ -23,13 +23,14 @@ class Thresholds:
 class Verdict:
     """One limit: what it is called on the command line, its value, what was measured, and whether it is kept.
 
-    `value` is None where the output has no such figure; that keeps no limit.
+    `value` is None where the output has no such figure; that keeps no limit, and neither does an output that is not `finite`.
     """
 
     name: str
     limit: float
     value: float | None
     passed: bool
+    finite: bool = True
 
     def __str__(self) -> str:
         what, unit = _WORDS[self.name]
@@ -37,6 +38,8 @@ class Verdict:
         limit = f"{scale * self.limit:.6g}{unit}"
         if self.value is None:
             return f"{what}: this output has none, the limit is {limit}"
+        if not self.finite:
+            return f"{what}: the output is not finite, the limit is {limit}"
         most = self.name == "max_kl"
         asked = (
             ("at most " if most else "at least ") if self.passed else ("over " if most else "under ") + "the limit, "
@@ -50,6 +53,8 @@ class Verdict:
         scale = 100 if unit == " %" else 1
         if self.value is None:
             return f"no {what} to limit"
+        if not self.finite:
+            return f"{what.removeprefix('mean ')}: output not finite"
         sign = ("≤" if self.passed else ">") if self.name == "max_kl" else ("≥" if self.passed else "<")
         return f"{what.removeprefix('mean ')} {scale * self.value:.4g} {sign} {scale * self.limit:.4g}{unit}"
 
@@ -64,8 +69,9 @@ def verdicts(thresholds: Thresholds, output: OutputDrift) -> tuple[Verdict, ...]
         ("min_sqnr", thresholds.min_sqnr, output.sqnr_db),
         ("min_top1", thresholds.min_top1, output.top1_agreement),
     )
+    finite = not output.nonfinite and not output.nonfinite_reference
     return tuple(
-        Verdict(name, limit, value, _kept(name, limit, value) and not output.nonfinite)
+        Verdict(name, limit, value, _kept(name, limit, value) and finite, finite)
         for name, limit, value in asked
         if limit is not None
     )

@@ -113,6 +113,8 @@ def test_limits_are_kept_or_missed() -> None:
     assert str(found[0]) == "mean KL 0.001 nats: at most 0.001 nats"
     assert [verdict.passed for verdict in verdicts(limits, output(kl_mean=math.nan, sqnr_db=math.nan))] == [False] * 3
     assert not any(verdict.passed for verdict in verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1)))
+    assert "not finite" in str(verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1))[0])
+    assert not verdicts(Thresholds(min_sqnr=1.0), output(nonfinite_reference=3, sqnr_db=math.inf))[0].passed
     assert "this output has none" in str(verdicts(Thresholds(max_kl=1.0), output())[0])
     assert verdicts(Thresholds(), output()) == ()
     assert not Thresholds()
