@@ -147,6 +147,15 @@ class OutputComparison:
                 "log_ratio_se": _standard_error(log_p - log_q),
                 **_perplexities(log_p, log_q),
             }
+        if self.nonfinite_reference and not self.energy:
+            # Nothing was left to compare: no drift, but no agreement either.
+            figures |= {
+                "mean_abs": math.nan,
+                "max_abs": math.nan,
+                "rel_l2": math.nan,
+                "sqnr_db": math.nan,
+                "cosine": math.nan,
+            }
         return OutputDrift(**figures)
 
 

@@ -111,3 +111,12 @@ def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as much memory, and quick where processors are shared
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)
     assert float(done.stdout) < 50
+
+
+def test_outputs_of_nothing_finite_do_not_agree() -> None:
+    logits = torch.full((2, 3), math.nan)
+    comparison = OutputComparison(False)
+    comparison.add(logits, logits.clone())
+    found = comparison.result()
+    assert (found.nonfinite, found.nonfinite_reference) == (0, 6)
+    assert all(math.isnan(value) for value in (found.sqnr_db, found.max_abs, found.cosine, found.rel_l2))
