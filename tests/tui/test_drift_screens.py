@@ -17,6 +17,7 @@ from dtype_engine.options import Options
 from dtype_engine.readings import ModuleDrift
 from dtype_engine.readings_drift import Cause, CausesReport, Floor, Nonfinite
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.report_drift import causes_headline
 from dtype_engine.thresholds import Thresholds
 from dtype_engine.worker import Worker
 from dtype_tui.app import DtypeApp
@@ -225,7 +226,8 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await pilot.press("d")
         await until(pilot, lambda: app.experiment.causes is not None)
         await pilot.pause(0.3)
-        assert "of the output's drift enters at" in screen(app)
+        assert app.experiment.causes is not None
+        assert causes_headline(app.experiment.causes)[:40] in screen(app)
         await pilot.press("escape", "H")
         await pilot.pause()
         assert "not finite" in screen(app)
