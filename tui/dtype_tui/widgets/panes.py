@@ -111,7 +111,7 @@ class DriftPane(Pane):
         grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
-        if output.kl_mean is not None:
+        if output.kl_mean is not None and not math.isnan(output.kl_mean):
             error = f" ± {output.kl_mean_se:.0e}" if output.kl_mean_se is not None else ""
             grid.add_row("KL mean", Text(f"{output.kl_mean:.3e}{error} nats", style="bold"))
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
