@@ -41,7 +41,8 @@ class _Record:
 
     @property
     def nbytes(self) -> int:
-        return self.output.nbytes + sum(tensor.nbytes for tensor, _ in self.modules.values())
+        held = {tensor.data_ptr(): tensor.nbytes for tensor, _ in self.modules.values()}
+        return sum({**held, self.output.data_ptr(): self.output.nbytes}.values())
 
 
 @dataclass(slots=True)
@@ -190,7 +191,9 @@ class DriftMeter:
             except RunsOtherwise:
                 continue
         name, tensor = main_output(output)
-        record = _Record(name, tensor.detach().clone(), watcher.kept, watcher.left_out, seconds, watcher.calls)
+        kept = watcher.copy_of(tensor)
+        own = kept if kept is not None else tensor.detach().clone()
+        record = _Record(name, own, watcher.kept, watcher.left_out, seconds, watcher.calls)
         self._seconds[index], self._calls[index] = seconds, watcher.calls
         if record.nbytes <= room:
             self._records[index] = record
@@ -255,6 +258,11 @@ class _Recorder:
         self._on_progress = on_progress
         self._told = time.perf_counter()
         self._last: tuple[torch.Tensor, int, tuple[torch.Tensor, float]] | None = None
+
+    def copy_of(self, output: torch.Tensor) -> torch.Tensor | None:
+        """The copy kept of this very tensor, if it was the last module's: the logits mostly are, and the largest of all."""
+        last = self._last
+        return last[2][0] if last is not None and last[0] is output and last[1] == output._version else None
 
     def replay(self, module: str, reading: object) -> None:
         raise AssertionError("nothing stands in for the reference")

@@ -18,6 +18,7 @@ from .readings import (
     SpeedReport,
     WeightReading,
 )
+from .readings_drift import CausesReport, Floor, Nonfinite
 from .readings_inputs import InputsReading
 from .recipe import Recipe
 from .tree import Tree
@@ -130,6 +131,29 @@ class Measured:
 
 
 @dataclass(frozen=True, slots=True)
+class FloorMeasured:
+    """The drift of the reference against itself, over the inputs in use."""
+
+    floor: Floor
+
+
+@dataclass(frozen=True, slots=True)
+class NonfiniteFound:
+    """Why the output just measured is not finite, and what mends it."""
+
+    recipe: Recipe
+    found: Nonfinite
+
+
+@dataclass(frozen=True, slots=True)
+class CausesTold:
+    """Which modules the drift arises in, as asked for."""
+
+    recipe: Recipe
+    report: CausesReport
+
+
+@dataclass(frozen=True, slots=True)
 class Flowed:
     """The implicit casts of one forward pass, as asked for."""
 
@@ -232,6 +256,9 @@ Event = (
     | Measuring
     | ModulesMeasured
     | Measured
+    | FloorMeasured
+    | NonfiniteFound
+    | CausesTold
     | Working
     | Flowed
     | Generated

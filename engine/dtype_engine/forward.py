@@ -18,6 +18,7 @@ from .execution import AutocastCasts, FirstUses, ImplicitCast, MixedDtypes, Wide
 from .inputs import Batch
 from .model.live import LiveModel
 from .options import RunSettings
+from .partly_cast import PartlyCast
 from .reuse import Trace, copied, finished
 from .storage import dtype_name, torch_dtype
 
@@ -36,6 +37,16 @@ class Watcher(Protocol):
 
     def replay(self, module: str, reading: Any) -> None:
         """A call that an earlier pass's output stood in for, with the reading of that pass."""
+
+
+class Listener(Protocol):
+    """A mode around another; `heard_of` is set to it before the pass."""
+
+    heard_of: MixedDtypes | Widened | None
+
+    def __enter__(self) -> Any: ...
+
+    def __exit__(self, *exception: Any) -> None: ...
 
 
 class Passes:
@@ -72,6 +83,13 @@ class Passes:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+
+    def _listened(self) -> frozenset[str]:
+        """Modules with hooks of somebody else: transformers collects hidden states so, where a model wants some of its part."""
+        ours = {handle.id for handle in self._handles}
+        return frozenset(
+            name for name, module in self.model.module.named_modules() if module._forward_hooks.keys() - ours
+        )
 
     def plainly(self) -> Passes:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
@@ -133,7 +151,7 @@ class Passes:
     ) -> Candidate:
         stand_ins: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
-            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use))
+            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use), self._listened())
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, watcher, trace, stand_ins, earlier, autocast=self.autocast
@@ -226,6 +244,38 @@ class Passes:
                 raise RunsOtherwise from None
         return self._run(call, Widened(model.by_id, model.device), watcher, None, {})
 
+    def partly(
+        self,
+        batch: Batch,
+        drifting: frozenset[int],
+        inside: Callable[[str], bool],
+        watcher: Watcher,
+        trace: Trace | None = None,
+        earlier: Trace | None = None,
+        prefix: int = 0,
+    ) -> tuple[Any, PartlyCast]:
+        """The reference, with the weighted operations of the modules that `inside` takes as cast; see `PartlyCast`.
+
+        The first `prefix` calls of `earlier`, a trace of the same run with nothing inside, stand in for themselves. Returns
+        the output and the mode. Raises as `candidate` does.
+        """
+        mode = PartlyCast(self.model.by_id, self.model.device, self.compute, drifting, inside)
+        call = self._module_on(self.reference_batch(batch))
+        stand_ins = earlier.stand_ins(prefix, self._listened()) if earlier is not None else {}
+        return self._run(call, mode, watcher, trace, stand_ins, earlier)[0], mode
+
+    def overheard(self, batch: Batch, listener: Listener, watcher: Watcher, reference: bool = False) -> Any:
+        """One pass as it is cast now, under the rules (or the reference's, widened), with a mode around them that hears every
+        operation in the dtype in which it is really computed. Raises as `candidate` does.
+        """
+        mode = Widened(self.model.by_id, self.model.device) if reference else self._rules()
+        given = self.reference_batch(batch) if reference else self.candidate_batch(batch)
+        listener.heard_of = mode
+        with listener:
+            return self._run(
+                self._module_on(given), mode, watcher, None, {}, autocast=None if reference else self.autocast
+            )[0]
+
     def _run(
         self,
         call: Callable[[], Result],
@@ -289,6 +339,8 @@ class Passes:
             mode.module = name
             if isinstance(mode, MixedDtypes) and not mode.autocast and isinstance(module, nn.RNNBase):
                 return recurrent_arguments(module, args, mode.compute)
+            if isinstance(mode, PartlyCast) and isinstance(module, nn.RNNBase):
+                return recurrent_arguments(module, args, self.compute)
             return None
 
         return hook

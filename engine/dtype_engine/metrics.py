@@ -9,14 +9,19 @@
     Δp                     q - p of the correct next token
     perplexity             exp of the mean of -ln p of the correct next token
     log ratio              mean of ln p - ln q of the correct next token: ln(PPL(c) / PPL(r))
+    perplexity correlation of -ln p and -ln q over the scored tokens
 
-The distribution figures are those of llama.cpp's `llama-perplexity --kl-divergence`, with the same definitions
-over every scored position; a mean's standard error is s / √n.
+The distribution figures are all those of llama.cpp's `llama-perplexity --kl-divergence` (tools/perplexity), with the same
+definitions; a mean's standard error is s / √n, and that of a function of means is carried on to first order: exp(m) has
+exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
+KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
+p < e^-16; and everything is float64, where llama.cpp keeps the reference in 16 bits a value.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,6 +30,10 @@ from .readings import OutputDrift
 
 _CHUNK_ELEMENTS = 1 << 17  # float64 chunks of 1 MiB stay in the cache, which makes this five times as fast
 FEWEST_FOR_PERCENTILES = 100
+_KL_PERCENTILES = {
+    "p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "p10": 0.1, "p5": 0.05, "p1": 0.01, "p01": 0.001,
+}  # fmt: skip
+_DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
 class OutputComparison:
@@ -36,7 +45,7 @@ class OutputComparison:
     def __init__(self, distribution: bool) -> None:
         self.distribution = distribution
         self.elements = 0
-        self.nonfinite = 0
+        self.nonfinite = self.nonfinite_reference = 0
         self.sum_abs = self.max_abs = 0.0
         self.noise = self.energy = self.energy_candidate = self.product = 0.0
         self._kl: list[torch.Tensor] = []
@@ -56,11 +65,21 @@ class OutputComparison:
         rows_r, rows_c = reference.reshape(-1, width), candidate.reshape(-1, width)
         labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
         step = max(1, _CHUNK_ELEMENTS // max(1, width))
+        # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
+        # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
+        positions = _Positions.of(rows_r.shape[0], labels) if self.distribution else None
         for start in range(0, rows_r.shape[0], step):
             r, c = rows_r[start : start + step].double(), rows_c[start : start + step].double()
             self._add_elements(r, c)
-            if self.distribution:
-                self._add_positions(r, c, None if labels is None else labels[start : start + step])
+            if positions is not None:
+                positions.compare(slice(start, start + step), r, c)
+        if positions is not None:
+            self._kl.append(positions.kl)
+            self._same_top.append(positions.same_top)
+            if positions.labels is not None:
+                scored = (positions.labels >= 0).cpu()
+                self._log_p.append(positions.log_p[scored])
+                self._log_q.append(positions.log_q[scored])
 
     def _add_elements(self, r: torch.Tensor, c: torch.Tensor) -> None:
         r, c = r.reshape(-1), c.reshape(-1)
@@ -72,6 +91,7 @@ class OutputComparison:
             finite = torch.isfinite(r) & torch.isfinite(c)
             same = (r == c) | (torch.isnan(r) & torch.isnan(c))
             self.nonfinite += int((~torch.isfinite(c) & ~same).sum())
+            self.nonfinite_reference += int((torch.isnan(r) | torch.isposinf(r)).sum())
             if bool((~finite & ~same).any()):
                 self.sum_abs = self.max_abs = self.noise = math.inf
             r, c = r[finite], c[finite]
@@ -84,21 +104,6 @@ class OutputComparison:
         absolute = delta.abs_()
         self.sum_abs += float(absolute.sum())
         self.max_abs = max(self.max_abs, float(absolute.max()) if absolute.numel() else 0.0)
-
-    def _add_positions(self, r: torch.Tensor, c: torch.Tensor, labels: torch.Tensor | None) -> None:
-        log_p, log_q = torch.log_softmax(r, -1), torch.log_softmax(c, -1)
-        p, ratio = log_p.exp(), log_p - log_q
-        kl = (p * ratio).sum(-1)
-        if not bool(torch.isfinite(kl).all()):
-            # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
-            kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
-        self._kl.append(kl.cpu())
-        self._same_top.append((r.argmax(-1) == c.argmax(-1)).cpu())
-        if labels is not None:
-            scored = labels >= 0
-            index = labels.clamp(min=0)[:, None]
-            self._log_p.append(log_p.gather(1, index)[:, 0][scored].cpu())
-            self._log_q.append(log_q.gather(1, index)[:, 0][scored].cpu())
 
     def result(self) -> OutputDrift:
         """The figures over everything added so far."""
@@ -113,6 +118,7 @@ class OutputComparison:
             "sqnr_db": sqnr_db(self.energy, self.noise),
             "cosine": 1.0 if identical else self.product / norms if norms and math.isfinite(self.noise) else math.nan,
             "nonfinite": self.nonfinite,
+            "nonfinite_reference": self.nonfinite_reference,
         }
         if self._kl:
             kl = torch.cat(self._kl)
@@ -122,11 +128,7 @@ class OutputComparison:
                 "positions": len(kl),
                 "kl_mean": float(kl.mean()),
                 "kl_mean_se": _standard_error(kl),
-                "kl_median": _quantile(kl, 0.5, fewest=1),
-                "kl_p95": _quantile(kl, 0.95),
-                "kl_p99": _quantile(kl, 0.99),
-                "kl_p999": _quantile(kl, 0.999),
-                "kl_max": float(kl.max()),
+                **_spread("kl", kl, _KL_PERCENTILES),
                 "top1_agreement": agreement,
                 "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1))
                 if len(same) > 1
@@ -139,15 +141,53 @@ class OutputComparison:
                 "scored_tokens": len(dp),
                 "dp_mean": float(dp.mean()),
                 "dp_mean_se": _standard_error(dp),
-                "dp_rms": float(dp.square().mean().sqrt()),
-                "dp_p1": _quantile(dp, 0.01),
-                "dp_p99": _quantile(dp, 0.99),
-                "perplexity_reference": _exp(-float(log_p.mean())),
-                "perplexity_candidate": _exp(-float(log_q.mean())),
+                **_root_mean_square(dp),
+                **_spread("dp", dp, _DP_PERCENTILES),
                 "log_ratio": float((log_p - log_q).mean()),
                 "log_ratio_se": _standard_error(log_p - log_q),
+                **_perplexities(log_p, log_q),
+            }
+        if self.nonfinite_reference and not self.energy:
+            # Nothing was left to compare: no drift, but no agreement either.
+            figures |= {
+                "mean_abs": math.nan,
+                "max_abs": math.nan,
+                "rel_l2": math.nan,
+                "sqnr_db": math.nan,
+                "cosine": math.nan,
             }
         return OutputDrift(**figures)
+
+
+@dataclass(slots=True)
+class _Positions:
+    """The figures of each position of one sequence: KL, whether the likeliest class is the same, ln p and ln q of the label."""
+
+    labels: torch.Tensor | None
+    kl: torch.Tensor
+    same_top: torch.Tensor
+    log_p: torch.Tensor
+    log_q: torch.Tensor
+
+    @classmethod
+    def of(cls, count: int, labels: torch.Tensor | None) -> _Positions:
+        kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
+        return cls(labels, kl, torch.zeros(count, dtype=torch.bool), log_p, log_q)
+
+    def compare(self, rows: slice, r: torch.Tensor, c: torch.Tensor) -> None:
+        """Fill in some rows from their logits, float64 [rows, classes]."""
+        log_p, log_q = torch.log_softmax(r, -1), torch.log_softmax(c, -1)
+        p, ratio = log_p.exp(), log_p - log_q
+        kl = (p * ratio).sum(-1)
+        if not bool(torch.isfinite(kl).all()):
+            # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
+            kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
+        self.kl[rows] = kl.cpu()
+        self.same_top[rows] = (r.argmax(-1) == c.argmax(-1)).cpu()
+        if self.labels is not None:
+            index = self.labels[rows].clamp(min=0)[:, None]
+            self.log_p[rows] = log_p.gather(1, index)[:, 0].cpu()
+            self.log_q[rows] = log_q.gather(1, index)[:, 0].cpu()
 
 
 def sqnr_db(energy: float, noise: float) -> float:
@@ -181,6 +221,48 @@ def _quantile(values: torch.Tensor, q: float, fewest: int = FEWEST_FOR_PERCENTIL
     high = min(low + 1, len(ordered) - 1)
     bottom, top = float(ordered[low]), float(ordered[high])
     return bottom if low == high or bottom == top else bottom + (place - low) * (top - bottom)
+
+
+def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
+    """Smallest, median, largest, and the percentiles asked for by the end of their field's name."""
+    return {
+        f"{prefix}_min": float(values.min()),
+        f"{prefix}_median": _quantile(values, 0.5, fewest=1),
+        f"{prefix}_max": float(values.max()),
+        **{f"{prefix}_{name}": _quantile(values, q) for name, q in percentiles.items()},
+    }
+
+
+def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
+    squares = dp.square()
+    rms = float(squares.mean().sqrt())
+    error = _standard_error(squares)
+    return {"dp_rms": rms, "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0}
+
+
+def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
+    """Perplexity of both, their ratio and difference, with standard errors; ln p and ln q of the right tokens [tokens]."""
+    reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
+    ratio = _exp(float((log_p - log_q).mean()))
+    figures: dict[str, float | None] = {
+        "perplexity_reference": reference,
+        "perplexity_candidate": candidate,
+        "perplexity_ratio": ratio,
+        "perplexity_difference": candidate - reference,
+    }
+    se_p, se_q, se_ratio = (_standard_error(values) for values in (log_p, log_q, log_p - log_q))
+    if se_p is None or se_q is None or se_ratio is None:
+        return figures
+    # Of the two means: the covariance of single tokens over their number.
+    covariance = float(((log_p - log_p.mean()) * (log_q - log_q.mean())).sum()) / (len(log_p) - 1) / len(log_p)
+    variance = (candidate * se_q) ** 2 + (reference * se_p) ** 2 - 2 * candidate * reference * covariance
+    return figures | {
+        "perplexity_reference_se": reference * se_p,
+        "perplexity_candidate_se": candidate * se_q,
+        "perplexity_correlation": covariance / (se_p * se_q) if se_p and se_q else None,
+        "perplexity_ratio_se": ratio * se_ratio,
+        "perplexity_difference_se": math.sqrt(max(0.0, variance)) if not math.isnan(variance) else math.nan,
+    }
 
 
 def _exp(value: float) -> float:

@@ -17,7 +17,9 @@ class OutputDrift:
     """How far the main output is from the reference, over all its elements, computed in float64.
 
     For an output over classes or tokens the second block compares distributions, position by position;
-    means carry their standard error (`_se`); percentiles need 100 positions. The third needs next tokens.
+    means carry their standard error (`_se`); percentiles (`_p999` is the 99.9th, `_p01` the 0.1th) need 100 positions. The
+    third needs next tokens. `nonfinite` counts what is not finite here but is in the reference; `nonfinite_reference` what
+    is NaN or +infinity in the reference itself (-infinity is how a mask is written).
     """
 
     elements: int
@@ -49,6 +51,35 @@ class OutputDrift:
     perplexity_candidate: float | None = None
     log_ratio: float | None = None
     log_ratio_se: float | None = None
+
+    # The rest of what `llama-perplexity --kl-divergence` prints.
+    kl_p90: float | None = None
+    kl_p10: float | None = None
+    kl_p5: float | None = None
+    kl_p1: float | None = None
+    kl_p01: float | None = None
+    kl_min: float | None = None
+    dp_rms_se: float | None = None
+    dp_max: float | None = None
+    dp_p999: float | None = None
+    dp_p95: float | None = None
+    dp_p90: float | None = None
+    dp_p75: float | None = None
+    dp_median: float | None = None
+    dp_p25: float | None = None
+    dp_p10: float | None = None
+    dp_p5: float | None = None
+    dp_p01: float | None = None
+    dp_min: float | None = None
+    perplexity_reference_se: float | None = None
+    perplexity_candidate_se: float | None = None
+    perplexity_correlation: float | None = None
+    perplexity_ratio: float | None = None
+    perplexity_ratio_se: float | None = None
+    perplexity_difference: float | None = None
+    perplexity_difference_se: float | None = None
+
+    nonfinite_reference: int = 0
 
 
 @dataclass(frozen=True, slots=True)

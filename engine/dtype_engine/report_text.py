@@ -248,6 +248,8 @@ def decibels(value: float | None) -> str:
     """`46.50 dB`; in words where it is not finite."""
     if value is None:
         return "not comparable"
+    if math.isnan(value):
+        return "not finite"
     if math.isinf(value):
         return "identical" if value > 0 else "not finite"
     return f"{value:.2f} dB"

@@ -11,7 +11,7 @@ pass, and such a call stands in for nothing.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,14 +96,18 @@ class Trace:
         changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
         return min((first_use.get(name, 0) for name in changed), default=0)
 
-    def stand_ins(self, prefix: int) -> dict[tuple[str, int], int]:
+    def stand_ins(self, prefix: int, listened: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their places. A call that can't stand in is left
-        to run, and those inside it stand in for themselves."""
+        to run, and those inside it stand in for themselves. So is one that has calls of `listened` modules in it: somebody
+        else hears their outputs, and nothing inside a call that is stood in for is called at all."""
+        heard = [0]  # listened calls before each place
+        for call in self.calls[:prefix]:
+            heard.append(heard[-1] + (call.module in listened))
         places: dict[tuple[str, int], int] = {}
         place = prefix - 1
         while place >= 0:
             call = self.calls[place]
-            if call.usable:
+            if call.usable and heard[place] == heard[call.began_after]:
                 places[call.module, call.call] = place
                 place = call.began_after - 1
             else:

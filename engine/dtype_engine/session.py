@@ -13,8 +13,11 @@ from torch import nn
 
 from . import dtypes as dtype_table
 from . import memory
+from .causes import Causes
+from .causes import OnProgress as OnParts
 from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, OutOfReach, UserError
+from .floor import measure_floor
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
@@ -23,6 +26,7 @@ from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
+from .nonfinite import find_nonfinite
 from .options import Options, RunSettings
 from .readings import (
     CastNotes,
@@ -36,6 +40,7 @@ from .readings import (
     Seconds,
     SpeedReport,
 )
+from .readings_drift import CausesReport, Floor, Nonfinite
 from .readings_export import ExportReport
 from .readings_inputs import InputsReading
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
@@ -67,6 +72,7 @@ class Session:
         self._history = History()
         self._plan = make_plan(model.tree, self.recipe)
         self._meter: DriftMeter | None = None
+        self._floor: tuple[Inputs, Floor] | None = None
         self._scan: Scan | None = None
         self.scanned: ScanReport | None = None
         if inputs is None:
@@ -171,6 +177,34 @@ class Session:
             seconds=Seconds(found.reference_seconds, found.candidate_seconds, found.reused),
             notices=(*self.model.notices, *found.notices),
         )
+
+    def causes(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> CausesReport:
+        """Which modules the drift of the recipe in force arises in; see `causes`. Raises as `drift` does, and UserError."""
+        causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
+        return causes.report(on_progress, cancelled)
+
+    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> Floor:
+        """The drift of the reference against itself, measured once for the inputs; see `floor`. Raises as `drift` does."""
+        inputs = self._need_inputs()
+        if self._floor is None or self._floor[0] is not inputs:
+            self._floor = inputs, measure_floor(self.model, inputs, on_progress, cancelled)
+        return self._floor[1]
+
+    def nonfinite(
+        self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+    ) -> Nonfinite | None:
+        """Where values stop being finite and what mends it, for a report of the recipe in force; None where all are finite.
+
+        Raises as `drift` does; see `nonfinite.find_nonfinite`.
+        """
+        output = report.output
+        if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
+            return None
+        bad = not output.nonfinite
+        try:
+            return find_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
+        finally:
+            self.model.apply(self._plan.dtypes)
 
     def flow(self, cancelled: Cancelled = _never) -> tuple[FlowCast, ...]:
         """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""

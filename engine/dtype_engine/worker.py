@@ -25,6 +25,8 @@ from .wishes import Wish
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .model.source import Source
+    from .readings import DriftReport
+    from .readings_drift import Floor
     from .session import Session
 
 Emit = Callable[[events.Event], None]
@@ -56,6 +58,7 @@ class Worker:
         """A measurement of the recipe in force was asked for and has not come to its end."""
         self._inputs_line: str | None = None
         """The inputs asked for last, until they are looked at."""
+        self._floor_told: Floor | None = None
         self._asked: deque[Task] = deque()
         self._closed = False
         self._stop_now = threading.Event()
@@ -100,6 +103,10 @@ class Worker:
     def flow(self) -> None:
         """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
         self._ask(self._with_session(self._tell_flow))
+
+    def causes(self) -> None:
+        """Tell which modules the drift of the recipe in force arises in, after what is under way."""
+        self._ask(self._with_session(self._tell_causes))
 
     def generate(self, tokens: int) -> None:
         """Let reference and candidate write, after what is under way."""
@@ -259,6 +266,30 @@ class Worker:
         session.apply(recipe, cancelled=self._stop_now.is_set)
         self._emit(events.Flowed(recipe, session.flow(self._stop_now.is_set)))
 
+    def _tell_causes(self, session: Session, recipe: Recipe) -> None:
+        cancelled, told = self._stop_now.is_set, _Throttle()
+        session.apply(recipe, cancelled=cancelled)
+
+        def on_parts(done: int, total: int) -> None:
+            told(lambda: self._emit(events.Working(recipe, "running each module as cast by itself", done, total)))
+
+        self._emit(events.CausesTold(recipe, session.causes(on_parts, cancelled)))
+
+    def _look_closer(self, session: Session, recipe: Recipe, report: DriftReport) -> None:
+        """What belongs to a measurement and takes more passes: why it is not finite, and, once for the inputs, its floor."""
+        cancelled = self._stop_now.is_set
+
+        def working(what: str) -> Callable[[int, int], None]:
+            return lambda done, total: self._emit(events.Working(recipe, what, done, total))
+
+        found = session.nonfinite(report, working("trying what makes the output finite"), cancelled)
+        if found is not None:
+            self._emit(events.NonfiniteFound(recipe, found))
+        floor = session.floor(working("the reference against itself"), cancelled)
+        if floor is not self._floor_told:
+            self._floor_told = floor
+            self._emit(events.FloorMeasured(floor))
+
     def _tell_text(self, session: Session, recipe: Recipe, tokens: int) -> None:
         cancelled, told = self._stop_now.is_set, _Throttle()
         session.apply(recipe, cancelled=cancelled)
@@ -295,6 +326,7 @@ class Worker:
                 cancelled=cancelled,
             )
             self._emit(events.Measured(recipe, report))
+            self._look_closer(session, recipe, report)
         self._unmeasured = False
         self._emit(events.Memory(recipe, session.memory()))
 

@@ -15,11 +15,11 @@ import soundfile
 import torch
 import transformers
 import zoo
-from conftest import TINYNET
 from PIL import Image
 from safetensors.torch import save_file
 
 import dtype_engine as de
+from conftest import TINYNET
 from dtype_engine.cli import cli
 from dtype_engine.cli.common import run
 from dtype_engine.input_files import typed

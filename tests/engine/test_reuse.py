@@ -160,3 +160,21 @@ def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
     trace.add(finished("", 0, 0, torch.zeros(10), None))
     assert trace.nbytes == 480  # more than three calls: what it called stays
     assert trace.stand_ins(4) == {("block", 0): 2, ("head", 0): 3}
+
+
+def test_what_somebody_else_listens_to_is_called_again() -> None:
+    # A vision tower whose hidden states transformers collects with hooks on its layers.
+    module, inputs = zoo.make("llava")
+    session = de.open(module, inputs=inputs)
+    session.drift()
+    session.cast("model.vision_tower.post_layernorm", "bfloat16")
+    reused = session.drift().output
+    session.undo()
+    session.drift()
+    session.cast("model.language_model", "bfloat16")
+    partly = session.drift()
+    for pattern, found in (("model.vision_tower.post_layernorm", reused), ("model.language_model", partly.output)):
+        again, _ = zoo.make("llava")
+        fresh = de.open(again, inputs=inputs)
+        fresh.cast(pattern, "bfloat16")
+        assert fresh.drift().output == found

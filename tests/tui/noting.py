@@ -41,6 +41,9 @@ class NotingEngine:
     def set_inputs(self, line: str) -> None:
         self.lines.append(line)
 
+    def causes(self) -> None:
+        self.commands.append("causes")
+
     def set_settings(self, settings: RunSettings) -> None:
         self.settings.append(settings)
 

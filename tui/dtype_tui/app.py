@@ -17,7 +17,7 @@ from textual.containers import Container
 from textual.screen import Screen
 from textual.widgets import Static
 
-from dtype_engine import dtypes, events
+from dtype_engine import dtypes, events, history
 from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
 from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
@@ -69,6 +69,7 @@ class Engine(Protocol):
     def set_settings(self, settings: RunSettings) -> None: ...
     def set_inputs(self, line: str) -> None: ...
     def flow(self) -> None: ...
+    def causes(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
     def plan_export(self) -> None: ...
@@ -93,6 +94,9 @@ class DtypeApp(App[None]):
             Binding("ctrl+r", "redo", "Redo"),
             Binding("x", "drop_rules", "Drop the node's rules"),
             Binding("m", "measure", "Measure again"),
+            Binding("d", "causes", "Drift over depth, and the modules that it arises in"),
+            Binding("a", "remedy", "Apply what makes the output finite"),
+            Binding("H", "history", "History: every measured recipe, to compare and go back to"),
             Binding("f", "flow", "Dtype flow: where dtypes silently change"),
             Binding("g", "generate", "Generate text with both, side by side"),
             Binding("t", "speed", "Time forward passes"),
@@ -305,6 +309,8 @@ class DtypeApp(App[None]):
             self._saving = self._quit_asked = False
             for sentence in (event.sentence, *event.notices):
                 self._say(sentence, "information" if event.done else "warning")
+        elif isinstance(event, events.FloorMeasured):
+            experiment.floor = event.floor
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -327,6 +333,11 @@ class DtypeApp(App[None]):
                     self.tree_view.rebuild()
                 if isinstance(self.screen, InputsScreen):
                     self.screen.measured(event.report.output.positions)
+                history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
+        elif isinstance(event, events.NonfiniteFound):
+            experiment.nonfinite = event.found
+        elif isinstance(event, events.CausesTold):
+            experiment.causes = event.report
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -495,6 +506,42 @@ class DtypeApp(App[None]):
 
     def action_flow(self) -> None:
         self._ask_engine("tracing casts", self.engine.flow)
+
+    def action_causes(self) -> None:
+        if self.experiment.report is None:
+            self._say(self.experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
+            return
+        if self.experiment.causes is None:
+            self._ask_engine("running each module as cast by itself", self.engine.causes)
+        from .drift_screens import CausesScreen  # the plots' library is not for the first paint
+
+        self.push_screen(CausesScreen(self.experiment, self._under_way, self.action_stop))
+
+    def _under_way(self) -> tuple[str, float | None]:
+        return (self._activity, self._share) if self._busy else ("", None)
+
+    def action_remedy(self) -> None:
+        found = self.experiment.nonfinite
+        if found is not None and found.remedy is not None:
+            self.add_rule(Rule.parse(found.remedy))
+        else:
+            self._say(found.reason if found is not None else "there is nothing to mend", "information")
+
+    def action_history(self) -> None:
+        if self.experiment.measured:
+            from .history_screen import HistoryScreen
+
+            self.push_screen(HistoryScreen(self.experiment), self._go_back_to)
+        else:
+            self._say("nothing was measured yet", "information")
+
+    def _go_back_to(self, chosen: history.MeasuredRecipe | None) -> None:
+        if chosen is None:
+            return
+        if chosen.settings != str(self.experiment.settings):
+            self._say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
+        if self.experiment.push(chosen.recipe):
+            self._changed()
 
     def action_generate(self) -> None:
         self._ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
@@ -690,6 +737,8 @@ class DtypeApp(App[None]):
         self._show_panes()
 
     def action_help(self) -> None:
+        from .history_screen import HistoryScreen
+
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
         words.append(("Inputs", InputsScreen.HELP))
         sections = [
@@ -698,6 +747,7 @@ class DtypeApp(App[None]):
             ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
             ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
             ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
+            ("In the history", described(HistoryScreen.BINDINGS, self.chosen_keys)),
             ("In the presets", described(PresetsScreen.BINDINGS, self.chosen_keys)),
             ("In what to leave with", described(LeavingScreen.BINDINGS, self.chosen_keys)),
             ("In the inputs", described(InputsScreen.BINDINGS, self.chosen_keys)),

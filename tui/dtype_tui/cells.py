@@ -72,7 +72,7 @@ def drift_cell(reading: ModuleDrift | None) -> tuple[str, str]:
     """(SQNR in dB or a word, bar) of a module's drift; a longer bar is more drift."""
     if reading is None:
         return "", ""
-    if reading.nonfinite:
+    if reading.nonfinite or (reading.sqnr_db is not None and math.isnan(reading.sqnr_db)):
         return "inf/nan", "!!!"
     if reading.sqnr_db is None:
         return "other", ""

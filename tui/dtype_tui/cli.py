@@ -29,11 +29,9 @@ from dtype_engine.cli.common import (
     settled,
     with_options,
 )
+from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
-
-if TYPE_CHECKING:
-    from .config import Config
 from dtype_engine.recipe import Recipe
 
 from .keeping import (
@@ -44,6 +42,9 @@ from .keeping import (
     with_saved_options,
 )
 
+if TYPE_CHECKING:
+    from .config import Config
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
@@ -52,6 +53,7 @@ from .keeping import (
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @with_options(run_options)
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
+@with_options(threshold_options)
 def command(
     model: str | None,
     casts: tuple[str, ...],
@@ -68,6 +70,7 @@ def command(
     from dtype_engine.model.source import locate
 
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
+    limits = thresholds_from(run_settings)
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
     saved = saved_session(model) if resume else None
@@ -104,6 +107,7 @@ def command(
         recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
     app.start_with(recipe, preset_asked())
     end_when_the_terminal_is_gone(app.on_unmount)
+    app.experiment.thresholds = limits
     app.run()
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.

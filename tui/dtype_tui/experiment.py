@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from dtype_engine import dtypes
+from dtype_engine.history import MeasuredRecipe
 from dtype_engine.options import RunSettings
 from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+from dtype_engine.readings_drift import CausesReport, Floor, Nonfinite
 from dtype_engine.readings_inputs import InputsReading
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
+from dtype_engine.thresholds import Thresholds
 from dtype_engine.tree import TensorInfo, Totals, Tree
 
 
@@ -38,6 +41,11 @@ class Experiment:
     inputs_reading: InputsReading | None = None
     no_forward: str | None = None
     live: bool = False
+    thresholds: Thresholds = field(default_factory=Thresholds)
+    floor: Floor | None = None
+    nonfinite: Nonfinite | None = None
+    causes: CausesReport | None = None
+    measured: list[MeasuredRecipe] = field(default_factory=list)
     partial: bool = False
     """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
 
@@ -63,12 +71,14 @@ class Experiment:
     def set_inputs(self, reading: InputsReading) -> None:
         """The model is run on other inputs: what was read before was not on these."""
         self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
+        self.floor = None
         self.forget_readings()
 
     def forget_readings(self) -> None:
         """The figures on the screen are no longer those of what is in force."""
         self.report, self.modules = None, {}
         self.failed_module = self.failure = None
+        self.nonfinite = self.causes = None
 
     def replace_tree(self, tree: Tree) -> None:
         """The live model's tree takes the place of the headers' one."""

@@ -11,6 +11,7 @@ from ..errors import UserError
 from ..options import Options
 from ..readings import Generation, as_json
 from ..recipe import make_plan, require_matches
+from ..thresholds import verdicts
 
 if TYPE_CHECKING:
     pass
@@ -34,7 +35,9 @@ from .common import (
     with_options,
     with_preset,
 )
+from .drift_more import fail_where_missed, look_closer
 from .saving import may_save, save_measured, save_recipe_options
+from .thresholds import threshold_options, thresholds_from
 
 
 @click.command()
@@ -114,6 +117,10 @@ def inspect(
     help="Also let both write N tokens, greedily, and show where they part.",
 )
 @with_options(save_recipe_options)
+@click.option(
+    "--causes", "with_causes", is_flag=True, help="Also run every module as cast by itself: where drift arises."
+)
+@with_options(threshold_options)
 @json_option
 def drift(
     model: str | None,
@@ -122,29 +129,37 @@ def drift(
     tokens: int | None,
     save_recipe: Path | None,
     force: bool,
+    with_causes: bool,
     as_object: bool,
     **run_settings: Any,
-) -> None:
-    """Run the float32 reference and the candidate, and report how far the outputs and the memory moved."""
+) -> int:
+    """Run the float32 reference and the candidate, and report how far the outputs and the memory moved.
+
+    Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is not kept.
+    """
     may_save(save_recipe, force)
+    limits = thresholds_from(run_settings)
     session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
     report = session.drift(on_progress=say_progress)
     save_measured(session, report, save_recipe, force)
     texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
+    found = verdicts(limits, report.output)
+    more = look_closer(session, report, with_causes)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
-        print_json(
-            as_json(report) | calibration | ({"generated": [_generation(text) for text in texts]} if tokens else {})
-        )
-        return
+        generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
+        print_json(as_json(report) | calibration | generated | more.as_json() | {"thresholds": as_json(found)})
+        return fail_where_missed(found)
     from ..report_text import drift_text, generation_text
 
     click.echo(drift_text(report))
+    click.echo(more.text(report, found))
     for text in texts:
         click.echo(generation_text(text))
     for notice in report.notices:
         click.echo(f"dtype-engine: note: {notice}", err=True)
+    return fail_where_missed(found)
 
 
 @click.command()

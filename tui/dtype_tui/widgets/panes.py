@@ -15,8 +15,12 @@ from textual.widgets import Static
 from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
 from dtype_engine.readings import DriftReport, ModuleDrift
+from dtype_engine.readings_drift import Nonfinite
+from dtype_engine.recipe import Rule
+from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.report_text import decibels, human_bytes
 from dtype_engine.text import printable
+from dtype_engine.thresholds import verdicts
 
 from ..cells import colour, fit, percent, short_bytes
 from ..experiment import Experiment
@@ -80,7 +84,11 @@ class DriftPane(Pane):
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
-        "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same."
+        "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same. "
+        "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
+        "two; a drift no larger is noise. Causes (d): each module with weights is run as cast by itself, all else as the "
+        "reference; its share is the drift of the output then over that of the whole recipe. Shares need not add up to "
+        "100 %: errors interact, and the rounding of sums and activations between modules belongs to none."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -104,19 +112,27 @@ class DriftPane(Pane):
     def _report(self, report: DriftReport) -> Table:
         output = report.output
         grid = _grid()
+        floor = self.experiment.floor
+        if floor is not None and floor.hides(output):
+            grid.add_row("noise", Text("no more than its floor", style="bold"))
+        for verdict in verdicts(self.experiment.thresholds, output):
+            grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
+        if self.experiment.nonfinite is not None:
+            _add_nonfinite(grid, self.experiment.nonfinite)
         grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
         grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
-        grid.add_row("rel. L2", f"{output.rel_l2:.3e}")
-        grid.add_row("cosine", f"{output.cosine:.8f}")
+        grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
-        if output.kl_mean is not None:
+        if output.kl_mean is not None and not math.isnan(output.kl_mean):
             error = f" ± {output.kl_mean_se:.0e}" if output.kl_mean_se is not None else ""
             grid.add_row("KL mean", Text(f"{output.kl_mean:.3e}{error} nats", style="bold"))
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
             tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
             grid.add_row("KL tail", "  ".join(tail))
+        if floor is not None and floor.ways:
+            grid.add_row("floor", floor_text(floor))
         if output.top1_agreement is not None:
             error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
             grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")
@@ -135,6 +151,19 @@ class DriftPane(Pane):
             _append_modules(text, worst, self.columns - 11)
             grid.add_row("worst (w)", text)
         return grid
+
+
+def _add_nonfinite(grid: Table, found: Nonfinite) -> None:
+    """Where values stop being finite, and the rule that one key applies."""
+    grid.add_row("not finite", Text(first_sentence(found), style="bold"))
+    if values := value_sentence(found):
+        grid.add_row("because", values)
+    if found.remedy is not None:
+        rule = Rule.parse(found.remedy)
+        words = f"{printable(rule.pattern, 200)} → {dtypes.badge(rule.dtype)}"
+        grid.add_row("a applies", Text(words, style="bold"))
+    else:
+        grid.add_row("no remedy", printable(found.reason, 300))
 
 
 def worst_modules(experiment: Experiment, count: int | None = None) -> list[ModuleDrift]:

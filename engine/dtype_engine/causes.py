@@ -1,0 +1,214 @@
+"""Where a recipe's drift arises: each part of the model run as cast by itself, everything else as the reference.
+
+A part is a module that has weighted operations of its own (a Linear, a norm, an embedding), or, where there are too many
+of those to run each, a subtree. Its drift is that of the main output in a pass where only its weighted operations
+compute on the weights as cast; its local error is that of its own output in that pass, where it is given the reference's
+inputs. Errors need not add up, and the rounding of operations without weights between modules (sums, activations) belongs
+to no part, so the parts' sum stands beside the whole.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from .drift import _compared, _Recorder, is_distribution
+from .errors import NoForward, UserError
+from .forward import Passes, main_output
+from .inputs import Batch, Inputs
+from .metrics import OutputComparison, sqnr_db
+from .model.live import LiveModel
+from .options import RunSettings
+from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
+from .readings_drift import Cause, CausesReport
+from .reuse import Trace
+from .scan import is_free
+from .scan_exact import drift_of
+
+MOST_PASSES = 160
+"""Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""
+ENOUGH_POSITIONS = 256
+"""Batches are taken until this many rows of output are compared."""
+_ROOM = 1 << 30
+
+OnProgress = Callable[[int, int], None]
+
+
+@dataclass(slots=True)
+class _Base:
+    """One batch under the reference: its main output, each module's outputs, and the calls that may stand in."""
+
+    batch: Batch
+    name: str
+    output: torch.Tensor
+    modules: dict[tuple[str, int], tuple[torch.Tensor, float]]
+    trace: Trace
+
+
+@dataclass
+class Causes:
+    """Finds the causes of the drift of a model as it is cast now. `report` runs the passes."""
+
+    model: LiveModel
+    inputs: Inputs
+    settings: RunSettings
+    rules: tuple[str, ...] = ()
+    _bases: list[_Base] = field(default_factory=list)
+    _uses: dict[str, int] = field(default_factory=dict)
+    _passes: int = 0
+    _done: int = 0
+
+    def report(
+        self, on_progress: OnProgress = lambda done, total: None, cancelled: Callable[[], bool] = lambda: False
+    ) -> CausesReport:
+        """Run every part. `on_progress` hears parts done and parts in all.
+
+        Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
+        """
+        if self.settings.autocast is not None:
+            raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
+        started = time.perf_counter()
+        with Passes(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
+            self._run_reference(passes)
+            unit, whole, _ = self._alone(passes, lambda name: True, 0, None)
+            found = self._parts(passes, whole, on_progress) if whole else []
+        found.sort(key=lambda cause: -cause.drift)
+        return CausesReport(
+            model=self.model.title,
+            rules=self.rules,
+            unit=unit,
+            whole=whole,
+            together=math.fsum(cause.drift for cause in found) if found else 0.0,
+            positions=sum(_rows(base.output) for base in self._bases),
+            passes=self._passes,
+            seconds=time.perf_counter() - started,
+            causes=tuple(found),
+        )
+
+    @property
+    def _drifting(self) -> frozenset[int]:
+        """The weights that do not compute as the reference does."""
+        return frozenset(
+            key
+            for key, weight in self.model.by_id.items()
+            if (weight.info.castable or weight.scale is not None) and not is_free(weight.info.dtype, weight.dtype)
+        )
+
+    def _run_reference(self, passes: Passes) -> None:
+        room = _ROOM
+        positions = 0
+        for batch in self.inputs.batches:
+            trace = Trace({}, "reference", room // 2)
+            watcher = _Recorder(room // 2, lambda done: None)
+            output, mode = passes.partly(batch, self._drifting, lambda name: False, watcher, trace)
+            self._passes += 1
+            for name, before in mode.uses.items():
+                self._uses[name] = min(before, self._uses.get(name, before))
+            name, tensor = main_output(output)
+            kept = {key: entry for key, entry in watcher.kept.items() if key[0] in mode.uses}
+            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace))
+            room -= trace.nbytes + sum(copy.nbytes for copy, _ in kept.values())
+            room = max(room, 0)
+            positions += _rows(tensor)
+            if positions >= ENOUGH_POSITIONS:
+                break
+        if not self._bases:
+            raise NoForward("there are no inputs to run the model on")
+
+    def _parts(self, passes: Passes, whole: float, on_progress: OnProgress) -> list[Cause]:
+        """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
+        modules = sorted(self._uses, key=lambda name: self._uses[name])
+        if len(modules) <= MOST_PASSES:
+            parts = [(name, [name]) for name in modules]
+            return [self._told(passes, *part, whole, on_progress, len(parts)) for part in parts]
+        found: dict[str, Cause] = {}
+        waiting: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
+        done = 0
+        while waiting:
+            _, name, inside = heapq.heappop(waiting)
+            parts = _opened(name, inside)
+            if done and done + len(parts) > MOST_PASSES:
+                continue
+            found.pop(name, None)
+            for part, members in parts:
+                done += 1
+                label = f"{part} (its own)" if part in found else part
+                found[label] = self._told(passes, part, members, whole, on_progress, MOST_PASSES)
+                if len(members) > 1:
+                    heapq.heappush(waiting, (-found[label].drift, part, members))
+        return list(found.values())
+
+    def _told(
+        self, passes: Passes, name: str, modules: Sequence[str], whole: float, on_progress: OnProgress, total: int
+    ) -> Cause:
+        inside = frozenset(modules)
+        single = modules[0] if len(modules) == 1 else None
+        _, drift, local = self._alone(passes, inside.__contains__, min(map(self._uses.__getitem__, inside)), single)
+        self._done += 1
+        on_progress(min(total, self._done), total)
+        share = drift / whole if math.isfinite(whole) and whole else None
+        return Cause(name, len(modules), drift, share, local)
+
+    def _alone(
+        self, passes: Passes, inside: Callable[[str], bool], prefix: int, watched: str | None
+    ) -> tuple[str, float, float | None]:
+        """Unit and drift of the main output with only some modules as cast, and the SQNR of one module's own output."""
+        comparison: OutputComparison | None = None
+        listener = _Local(watched)
+        for base in self._bases:
+            listener.base = base.modules
+            earlier = base.trace if base.trace.calls else None
+            output, _ = passes.partly(base.batch, self._drifting, inside, listener, None, earlier, prefix)
+            self._passes += 1
+            name, candidate = main_output(output)
+            if comparison is None:
+                comparison = OutputComparison(is_distribution(name, candidate))
+            comparison.add(base.output, candidate, None)
+        assert comparison is not None
+        found = comparison.result()
+        unit = SQUARED if found.kl_mean is None else NATS if candidate.ndim > 2 else NATS_PER_EXAMPLE
+        local = sqnr_db(listener.energy, listener.noise) if listener.heard else None
+        return unit, drift_of(found), local
+
+
+class _Local:
+    """Compares the outputs of one module with the reference's."""
+
+    def __init__(self, module: str | None) -> None:
+        self.module = module
+        self.base: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
+        self.energy = self.noise = 0.0
+        self.heard = False
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        kept = self.base.get((module, call)) if module == self.module else None
+        if kept is not None:
+            sums = _compared(kept[0], kept[1], output)
+            if sums.comparable:
+                self.energy, self.noise, self.heard = self.energy + sums.energy, self.noise + sums.noise, True
+
+    def replay(self, module: str, reading: object) -> None:
+        return None
+
+
+def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """The parts that a subtree falls into one level down, going on down while there is only one."""
+    parts: dict[str, list[str]] = {}
+    for module in modules:
+        rest = module[len(name) + 1 :] if name else module
+        child = rest.split(".")[0]
+        parts.setdefault(f"{name}.{child}" if name and child else name or child, []).append(module)
+    if len(parts) == 1:
+        only, inside = next(iter(parts.items()))
+        if only != name and len(inside) > 1:
+            return _opened(only, inside)
+    return list(parts.items())
+
+
+def _rows(output: torch.Tensor) -> int:
+    return output[..., 0].numel() if output.ndim else 1

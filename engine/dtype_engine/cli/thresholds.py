@@ -1,0 +1,44 @@
+"""The limits that a drift has to keep, as options of both programs."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import click
+
+from ..thresholds import Thresholds
+
+
+def _share(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    share = _number(context, parameter, text.strip().removesuffix("%") if text is not None else None)
+    if share is None or text is None:
+        return None
+    share = share / 100 if text.strip().endswith("%") else share
+    if not 0 <= share <= 1:
+        raise click.BadParameter(f"{text!r} is no share of positions: write 0.99 or 99%")
+    return share
+
+
+def _number(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+    if text is None:
+        return None
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if math.isnan(number):
+        raise click.BadParameter(f"{text!r} is no number")
+    return number
+
+
+threshold_options = [
+    click.option("--max-kl", metavar="NATS", callback=_number, help="Limit: mean KL divergence, nats per position."),
+    click.option("--min-sqnr", metavar="DB", callback=_number, help="Limit: SQNR of the main output, dB."),
+    click.option("--min-top1", metavar="SHARE", callback=_share, help="Limit: top-1 agreement, 0.99 or 99%."),
+]
+
+
+def thresholds_from(settings: dict[str, Any]) -> Thresholds:
+    """Take the limits out of what click gathered."""
+    return Thresholds(settings.pop("max_kl"), settings.pop("min_sqnr"), settings.pop("min_top1"))

@@ -1,0 +1,273 @@
+"""Why an output is not finite: the first module and operation, the values that pass the dtype's range, and a rule that mends it.
+
+A pass is run once more with a mode around it that hears every operation in the dtype in which it is computed. An operation
+is to blame when it gives something that is not finite from values that all are, and the reference has no such thing
+there (a mask of -infinity is one that both have). A remedy is not guessed but tried: wider and wider parts of the model
+around that operation in bfloat16, which has float32's range in two bytes, until the output is finite.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from . import dtypes
+from .drift import DriftMeter
+from .errors import KernelError, NoForward
+from .execution import _METADATA, Arguments, MixedDtypes, Widened, _tensors
+from .forward import Passes
+from .inputs import Inputs
+from .model.live import Weight
+from .readings import ModuleDrift
+from .readings_drift import Nonfinite
+from .recipe import Recipe, Rule, make_plan
+from .storage import dtype_name
+from .tree import Tree
+
+OnTrial = Callable[[int, int], None]
+_MOST_WEIGHTS = 8
+
+
+@dataclass(slots=True)
+class _Strange:
+    """An operation that gave something that is not finite though it was given only what is, or a weight that is not."""
+
+    module: str
+    operation: str
+    dtype: str
+    largest: float
+    weights: tuple[str, ...]
+
+
+class _Listener(TorchFunctionMode):
+    """Hears every operation of the modes within it. `strange` has what happened, `finished` the modules that came out, in order;
+    `largest` the largest finite result of each (module, operation).
+    """
+
+    def __init__(self, weights: Mapping[int, Weight]) -> None:
+        super().__init__()
+        self.weights = weights
+        self.heard_of: MixedDtypes | Widened | None = None
+        self.heard: list[_Strange | str] = []
+        self.largest: dict[tuple[str, str], float] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        name: str = func.__name__
+        if name in _METADATA or name in ("__get__", "__set__") or name.startswith(("is_", "empty", "new_empty")):
+            return func(*args, **kwargs)
+        given = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
+        bad_weights = tuple(weight.info.name for tensor in given if (weight := self._beyond(tensor)) is not None)
+        others = [tensor for tensor in given if id(tensor) not in self.weights]
+        sound = not bad_weights and all(bool(torch.isfinite(tensor).all()) for tensor in others)
+        before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
+        floor = min((float(tensor.min()) for tensor in others), default=0.0) if sound else 0.0
+        result = func(*args, **kwargs)
+        outputs = [tensor for tensor in _tensors((result,), {}) if tensor.is_floating_point() and tensor.numel()]
+        module = self.heard_of.module if self.heard_of is not None else ""
+        key = module, name
+        for tensor in outputs:
+            self.largest[key] = max(self.largest.get(key, 0.0), _largest(tensor))
+        if bad_weights:
+            largest = max(
+                _largest(weight.original) for weight in self.weights.values() if weight.info.name in bad_weights
+            )
+            self.heard.append(_Strange(module, name, dtype_name(_dtype(given)), largest, bad_weights))
+        elif sound and not _constant(args, kwargs):
+            for tensor in outputs:
+                if not bool(torch.isfinite(tensor).all()) and not _masks(tensor, floor):
+                    self.heard.append(_Strange(module, name, dtype_name(tensor.dtype), before, ()))
+                    break
+        return result
+
+    def _beyond(self, tensor: torch.Tensor) -> Weight | None:
+        """The weight that a tensor is, where it is not finite."""
+        weight = self.weights.get(id(tensor))
+        return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
+
+
+@dataclass
+class _Finished:
+    """A watcher that notes in a listener's list which modules came out, in order."""
+
+    listener: _Listener
+    names: set[str] = field(default_factory=set)
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        self.listener.heard.append(module)
+        if not bool(torch.isfinite(output).all()):
+            self.names.add(module)
+
+    def replay(self, module: str, reading: object) -> None:
+        return None
+
+
+def find_nonfinite(
+    meter: DriftMeter,
+    tree: Tree,
+    recipe: Recipe,
+    modules: Iterable[ModuleDrift],
+    reference_bad: bool,
+    on_trial: OnTrial = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Nonfinite:
+    """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
+
+    modules: the readings of that measurement, in the order of the pass. reference_bad: the reference is not finite itself. Trials
+    leave the model cast in their own way: the caller puts the recipe back. Raises NoForward, KernelError, Cancelled.
+    """
+    first = next((reading.name for reading in modules if reading.nonfinite), "")
+    with Passes(meter.model, meter.settings, cancelled) as passes:
+        strange, largest_reference, found_first = _blame(passes, meter.inputs, first, reference_bad)
+    if reference_bad:
+        stored = tuple(
+            name for name, weight in meter.model.weights.items()
+            if weight.original.is_floating_point() and not bool(torch.isfinite(weight.original.float()).all())
+        )  # fmt: skip
+        why = f"{stored[0]} is stored with values that are not finite" if stored else "its own float32 values overflow"
+        reason = f"the reference is not finite itself ({why}), so no dtype mends it"
+        found = _reading("reference", found_first, strange, None, None, reason)
+        return dataclasses.replace(found, weights=stored[:_MOST_WEIGHTS])
+    remedy = None
+    scopes = list(_scopes(tree, strange))
+    for done, rule in enumerate(scopes):
+        on_trial(done, len(scopes))
+        if _mends(meter, tree, recipe.then(rule), cancelled):
+            remedy = str(rule)
+            break
+    reason = ""
+    if remedy is None:
+        reason = "no rule was found that makes the output finite"
+        if meter.settings.autocast is not None:
+            reason = f"torch.autocast computes in {meter.settings.autocast} whatever the weights are in: turn it off"
+    kind: Literal["weight", "activation", "unknown"] = "unknown"
+    if strange is not None:
+        kind = "weight" if strange.weights else "activation"
+    return _reading(kind, found_first or first, strange, largest_reference, remedy, reason)
+
+
+def _reading(
+    kind: Literal["weight", "activation", "reference", "unknown"],
+    first: str,
+    strange: _Strange | None,
+    largest_reference: float | None,
+    remedy: str | None,
+    reason: str,
+) -> Nonfinite:
+    if strange is None:
+        return Nonfinite(kind, first, first, "", "", None, (), None, None, remedy, reason)
+    row = dtypes.BY_NAME.get(strange.dtype)
+    return Nonfinite(
+        kind=kind,
+        first_module=first,
+        module=strange.module,
+        operation=strange.operation,
+        dtype=strange.dtype,
+        limit=row.max if row is not None else None,
+        weights=strange.weights[:_MOST_WEIGHTS],
+        largest=strange.largest,
+        largest_reference=largest_reference,
+        remedy=remedy,
+        reason=reason,
+    )
+
+
+def _blame(
+    passes: Passes, inputs: Inputs, first: str, reference_bad: bool
+) -> tuple[_Strange | None, float | None, str]:
+    """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
+    for batch in inputs.batches:
+        plain = _Listener(passes.model.by_id)
+        came_out = _Finished(plain)
+        passes.overheard(batch, plain, came_out, reference=True)
+        if reference_bad:
+            events = [event for event in plain.heard if isinstance(event, _Strange)]
+            if events or came_out.names:
+                order = [event for event in plain.heard if isinstance(event, str) and event in came_out.names]
+                return (events[0] if events else None), None, (order[0] if order else "")
+            continue
+        anyway = {(event.module, event.operation) for event in plain.heard if isinstance(event, _Strange)}
+        listener = _Listener(passes.model.by_id)
+        came_out = _Finished(listener)
+        passes.overheard(batch, listener, came_out)
+        before: _Strange | None = None
+        inside: _Strange | None = None
+        for event in listener.heard:
+            if isinstance(event, _Strange) and (event.module, event.operation) not in anyway:
+                before = event
+                if inside is None and event.module == first:
+                    inside = event
+            elif event == first and first:
+                break
+        # Within the module itself the first counts; what reached it from elsewhere is the last that happened before.
+        found = inside or before
+        if found is not None:
+            key = found.module, found.operation
+            return found, plain.largest.get(key), first
+    return None, None, first
+
+
+def _mends(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: Callable[[], bool]) -> bool:
+    """Whether the output is finite under a recipe."""
+    meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
+    try:
+        return not meter.measure(cancelled=cancelled).output.nonfinite
+    except (KernelError, NoForward):
+        return False
+
+
+def _scopes(tree: Tree, strange: _Strange | None) -> Iterator[Rule]:
+    """Rules to try, each taking more than the one before: the weights themselves, the module, what is around it, and where that is
+    numbered (a layer), it and all after it; at last everything, in bfloat16 and then in float32.
+    """
+    patterns: list[str] = []
+    if strange is not None:
+        if len(strange.weights) == 1:
+            patterns.append(strange.weights[0])
+        name = strange.module
+        while name:
+            patterns.append(name)
+            above, _, last = name.rpartition(".")
+            node = tree.modules.get(above)
+            if re.fullmatch(r"\d+", last) and node is not None:
+                numbers = [int(label) for child in node.children.values() if (label := child.label).isdecimal()]
+                if numbers and max(numbers) > int(last):
+                    patterns.append(f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}")
+            name = above
+    for pattern in dict.fromkeys([*patterns, "*"]):
+        yield Rule.make(pattern, "bfloat16")
+    yield Rule.make("*", "float32")
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    if not tensor.numel():
+        return 0.0
+    magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()
+    found = float(magnitudes.max())
+    return found if math.isfinite(found) else float(torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).max())
+
+
+def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:
+    """Whether a number among the arguments is not finite: then so is the result, as the model asked for."""
+    return any(isinstance(value, float) and not math.isfinite(value) for value in (*args, *kwargs.values()))
+
+
+def _masks(result: torch.Tensor, smallest_given: float) -> bool:
+    """Whether what is not finite is -infinity made of the dtype's smallest value: a mask to which something was added."""
+    lowest = torch.finfo(result.dtype).min
+    odd = result[~torch.isfinite(result)]
+    return smallest_given <= 0.99 * lowest and bool(torch.isneginf(odd).all())
+
+
+def _dtype(tensors: list[torch.Tensor]) -> torch.dtype:
+    return tensors[-1].dtype

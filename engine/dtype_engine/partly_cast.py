@@ -1,0 +1,54 @@
+"""The reference, with the weighted operations of some modules run as cast: how their own error is told from all others'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .execution import _EXPLICIT, _METADATA, Arguments, MixedDtypes, Widened, _tensors
+from .model.live import Weight
+
+
+class PartlyCast(Widened):
+    """A weighted operation in a module that `inside` takes (by its dotted name) is run on the weights as they are cast now, by the
+    four rules of `execution`; any other on the weights as stored, widened. Operations without a weight follow the rules.
+
+    drifting: the weights (by `id`) whose dtype is not the reference's. `uses`: for every module that has weighted operations
+    on one of them, how many module calls had finished before the first.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[int, Weight],
+        device: torch.device,
+        compute: torch.dtype,
+        drifting: frozenset[int],
+        inside: Callable[[str], bool],
+    ) -> None:
+        super().__init__(weights, device)
+        self.rules = MixedDtypes(weights, compute, device)
+        self.drifting = drifting
+        self.inside = inside
+        self.uses: dict[str, int] = {}
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name: str = func.__name__
+        known = [key for tensor in _tensors(args, kwargs or {}) if (key := self._known(tensor)) is not None]
+        computes = name == "__matmul__" or not (name in _METADATA or name in _EXPLICIT or name.startswith("__"))
+        if computes and any(key in self.drifting for key in known):
+            self.uses.setdefault(self.module, self.finished)
+        self.rules.module = self.module
+        if not known or self.inside(self.module):
+            return self.rules.__torch_function__(func, types, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def _known(self, tensor: torch.Tensor) -> int | None:
+        """The `id` of the weight that a tensor is, or is a view of."""
+        if id(tensor) in self.weights:
+            return id(tensor)
+        base = tensor._base
+        return id(base) if base is not None and id(base) in self.weights else None

@@ -1,0 +1,98 @@
+"""What is told about a drift beside its figures: its floor, its causes, and where values stop being finite. Never imports
+torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from .readings import OutputDrift
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """The drift of the reference against itself: the same float32 arithmetic in another order.
+
+    `ways`: how it was run again ("eager attention", "batch of two"); each figure is the worst of them. `positions`: of how
+    many outputs (rows of the main output). Empty `ways`: this model can't be run in another way, and nothing is known.
+    """
+
+    ways: tuple[str, ...]
+    positions: int
+    sqnr_db: float
+    max_abs: float
+    rel_l2: float
+    kl_mean: float | None = None
+    top1_agreement: float | None = None
+
+    def hides(self, output: OutputDrift) -> bool:
+        """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by relative L2."""
+        if not self.ways or output.nonfinite or output.max_abs == 0:
+            return False
+        if output.kl_mean is not None and self.kl_mean is not None:
+            return output.kl_mean <= self.kl_mean
+        return output.rel_l2 <= self.rel_l2
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """What one part of the model adds to the output's drift: `modules` modules with weights, at or below `name`.
+
+    drift: of the output when this part alone runs as cast, everything else as the reference (the report's unit; infinity
+    where the output is not finite). share: of the whole recipe's drift over the same inputs; None where that is not finite.
+    local_sqnr_db: of this part's own output then, on the reference's inputs, so its own error and none that it was given;
+    None where it is not one module with an output to compare.
+    """
+
+    name: str
+    modules: int
+    drift: float
+    share: float | None
+    local_sqnr_db: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CausesReport:
+    """Where a recipe's drift arises, the largest cause first.
+
+    whole: the drift of the whole recipe over these inputs, in `unit`. together: the sum of the causes' own; errors need not
+    add up. positions: rows of output that were compared. passes: how many forward passes this took (parts of passes,
+    where the beginning was not run again).
+    """
+
+    model: str
+    rules: tuple[str, ...]
+    unit: str
+    whole: float
+    together: float
+    positions: int
+    passes: int
+    seconds: float
+    causes: tuple[Cause, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Nonfinite:
+    """Where values stop being finite, and what would mend it.
+
+    kind: "weight" (values of `weights` are beyond the dtype), "activation" (an operation's result, or what is cast on its way
+    into one, is), "reference" (the float32 reference is not finite itself), or "unknown".
+    module, operation, dtype: of the first operation that gives something that is not finite from finite values; the module is
+    "" for the model's own code. first_module: the first module whose output is not finite where the reference's is.
+    largest: the largest finite magnitude that went into it (of a weight as stored); largest_reference: the largest that it
+    gives in the reference. limit: the dtype's largest value.
+    remedy: a rule that, put in force, makes the output finite, tried out; None where none does, and `reason` says why.
+    """
+
+    kind: Literal["weight", "activation", "reference", "unknown"]
+    first_module: str
+    module: str
+    operation: str
+    dtype: str
+    limit: float | None
+    weights: tuple[str, ...]
+    largest: float | None
+    largest_reference: float | None
+    remedy: str | None
+    reason: str = ""

@@ -1,0 +1,128 @@
+"""Floor, limits, causes and values that are not finite, in words and plain columns. Never imports torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from .readings import OutputDrift
+from .readings_drift import Cause, CausesReport, Floor, Nonfinite
+from .report_text import decibels
+from .text import printable
+from .thresholds import Verdict
+
+_CANCELLING = 1.2
+"""A part that drifts this many times as much as the whole is no share of it."""
+
+
+def floor_text(floor: Floor) -> str:
+    """`KL 9.0e-13 nats, 128.0 dB`: the reference against itself."""
+    if not floor.ways:
+        return "not known: this model's reference runs in one way only"
+    kl = f"KL {floor.kl_mean:.1e} nats, " if floor.kl_mean is not None else ""
+    ratio = "no drift" if floor.sqnr_db == math.inf else f"{floor.sqnr_db:.1f} dB"
+    return kl + ratio
+
+
+def floor_lines(floor: Floor, output: OutputDrift) -> list[str]:
+    """The floor, how it was found, and whether the reading is under it."""
+    lines = [f"floor      {floor_text(floor)}"]
+    if floor.ways:
+        lines[0] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
+    if floor.hides(output):
+        lines.append("           this reading is under the floor: it is noise")
+    return lines
+
+
+def nonfinite_lines(found: Nonfinite) -> list[str]:
+    """What happened, where, with which values, and what mends it."""
+    lines = [f"not finite {first_sentence(found)}"]
+    values = value_sentence(found)
+    lines += [f"           {values}"] if values else []
+    if found.remedy is not None:
+        lines.append(f"remedy     {printable(found.remedy, 300)}: tried, the output is finite with it")
+    else:
+        lines.append(f"remedy     none: {printable(found.reason, 400)}")
+    return lines
+
+
+def first_sentence(found: Nonfinite) -> str:
+    """Where it begins and at which operation."""
+    module = printable(found.module or found.first_module, 300) or "the model itself"
+    if not found.operation:
+        return f"first in {module}"
+    operation = f"a cast to {found.dtype}" if found.operation == "to" else printable(found.operation, 60)
+    return f"first in {module}: {operation}" + (f" in {found.dtype}" if found.operation != "to" else "")
+
+
+def value_sentence(found: Nonfinite) -> str:
+    """The values that passed the dtype's range."""
+    if found.limit is None or found.largest is None:
+        return ""
+    limit = f"{found.dtype} holds up to {found.limit:.5g}"
+    if found.kind == "weight":
+        names = ", ".join(printable(name, 200) for name in found.weights)
+        return f"{names} has values up to {found.largest:.4g}; {limit}"
+    given = f"its inputs reach {found.largest:.4g}"
+    gives = f", its result in the reference {found.largest_reference:.4g}" if found.largest_reference else ""
+    return f"{given}{gives}; {limit}"
+
+
+def causes_headline(report: CausesReport) -> str:
+    """`62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
+    if not report.causes or report.whole == 0:
+        return "nothing drifts: every module computes as the reference does"
+    first = report.causes[0]
+    name = printable(first.name, 300) or "the model itself"
+    if first.share is None:
+        return f"the output is not finite; with {name} alone as cast " + (
+            "it is not either" if math.isinf(first.drift) else f"it drifts by {first.drift:.3e} {report.unit}"
+        )
+    whose = f"the {first.modules} modules of {name}" if first.modules > 1 else name
+    if first.share > _CANCELLING:
+        return f"{name} drifts most by itself, {first.share:.1f} times as much as the whole: errors cancel each other"
+    return f"{share_words(first)} of the output's drift enters at {whose}"
+
+
+def share_words(cause: Cause) -> str:
+    """Its share of the whole drift, in percent."""
+    return "-" if cause.share is None else f"{100 * cause.share:.1f} %"
+
+
+def causes_footing(report: CausesReport) -> str:
+    """The whole, and what the causes add up to."""
+    together = (
+        f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
+    )
+    return (
+        f"as cast {report.whole:.3e} {report.unit} over {report.positions:,} positions; "
+        f"modules one at a time add up to {report.together:.3e}{together}"
+    )
+
+
+def causes_text(report: CausesReport, most: int = 12) -> str:
+    """The largest causes as a table, under a sentence that names the first."""
+    lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
+    if not report.causes:
+        return lines[0]
+    shown = report.causes[:most]
+    width = max(len(_label(cause)) for cause in shown)
+    lines.append(f"  {'module, alone as cast':<{max(width, 21)}}  {'share':>8}  {'drift':>10}  its own output")
+    lines += [
+        f"  {_label(cause):<{max(width, 21)}}  {share_words(cause):>8}  {cause.drift:>10.3e}  "
+        + ("-" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db))
+        for cause in shown
+    ]
+    if len(report.causes) > most:
+        lines.append(f"  and {len(report.causes) - most} more, each at most {shown[-1].drift:.3e}")
+    return "\n".join(lines)
+
+
+def _label(cause: Cause) -> str:
+    name = printable(cause.name, 200) or "the model itself"
+    return f"{name} ({cause.modules} modules)" if cause.modules > 1 else name
+
+
+def verdict_lines(found: Sequence[Verdict]) -> list[str]:
+    """One line a limit."""
+    return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in found]

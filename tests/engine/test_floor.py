@@ -1,0 +1,159 @@
+"""The floor against the reference run by hand in other ways; limits; the history."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import history
+from dtype_engine.metrics import OutputComparison
+from dtype_engine.readings import OutputDrift
+from dtype_engine.thresholds import Thresholds, verdicts
+
+DEMO = Path(de.__file__).parent / "demo"
+
+
+def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
+    code = "import sys; from dtype_engine.cli import main; main()"
+    return subprocess.run([sys.executable, "-c", code, "drift", *arguments], capture_output=True, text=True)
+
+
+def test_the_floor_is_that_of_the_reference_run_in_other_ways_by_hand() -> None:
+    import transformers
+
+    options = de.Options(prompts=("def main():\n    return 1", "import os\nimport sys\n"))
+    session = de.open(options=options)
+    assert session.inputs is not None
+    found = session.floor()
+    assert found.ways == ("eager attention", "batch of two")
+    sdpa, eager = (
+        transformers.AutoModelForCausalLM.from_pretrained(DEMO, attn_implementation=way) for way in ("sdpa", "eager")
+    )
+    outputs: list[OutputDrift] = []
+    ways = (lambda ids: eager(ids).logits, lambda ids: sdpa(torch.cat([ids, ids])).logits[:1])
+    with torch.no_grad():
+        for way in ways:
+            comparison = OutputComparison(True)
+            for batch in session.inputs.batches:
+                ids = batch.kwargs["input_ids"]
+                comparison.add(sdpa(ids).logits, way(ids))
+            outputs.append(comparison.result())
+    assert found.sqnr_db == pytest.approx(min(output.sqnr_db for output in outputs), rel=1e-6)
+    assert found.max_abs == pytest.approx(max(output.max_abs for output in outputs), rel=1e-6)
+    assert found.kl_mean == pytest.approx(max(output.kl_mean or 0 for output in outputs), rel=1e-3, abs=1e-17)
+    assert session.model.module.config._attn_implementation == "sdpa"
+
+
+def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
+    session = de.open()
+    floor = session.floor()
+    assert session.floor() is floor
+    session.cast("*", "bfloat16")
+    assert not floor.hides(session.drift().output)
+    session.cast("*", "float64")
+    output = session.drift().output
+    assert output.max_abs > 0
+    assert floor.hides(dataclasses.replace(output, kl_mean=floor.kl_mean))
+    session.cast("*", "float32")
+    assert not floor.hides(session.drift().output)  # identical is no noise
+
+
+@pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])
+def test_models_that_can_not_be_run_in_another_way_have_fewer(name: str) -> None:
+    module, inputs = zoo.make(name)
+    session = de.open(module, inputs=inputs)
+    before = session.drift().output
+    floor = session.floor()
+    assert set(floor.ways) <= {"eager attention", "sdpa attention", "batch of two"}
+    assert floor.rel_l2 < 1e-3
+    assert session.drift().output == before  # nothing of the other ways is left
+
+
+def test_a_model_whose_first_dimension_is_time_is_not_run_as_a_batch_of_two() -> None:
+    class Sums(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.linear(x).cumsum(0))
+
+    session = de.open(Sums(), inputs=(torch.ones(3, 4),))
+    assert session.floor().ways == ()
+
+
+def output(**figures: float) -> OutputDrift:
+    values = {
+        "elements": 10,
+        "mean_abs": 0.1,
+        "max_abs": 1.0,
+        "rel_l2": 0.1,
+        "sqnr_db": 30.0,
+        "cosine": 0.99,
+        "nonfinite": 0,
+    }
+    return OutputDrift(**{**values, **figures})  # type: ignore[arg-type]
+
+
+def test_limits_are_kept_or_missed() -> None:
+    limits = Thresholds(max_kl=1e-3, min_sqnr=30.0, min_top1=0.99)
+    found = verdicts(limits, output(kl_mean=1e-3, top1_agreement=0.98))
+    assert [verdict.passed for verdict in found] == [True, True, False]
+    assert str(found[2]) == "same top 98 %: under the limit, 99 %"
+    assert str(found[0]) == "mean KL 0.001 nats: at most 0.001 nats"
+    assert [verdict.passed for verdict in verdicts(limits, output(kl_mean=math.nan, sqnr_db=math.nan))] == [False] * 3
+    assert not any(verdict.passed for verdict in verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1)))
+    assert "not finite" in str(verdicts(Thresholds(min_sqnr=1.0), output(nonfinite=1))[0])
+    assert not verdicts(Thresholds(min_sqnr=1.0), output(nonfinite_reference=3, sqnr_db=math.inf))[0].passed
+    assert "this output has none" in str(verdicts(Thresholds(max_kl=1.0), output())[0])
+    assert verdicts(Thresholds(), output()) == ()
+    assert not Thresholds()
+    assert Thresholds(max_kl=0.0)
+
+
+def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
+    done = drift("--cast", "*=bf16", "--max-kl", "1e-6", "--min-top1", "50%", "--min-sqnr", "20", "--json", "--causes")
+    assert done.returncode == 1
+    assert done.stderr.count("missed") == 1
+    assert "--max-kl is missed: mean KL 0.000268" in done.stderr
+    found = json.loads(done.stdout)
+    assert [(verdict["name"], verdict["passed"]) for verdict in found["thresholds"]] == [
+        ("max_kl", False), ("min_sqnr", True), ("min_top1", True),
+    ]  # fmt: skip
+    assert found["floor"]["kl_mean"] < 1e-9
+    assert found["under_floor"] is False
+    assert found["causes"]["causes"][0]["name"] == "lm_head"
+    assert found["nonfinite"] is None
+
+
+def test_limits_that_are_none_are_refused_in_a_line() -> None:
+    for arguments in (("--min-top1", "99"), ("--max-kl", "small"), ("--min-sqnr", "nan")):
+        done = drift(*arguments)
+        assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
+
+
+def test_the_history_keeps_one_entry_a_recipe_and_its_pin() -> None:
+    session = de.open()
+    kept: list[history.MeasuredRecipe] = []
+    for dtype in ("bfloat16", "float16", "bfloat16"):
+        session.cast("*", dtype)
+        history.remember(kept, history.measured(session.drift(), session.plan.planned_bytes))
+        if len(kept) == 1 and not kept[0].pinned:
+            history.toggle_pin(kept, 0)
+    assert [entry.rules for entry in kept] == [("*=bfloat16",), ("*=float16",)]
+    assert kept[0].pinned
+    assert not kept[1].pinned
+    assert kept[0].recipe == session.recipe
+    assert kept[0].planned_bytes == session.plan.planned_bytes
+    assert kept[0].seconds is not None
+    assert json.loads(json.dumps(dataclasses.asdict(kept[0])))["kl_mean"] == kept[0].kl_mean

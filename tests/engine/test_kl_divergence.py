@@ -1,0 +1,122 @@
+"""The figures over distributions against scripts of another hand: llama.cpp's statistics, and transformers alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from kl_divergence import logits_of, statistics
+from scipy import spatial
+
+import dtype_engine as de
+from dtype_engine.metrics import OutputComparison
+from dtype_engine.readings import OutputDrift
+
+DEMO = Path(de.__file__).parent / "demo"
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some Python, which is what the demo model was trained on."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(Path(textwrap.__file__).read_text(encoding="utf-8")[:4000], encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_statistic_of_llama_cpp_on_the_demo_model_is_that_of_an_independent_script(
+    text: Path, dtype: str
+) -> None:
+    command = ["dtype_engine.cli", "drift", "--cast", f"*={dtype}", "--text", str(text), "--json"]
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from dtype_engine.cli import main; main()", *command[1:]],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)["output"]
+    source = text.read_text(encoding="utf-8")
+    reference, tokens = logits_of(DEMO, source, "float32")
+    candidate, _ = logits_of(DEMO, source, dtype)
+    expected = statistics(reference, candidate, tokens)
+    assert len(expected) == 45
+    assert expected["positions"] > 1000
+    for name, value in expected.items():
+        assert found[name] == pytest.approx(value, rel=1e-6, abs=1e-13), name
+    delta, r = np.concatenate(candidate) - np.concatenate(reference), np.concatenate(reference)
+    assert found["mean_abs"] == pytest.approx(np.abs(delta).mean(), rel=1e-9)
+    assert found["sqnr_db"] == pytest.approx(20 * math.log10(np.linalg.norm(r) / np.linalg.norm(delta)), rel=1e-9)
+    assert 1 - found["cosine"] == pytest.approx(spatial.distance.cosine(r.ravel(), (r + delta).ravel()), rel=1e-4)
+
+
+def test_every_distribution_figure_on_fixed_tensors() -> None:
+    generator = torch.Generator().manual_seed(5)
+    reference = torch.randn(3, 90, 17, generator=generator) * 2
+    candidate = reference + 0.3 * torch.randn(3, 90, 17, generator=generator)
+    tokens = torch.randint(0, 17, (3, 90), generator=generator)
+    comparison = OutputComparison(True)
+    for r, c, ids in zip(reference, candidate, tokens, strict=True):
+        comparison.add(r[None], c[None], torch.cat([ids[1:], ids.new_full((1,), -100)])[None])
+    found = comparison.result()
+    expected = statistics(*(list(values.double().numpy()) for values in (reference, candidate)), list(tokens.numpy()))
+    for name, value in expected.items():
+        assert getattr(found, name) == pytest.approx(value, rel=1e-9), name
+
+
+def test_one_position_has_figures_but_no_errors_and_no_percentiles() -> None:
+    comparison = OutputComparison(True)
+    comparison.add(torch.tensor([[1.0, 2.0, 3.0]]), torch.tensor([[1.0, 2.5, 3.0]]), torch.tensor([1]))
+    found = comparison.result()
+    assert (found.positions, found.scored_tokens) == (1, 1)
+    p, q = (torch.tensor(logits).double().softmax(-1) for logits in ([1.0, 2.0, 3.0], [1.0, 2.5, 3.0]))
+    assert found.kl_mean == pytest.approx(float((p * (p / q).log()).sum()))
+    assert found.kl_min == found.kl_median == found.kl_max == found.kl_mean
+    assert found.dp_mean == pytest.approx(float(q[1] - p[1]))
+    assert found.perplexity_candidate == pytest.approx(1 / float(q[1]))
+    for field in dataclasses.fields(OutputDrift):
+        if field.name.endswith("_se") or "_p" in field.name or field.name == "perplexity_correlation":
+            assert getattr(found, field.name) is None, field.name
+
+
+def test_identical_outputs_have_no_spread() -> None:
+    logits = torch.randn(120, 9, generator=torch.Generator().manual_seed(1))
+    comparison = OutputComparison(True)
+    comparison.add(logits, logits.clone(), torch.arange(120) % 9)
+    found = comparison.result()
+    assert found.dp_rms == found.dp_rms_se == found.dp_max == found.dp_min == found.kl_p01 == 0
+    assert found.perplexity_correlation == pytest.approx(1)
+    assert (found.perplexity_ratio, found.perplexity_ratio_se, found.perplexity_difference) == (1, 0, 0)
+    assert found.perplexity_difference_se == pytest.approx(0, abs=1e-6)
+
+
+def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1))
+    logits[0, 0], logits[1, 1], logits[2, 2] = math.nan, math.inf, -math.inf
+    comparison = OutputComparison(True)
+    comparison.add(logits, logits.clone())
+    found = comparison.result()
+    assert (found.nonfinite, found.nonfinite_reference) == (0, 2)
+
+
+def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
+    script = Path(__file__).parent / "metrics_memory.py"
+    command = [sys.executable, str(script), "128", "256000", "64"]
+    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as much memory, and quick where processors are shared
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)
+    assert float(done.stdout) < 50
+
+
+def test_outputs_of_nothing_finite_do_not_agree() -> None:
+    logits = torch.full((2, 3), math.nan)
+    comparison = OutputComparison(False)
+    comparison.add(logits, logits.clone())
+    found = comparison.result()
+    assert (found.nonfinite, found.nonfinite_reference) == (0, 6)
+    assert all(math.isnan(value) for value in (found.sqnr_db, found.max_abs, found.cosine, found.rel_l2))

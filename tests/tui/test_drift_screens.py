@@ -1,0 +1,233 @@
+"""Causes, remedy, history, limits and floor in the app: with events fed by hand, and once with the real engine."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from noting import NotingEngine, make_app, report
+from textual.pilot import Pilot
+
+from dtype_engine import events
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
+from dtype_engine.readings import ModuleDrift
+from dtype_engine.readings_drift import Cause, CausesReport, Floor, Nonfinite
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.report_drift import causes_headline
+from dtype_engine.thresholds import Thresholds
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.drift_screens import CausesScreen
+from dtype_tui.history_screen import HistoryScreen
+from dtype_tui.screens import Overlay
+from dtype_tui.widgets.module_tree import ModuleTree
+
+WIDE, SMALL = (120, 36), (80, 24)
+BF16 = Recipe((Rule("*", "bfloat16"),))
+DOWN = "model.layers.1.mlp.down_proj"
+
+
+@asynccontextmanager
+async def running(app: DtypeApp, size: tuple[int, int]) -> AsyncIterator[Pilot[None]]:
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    assert isinstance(app.engine, NotingEngine)
+    for event in said:
+        app.engine.emit(event)
+    app._look()
+    await pilot.pause()
+
+
+def screen(app: DtypeApp) -> str:
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+def modules() -> tuple[ModuleDrift, ...]:
+    return tuple(
+        ModuleDrift(f"model.layers.{layer}.mlp.{part}", 60.0 - 5 * layer, 1e-3, 0)
+        for layer in range(6)
+        for part in ("gate_proj", "up_proj", "down_proj")
+    )
+
+
+async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mean_abs: float = 1e-3) -> None:
+    """A recipe in force, measured."""
+    if app.experiment.push(recipe):
+        app._changed()
+    await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
+
+
+CAUSES = CausesReport(
+    "demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0,
+    (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await pilot.press("d")
+        assert not isinstance(app.screen, CausesScreen)
+        await measured(app, pilot)
+        await pilot.press("d")
+        assert isinstance(app.screen, CausesScreen)
+        assert isinstance(app.engine, NotingEngine)
+        assert app.engine.commands[-1] == "causes"
+        await say(app, pilot, events.Working(BF16, "running each module as cast by itself", 12, 48))
+        await pilot.pause(0.3)
+        assert "25 %" in screen(app)
+        assert "●" in screen(app)
+        await say(app, pilot, events.CausesTold(BF16, CAUSES), events.Idle())
+        await pilot.pause(0.3)
+        text = screen(app)
+        assert f"62.0 % of the output's drift enters at {DOWN}" in text
+        assert "add up to 1.500e-04" in text.replace("\n", " ")
+        assert "41.00 dB" in text
+        assert "layers.1" in text
+        await pilot.press("escape")
+        assert app.engine.commands[-1] == "causes"  # told already: nothing to stop
+        await measured(app, pilot, Recipe((Rule("*", "float16"),)))
+        assert app.experiment.causes is None
+        await pilot.press("d")
+        await say(app, pilot, events.Working(app.experiment.recipe, "running each module as cast by itself", 1, 48))
+        await pilot.press("escape")
+        assert app.engine.commands[-2:] == ["causes", "cancel"]
+        assert not isinstance(app.screen, CausesScreen)
+
+
+async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
+    app = make_app()
+    app.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+    for size in (WIDE, SMALL):
+        async with running(app, size) as pilot:
+            await measured(app, pilot)
+            await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
+            text = screen(app)
+            assert "FAIL" in text
+            assert "KL 0.00025 > 0.0001 nats" in text
+            assert "SQNR 40 ≥ 30 dB" in text
+            assert "same top 98 < 99 %" in text
+            assert "KL 9.0e-13 nats, 128.0 dB" in text
+            assert "no more than its floor" not in text
+            await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)))
+            assert "no more than its floor" in screen(app)
+        app = make_app()
+        app.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await pilot.press("a")
+        assert isinstance(app.engine, NotingEngine)
+        assert app.engine.recipes == []
+        await measured(app, pilot)
+        found = Nonfinite(
+            "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=bfloat16"
+        )  # fmt: skip
+        await say(app, pilot, events.NonfiniteFound(BF16, found))
+        words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
+        assert "a applies" in words, screen(app)
+        assert "mul" in words
+        assert "model.layers.1.mlp →" in words, screen(app)
+        await pilot.press("a")
+        assert app.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "bfloat16")
+        assert app.experiment.nonfinite is None
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await pilot.press("H")
+        assert not isinstance(app.screen, HistoryScreen)
+        await measured(app, pilot)
+        half = Recipe((Rule("*", "float16"),))
+        await measured(app, pilot, half, 1e-4)
+        await measured(app, pilot, half.then(Rule("lm_head", "float32")), 2e-4)
+        assert [len(entry.rules) for entry in app.experiment.measured] == [1, 1, 2]
+        await pilot.press("H")
+        assert isinstance(app.screen, HistoryScreen)
+        text = screen(app)
+        assert "*=float16, lm_head=float32" in text
+        assert "log10 KL nats" in text
+        assert "98.00 %" in text
+        await pilot.press("j", "j", "p")
+        assert [entry.pinned for entry in app.experiment.measured] == [True, False, False]
+        assert "1*" in screen(app)
+        await pilot.press("c", "j", "c")
+        await pilot.pause()
+        assert isinstance(app.screen, Overlay)
+        text = screen(app)
+        assert "only in 1" in text
+        assert "only in 3" in text
+        assert "lm_head=float32" in text
+        await pilot.press("escape")
+        await pilot.press("k", "enter")
+        await pilot.pause()
+        assert not isinstance(app.screen, HistoryScreen)
+        assert app.experiment.recipe == BF16
+        assert isinstance(app.engine, NotingEngine)
+        assert app.engine.recipes[-1] == BF16
+        await pilot.press("u")
+        assert len(app.experiment.recipe) == 2
+
+
+def llama_with_a_large_weight(folder: Path) -> None:
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
+    model.save_pretrained(folder)
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, screen(pilot.app)  # type: ignore[arg-type]
+        await pilot.pause(0.05)
+
+
+async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tmp_path: Path) -> None:
+    llama_with_a_large_weight(tmp_path / "llama")
+    source = locate(str(tmp_path / "llama"))
+    checkpoint = source.open()
+    assert checkpoint is not None
+    app = DtypeApp("llama", checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    async with running(app, SMALL) as pilot:
+        app.query_one(ModuleTree).focus()
+        await pilot.press("3")
+        await until(pilot, lambda: app.experiment.nonfinite is not None)
+        assert "up_proj" in screen(app)
+        assert app.experiment.nonfinite is not None
+        assert app.experiment.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
+        await pilot.press("a")
+        await until(pilot, lambda: app.experiment.report is not None)
+        assert app.experiment.report is not None
+        assert app.experiment.report.output.nonfinite == 0
+        await until(pilot, lambda: app.experiment.floor is not None and not app._busy)
+        await pilot.press("d")
+        await until(pilot, lambda: app.experiment.causes is not None)
+        await pilot.pause(0.3)
+        assert app.experiment.causes is not None
+        assert causes_headline(app.experiment.causes)[:40] in screen(app)
+        await pilot.press("escape", "H")
+        await pilot.pause()
+        assert "not finite" in screen(app)

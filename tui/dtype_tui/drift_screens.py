@@ -1,0 +1,159 @@
+"""Drift over depth, and the modules that it arises in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import Static
+
+from dtype_engine.readings_drift import CausesReport
+from dtype_engine.report_drift import causes_footing, causes_headline, share_words
+from dtype_engine.report_text import decibels
+from dtype_engine.text import printable
+
+from .cells import bar
+from .experiment import Experiment
+from .plots import Plot
+
+_MOST_ROWS = 200
+_LOOK_EVERY_S = 0.2
+_TICKS = 8
+
+
+class CausesScreen(ModalScreen[None]):
+    """A plot of every module's SQNR in the order of the pass, as measured and by its own error alone, over a table of causes.
+
+    `activity`: what the engine does ("" while nothing), and how much of it is done. `stop`: stop it.
+    """
+
+    DEFAULT_CSS = """
+    CausesScreen { align: center middle; }
+    CausesScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
+    CausesScreen Plot { height: 2fr; min-height: 8; max-height: 16; }
+    CausesScreen #legend { height: 1; }
+    CausesScreen #headline { height: auto; }
+    CausesScreen VerticalScroll { height: 3fr; scrollbar-size-vertical: 1; }
+    CausesScreen VerticalScroll > Static { height: auto; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape,q,d", "leave", "Close, and stop telling causes"),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("k", "scroll(-1)", "Up", show=False),
+    ]
+
+    def __init__(
+        self, experiment: Experiment, activity: Callable[[], tuple[str, float | None]], stop: Callable[[], None]
+    ) -> None:
+        super().__init__()
+        self._stop_engine = stop
+        self._experiment = experiment
+        self._activity = activity
+        self._shown: CausesReport | None = None
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "Drift over depth"
+            box.border_subtitle = "Esc closes"
+            yield Static(id="legend", markup=False)
+            yield Plot()
+            yield Static(id="headline", markup=False)
+            with VerticalScroll():
+                yield Static(id="causes", markup=False)
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+        self._plot()
+        self._look()
+        self.set_interval(_LOOK_EVERY_S, self._look)
+
+    def _look(self) -> None:
+        """Show the causes as soon as they are told, and until then how far that is."""
+        report = self._experiment.causes
+        if report is None:
+            what, share = self._activity()
+            words = "stopped" if share is None and not what else f"{what}…"
+            if share is not None:
+                words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
+            self.query_one("#headline", Static).update(Text(words, style="dim"))
+        elif report is not self._shown:
+            self._shown = report
+            headline = Text(causes_headline(report), style="bold")
+            headline.append(f"\n{causes_footing(report)}", style="not bold dim")
+            self.query_one("#headline", Static).update(headline)
+            self.query_one("#causes", Static).update(_table(report))
+            self._plot()
+
+    def _plot(self) -> None:
+        readings = self._experiment.modules
+        report = self._experiment.causes
+        local = {cause.name: cause.local_sqnr_db for cause in report.causes} if report is not None else {}
+        names = [name for name in readings if name in local] if local else self._modules_with_weights()
+        plot = self.query_one(Plot)
+        plt = plot.plt
+        plt.clear_data()
+        whole = [(place, readings[name].sqnr_db) for place, name in enumerate(names)]
+        own = [(place, local.get(name)) for place, name in enumerate(names)]
+        legend = Text("SQNR in dB of every module with weights, in order:  ● as measured", style="dim")
+        if local:
+            legend = Text("SQNR in dB, modules in order:  ● as measured  o its own error alone", style="dim")
+        self.query_one("#legend", Static).update(legend)
+        for points, mark in ((whole, "●"), (own, "o")):
+            shown = [(place, value) for place, value in points if value is not None and math.isfinite(value)]
+            if shown:
+                plt.scatter([place for place, _ in shown], [value for _, value in shown], marker=mark)
+        labels = [_short(name) for name in names]
+        starts = [place for place, label in enumerate(labels) if place == 0 or label != labels[place - 1]]
+        places = starts[:: max(1, -(-len(starts) // _TICKS))]
+        plt.xticks([float(place) for place in places], [labels[place] for place in places])
+        plot.refresh()
+
+    def _modules_with_weights(self) -> list[str]:
+        """Modules that were measured and have tensors of their own, in the order of the pass."""
+        modules = self._experiment.tree.modules
+        return [name for name in self._experiment.modules if name in modules and modules[name].tensors]
+
+    def action_leave(self) -> None:
+        if self._experiment.causes is None:
+            self._stop_engine()
+        self.dismiss()
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+
+def _short(name: str) -> str:
+    """The numbered part of a name where there is one, else its end: `layers.3`."""
+    parts = printable(name, 200).split(".")
+    for place, part in enumerate(parts):
+        if part.isdecimal() and place:
+            return f"{parts[place - 1]}.{part}"
+    return parts[-1][:14]
+
+
+def _table(report: CausesReport) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="ellipsis", no_wrap=True)
+    for _ in range(2):
+        table.add_column(no_wrap=True, justify="right")
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, justify="right")
+    table.add_row("alone as cast", "drift", "share", "", "own output", style="dim")
+    for cause in report.causes[:_MOST_ROWS]:
+        name = printable(cause.name, 300) or "the model itself"
+        label = f"{name} ({cause.modules} modules)" if cause.modules > 1 else name
+        drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
+        drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
+        local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
+        table.add_row(label, drift, share_words(cause), drawn, local)
+    if len(report.causes) > _MOST_ROWS:
+        table.add_row(f"and {len(report.causes) - _MOST_ROWS} more", "", "", "", "")
+    return table
