@@ -301,7 +301,7 @@ class DtypeApp(App[None]):
             if isinstance(self.screen, InputsScreen):
                 self.screen.refused(event.message)
         elif isinstance(event, events.Idle):
-            self._busy, self._share = False, None
+            self._busy, self._share, self._saving = False, None, False
         elif isinstance(event, events.Saving):
             self._saving = True
             self._busy, self._activity, self._share = True, event.what, event.done / max(1, event.total)

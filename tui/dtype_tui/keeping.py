@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import click
 
@@ -33,6 +33,7 @@ class Shown:
     at: int
     settings: RunSettings
     cursor: str
+    measured: tuple[Mapping[str, Any], ...] = ()
 
 
 class Explored(Protocol):
@@ -59,10 +60,10 @@ class SessionKeeper:
         self._trouble: str | None = None
         self.say: Callable[[str], None] = lambda trouble: None
 
-    def note(self, experiment: Explored, cursor: str) -> None:
-        """This is how things stand; called often, and cheap where nothing has changed."""
+    def note(self, experiment: Explored, cursor: str, measured: tuple[Mapping[str, Any], ...] = ()) -> None:
+        """This is how things stand; called often, and cheap where nothing has changed. `measured`: rows of plain JSON."""
         recipes, at = experiment.history.kept
-        shown = Shown(recipes, at, experiment.settings, cursor)
+        shown = Shown(recipes, at, experiment.settings, cursor, measured)
         if shown == self._now or self._trouble is not None:
             if self._trouble:
                 self.say(self._trouble)
@@ -113,6 +114,7 @@ class SessionKeeper:
             recipes=shown.recipes,
             at=shown.at,
             cursor=shown.cursor,
+            measured=shown.measured,
             saved=datetime.now(timezone.utc),
         )
 
