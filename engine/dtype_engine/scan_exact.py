@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 
@@ -11,15 +10,10 @@ from .forward import reference_name
 from .inputs import Inputs
 from .model.live import LiveModel
 from .options import RunSettings
-from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift, ScanReport, WeightScore
+from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport, WeightScore
 from .recipe import tensor_bytes
 from .scan import OnEstimate, OnProgress, is_free, scanned_dtypes
-
-
-def drift_of(output: OutputDrift) -> float:
-    """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
-    value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
-    return value if math.isfinite(value) and not output.nonfinite else math.inf
+from .scan_sequence import drift_of
 
 
 def alone(model: LiveModel) -> dict[str, str]:

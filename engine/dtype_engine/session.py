@@ -40,7 +40,8 @@ from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
 from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
 from .scan import OnProgress as OnScan
-from .scan_exact import drift_of, measure_alone
+from .scan_exact import measure_alone
+from .scan_sequence import drift_of
 from .search import Constraints, Front, make_items
 from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
