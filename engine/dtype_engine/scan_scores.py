@@ -48,7 +48,7 @@ def scores_of(
     if not all(sequence.complete for sequence in done):
         _drawn_together(found, done, wanted, draws)
     mass = sum(sequence.mass for sequence in done)
-    elsewhere = selections.expected([sample for sequence in done for sample in sequence.selections])
+    elsewhere = selections.drift_elsewhere([sample for sequence in done for sample in sequence.selections])
     for key, (drift, variance) in elsewhere.items():
         score, error = found.get(key, (0.0, 0.0))
         if key in found and math.isfinite(score) and mass:

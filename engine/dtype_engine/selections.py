@@ -8,8 +8,8 @@ It is estimated generically, for every `topk` of a pass over values that have a 
 per sequence. The margins between the k-th score and the next are carried back with random signs, as the output's directions
 are: (Σ g·Δ)² is a sample of the sum of squares of what a weight's error adds to the margins, and so gives its standard deviation
 σ. And the reference runs once more with the k-th and the next exchanged for the tokens of the least margins: what that costs in
-drift a token. A token of margin m then flips with probability Φ(-m/σ). Which tokens do is chance: only the expectation is
-known, and its error bar says so.
+drift a token. A token of margin m then flips with probability Φ(-m/σ). Which tokens do is chance, and the error bar says so:
+where most likely none does (less than ln 2 are expected) none is counted, else as many as are expected.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .execution import Arguments, Widened
 from .model.live import Weight
 
 Key = tuple[str, str]
-SELECTIONS = 8
+SELECTIONS = 16
 """How many are looked at, over all sequences."""
 _EXCHANGED = 8
 """One in so many tokens, those of the least margins, is exchanged to see what that costs."""
@@ -126,9 +126,9 @@ def to_exchange(margins: torch.Tensor) -> torch.Tensor:
     return rows & torch.isfinite(margins)
 
 
-def expected(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float]]:
-    """By weight and dtype: the drift that tokens sent elsewhere are expected to add, summed over the sequences of the samples,
-    and its variance: whether a token flips is chance.
+def drift_elsewhere(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float]]:
+    """By weight and dtype: the drift that tokens sent elsewhere most likely add, summed over the sequences of the samples, and
+    its variance: whether a token flips is chance.
     """
     squares: dict[Key, float] = {}
     independent: dict[Key, float] = {}
@@ -143,9 +143,9 @@ def expected(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float
     for key, value in independent.items():
         if 0 < value < math.inf and math.isfinite(squares[key]):
             ratios.setdefault(key[0], []).append(squares[key] / value)
-    found: dict[Key, tuple[float, float]] = {}
+    found: dict[Key, tuple[float, float, float]] = {}
     for sample in samples:
-        cost = statistics.fmean(costs[sample.place]) * sample.share
+        cost = statistics.fmean(costs[sample.place])
         margins = torch.tensor(sample.margins, dtype=torch.float64).clamp(min=0)
         margins = margins[torch.isfinite(margins)]
         keys = [key for key, value in sample.independent.items() if key[0] in ratios and 0 < value < math.inf]
@@ -157,6 +157,12 @@ def expected(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float
         ).clamp(min=1e-300)
         flips = torch.special.erfc(margins / (sigma[:, None] * math.sqrt(2))).sum(1) / 2
         for key, count in zip(keys, flips.tolist(), strict=True):
-            mean, variance = found.get(key, (0.0, 0.0))
-            found[key] = mean + cost * count, variance + cost * cost * count
-    return found
+            mean, variance, flipped = found.get(key, (0.0, 0.0, 0.0))
+            found[key] = (
+                mean + sample.share * cost * count,
+                variance + sample.share * cost * cost * count,
+                flipped + sample.share * count,
+            )
+    return {
+        key: (mean if flipped >= math.log(2) else 0.0, variance) for key, (mean, variance, flipped) in found.items()
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import dtypes as dtype_table
 from . import memory
 from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, OutOfReach, UserError
+from .evaluation import InLine
 from .flow import summed
 from .forward import Passes, reference_name
 from .generation import OnTokens, generate
@@ -68,6 +70,7 @@ class Session:
         self._meter: DriftMeter | None = None
         self._scan: Scan | None = None
         self.scanned: ScanReport | None = None
+        self.executor: Executor = InLine()
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -244,7 +247,9 @@ class Session:
         settings = RunSettings(compute=self.settings.compute)
         if exact:
             try:
-                self.scanned = measure_alone(self.model, inputs, asked, settings, on_progress, on_estimate, cancelled)
+                self.scanned = measure_alone(
+                    self.model, inputs, asked, settings, on_progress, on_estimate, cancelled, self.executor
+                )
             finally:
                 self.model.apply(self._plan.dtypes)
             return self.scanned
@@ -328,6 +333,20 @@ class Session:
             measured=measured,
             notices=self.model.notices,
         )
+
+    def verify(self, recipes: Sequence[Recipe], cancelled: Cancelled = _never) -> list[float]:
+        """The measured drift of each, in the unit that scans and searches go by; the recipe in force stays. Evaluated by
+        `executor`. Raises as `drift` does.
+        """
+
+        def evaluate(recipe: Recipe) -> float:
+            self.model.apply(make_plan(self.tree, recipe).dtypes, cancelled=cancelled)
+            return drift_of(self.drift(cancelled=cancelled).output)
+
+        try:
+            return list(self.executor.map(evaluate, recipes))
+        finally:
+            self.model.apply(self._plan.dtypes)
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:
