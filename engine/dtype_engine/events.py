@@ -15,6 +15,7 @@ from .readings import (
     Generation,
     MemoryReading,
     ModuleDrift,
+    ScanReport,
     SpeedReport,
     WeightReading,
 )
@@ -147,6 +148,14 @@ class WeightLookedAt:
 
 
 @dataclass(frozen=True, slots=True)
+class Scanned:
+    """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
+
+    report: ScanReport
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -190,6 +199,7 @@ Event = (
     | Generated
     | Timed
     | WeightLookedAt
+    | Scanned
     | Failed
     | Stopped
     | Memory

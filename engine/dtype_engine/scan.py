@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from . import dtypes, scan_file
+from . import scan_file
 from .errors import UserError
 from .forward import Passes, reference_name
 from .inputs import Inputs
@@ -35,6 +35,7 @@ from .recipe import tensor_bytes
 from .scan_file import Fingerprint
 from .scan_scores import OneSequence, scores_of
 from .scan_sequence import SequenceScan
+from .sensitivity import is_free
 from .storage import torch_dtype
 from .weighted import LocalErrors
 
@@ -53,12 +54,6 @@ def default_draws(sequences: int) -> int:
 def scanned_dtypes(weight: Weight, asked: Sequence[str]) -> tuple[str, ...]:
     """The dtypes in which a weight is scored: those asked for, and its own, since the reference computes in float32."""
     return tuple(dict.fromkeys((weight.info.dtype, *asked)))
-
-
-def is_free(stored: str, dtype: str) -> bool:
-    """Whether a weight costs nothing in `dtype`: it computes as the reference does, or wider."""
-    reference = "float64" if stored == "float64" else "float32"
-    return dtype in dtypes.COMPUTED and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
 @dataclass

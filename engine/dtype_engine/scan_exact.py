@@ -14,8 +14,8 @@ from .model.live import LiveModel
 from .options import RunSettings
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift, ScanReport, WeightScore
 from .recipe import tensor_bytes
-from .scan import OnEstimate, OnProgress, is_free, scanned_dtypes
-from .scan_sequence import drift_of
+from .scan import OnEstimate, OnProgress, scanned_dtypes
+from .sensitivity import drift_of, is_free
 
 
 def alone(model: LiveModel) -> dict[str, str]:

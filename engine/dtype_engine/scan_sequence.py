@@ -18,16 +18,11 @@ from .inputs import Batch
 from .metrics import OutputComparison
 from .model.live import LiveModel
 from .narrowed import OneNarrowed, looked_at
-from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift
+from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
 from .scan_scores import OneSequence
 from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
+from .sensitivity import drift_of
 from .weighted import LocalErrors, Operation, WeightedOperations
-
-
-def drift_of(output: OutputDrift) -> float:
-    """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
-    value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
-    return value if math.isfinite(value) and not output.nonfinite else math.inf
 
 
 @dataclass

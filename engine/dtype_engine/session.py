@@ -40,11 +40,11 @@ from .readings import (
 from .readings_export import ExportReport
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
-from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
+from .scan import DEFAULT_DTYPES, OnEstimate, Scan
 from .scan import OnProgress as OnScan
 from .scan_exact import measure_alone
-from .scan_sequence import drift_of
 from .search import Constraints, Front, make_items
+from .sensitivity import drift_of, predict
 from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
 
@@ -267,16 +267,7 @@ class Session:
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so no drift can be predicted")
         plan = self._plan if recipe is None else make_plan(self.tree, recipe)
-        scores = self.scanned.scores()
-        total = 0.0
-        for name, dtype in plan.dtypes.items():
-            tensor = self.tree.tensors[name]
-            if not (tensor.castable and tensor.persistent) or is_free(tensor.dtype, dtype):
-                continue
-            if (name, dtype) not in scores:
-                raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
-            total += scores[name, dtype]
-        return Prediction(total, self.scanned.unit, plan.planned_bytes)
+        return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> Front:
         """The Pareto front of bytes against predicted drift, by the last scan. Raises UserError."""
