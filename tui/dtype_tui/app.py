@@ -22,8 +22,10 @@ from dtype_engine.recipe import Recipe, Rule, generalisations, no_match
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
+from . import scan_actions
 from .cells import bar
 from .experiment import Experiment
+from .scan_screens import FRONT_KEYS, ScanScreen
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .widgets.module_tree import ModuleTree
@@ -53,6 +55,8 @@ class Engine(Protocol):
     def flow(self) -> None: ...
     def generate(self, tokens: int) -> None: ...
     def speed(self) -> None: ...
+    def scan(self, dtypes: tuple[str, ...]) -> None: ...
+    def pause(self, waiting: bool) -> None: ...
     def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -75,6 +79,8 @@ class DtypeApp(App[None]):
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),
         Binding("t", "speed", "Time forward passes"),
+        Binding("s", "scan", "Scan: how much every weight matters in every dtype"),
+        Binding("o", "optimise", "Optimise: the best recipe for a budget, by the scan"),
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
@@ -231,6 +237,10 @@ class DtypeApp(App[None]):
             self._say(event.message, "warning" if self._has_tree else "error")
         elif isinstance(event, events.Idle):
             self._busy, self._share = False, None
+            if experiment.scan.running:
+                experiment.scan.stopped()
+        elif isinstance(event, events.Scanned):
+            experiment.scan.put(experiment.tree, event.report, event.finished)
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -249,6 +259,7 @@ class DtypeApp(App[None]):
             if event.report.settings == str(experiment.settings):
                 experiment.report = event.report
                 experiment.modules = {reading.name: reading for reading in event.report.modules}
+                experiment.scan.note_measured(experiment.tree, experiment.plan, event.report)
         elif isinstance(event, events.Working):
             self._busy, self._activity, self._share = True, event.what, event.done / event.total
         elif isinstance(event, events.Generated):
@@ -371,6 +382,15 @@ class DtypeApp(App[None]):
     def action_speed(self) -> None:
         self._ask_engine("timing", self.engine.speed)
 
+    def action_scan(self) -> None:
+        scan_actions.scan(self)
+
+    def action_pause_scan(self) -> None:
+        scan_actions.pause(self)
+
+    def action_optimise(self) -> None:
+        scan_actions.optimise(self)
+
     def _ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
         """Ask for something that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
@@ -434,12 +454,14 @@ class DtypeApp(App[None]):
         self._show_panes()
 
     def action_help(self) -> None:
-        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
+        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes] + [("Sensitivity", ScanScreen.HELP)]
         sections = [
             ("Casting and measuring", _described(self.BINDINGS)),
             ("In the tree", _described(ModuleTree.BINDINGS)),
             ("In the cast prompt", _described(CastPrompt.BINDINGS)),
             ("In the settings", _described(SettingsScreen.BINDINGS)),
+            ("In the scan", _described(ScanScreen.BINDINGS)),
+            ("Along the front", _described(FRONT_KEYS)),
         ]
         self.push_screen(help_screen(sections, words))
 

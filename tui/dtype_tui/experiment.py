@@ -14,6 +14,8 @@ from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleD
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
 from dtype_engine.tree import TensorInfo, Totals, Tree
 
+from .scan_view import ScanView
+
 
 @dataclass
 class Experiment:
@@ -36,6 +38,7 @@ class Experiment:
     inputs: str = ""
     no_forward: str | None = None
     live: bool = False
+    scan: ScanView = field(default_factory=ScanView)
     partial: bool = False
     """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
 
