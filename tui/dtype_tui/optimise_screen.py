@@ -32,6 +32,7 @@ from .scan_view import Point, figure
 
 _LOOK_EVERY_S = 0.2
 _RESTS_S = 0.05
+_DECADES = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -40,7 +41,7 @@ class OptimiseScreen(ModalScreen[None]):
 
     DEFAULT_CSS = """
     OptimiseScreen { background: $background; }
-    OptimiseScreen > #front-title, OptimiseScreen > #front-keys { height: 1; }
+    OptimiseScreen > #front-title, OptimiseScreen > #front-keys, OptimiseScreen > #front-legend { height: 1; }
     OptimiseScreen > #front-title { background: $surface; }
     OptimiseScreen > PlotextPlot { height: 3fr; min-height: 8; }
     OptimiseScreen > VerticalScroll { height: 2fr; min-height: 7; padding: 0 1; scrollbar-size-vertical: 1; }
@@ -49,6 +50,7 @@ class OptimiseScreen(ModalScreen[None]):
     OptimiseScreen > Input.open { display: block; }
     """
 
+    AUTO_FOCUS = ""  # the line to type limits in would take the arrows
     BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
 
     def __init__(self, experiment: Experiment, put_in_force: Callable[[Recipe], bool]) -> None:
@@ -69,6 +71,7 @@ class OptimiseScreen(ModalScreen[None]):
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
         yield PlotextPlot()
+        yield Static(id="front-legend", markup=False)
         with VerticalScroll(can_focus=False):
             yield Static(id="front-point", markup=False)
         yield Input(placeholder="keep PATTERN | alike PATTERN | only DTYPES | budget 45% | clear", compact=True)
@@ -173,25 +176,37 @@ class OptimiseScreen(ModalScreen[None]):
         plt.clear_figure()
         stored = self.experiment.tree.stored_bytes
         scale, unit = next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
-        points = [(point.bytes + self._fixed, point.predicted) for point in self.front.points if point.predicted > 0]
-        drawn = [(size / scale, math.log10(value)) for size, value in points if math.isfinite(value)]
-        measured = [(p.bytes / scale, p.predicted, p.measured) for p in self.view.measured]
+        points = [(point.bytes + self._fixed, point.predicted) for point in self.front.points]
+        most = max((value for _, value in points if math.isfinite(value)), default=0.0)
+        # Far under the rest is only rounding, and it would squeeze what one chooses among into a line.
+        least = most / 10**_DECADES
+        drawn = [(size / scale, math.log10(value)) for size, value in points if 0 < least <= value < math.inf]
         if drawn:
-            plt.plot([x for x, _ in drawn], [y for _, y in drawn], marker="dot", color="cyan", label="predicted")
-        ok = [(x, math.log10(y)) for x, _, y in measured if 0 < y < math.inf]
+            plt.plot([x for x, _ in drawn], [y for _, y in drawn], marker="dot", color="cyan")
+        ok = [
+            (point.bytes / scale, math.log10(point.measured))
+            for point in self.view.measured
+            if 0 < least <= point.measured < math.inf
+        ]
         if ok:
-            plt.scatter([x for x, _ in ok], [y for _, y in ok], marker="x", color="red", label="x measured")
-        if 0 < solution.score < math.inf:
-            here = ((solution.bytes + self._fixed) / scale, math.log10(solution.score))
-            plt.scatter([here[0]], [here[1]], marker="O", color="yellow", label="O here")
+            plt.scatter([x for x, _ in ok], [y for _, y in ok], marker="x", color="red")
+        if most > 0:
+            here = min(max(solution.score, least), most)
+            plt.scatter([(solution.bytes + self._fixed) / scale], [math.log10(here)], marker="O", color="magenta")
         if self.view.limits.budget is not None:
-            plt.vline(self.view.limits.budget / scale, "magenta")
+            plt.vline(self.view.limits.budget / scale, "yellow")
         low = [y for _, y in (*drawn, *ok)]
         if low:
             first, last = math.floor(min(low)), math.ceil(max(low))
             ticks = list(range(first, last + 1, max(1, (last - first) // 6)))
             plt.yticks([float(tick) for tick in ticks], [f"1e{tick}" for tick in ticks])
-        plt.xlabel(f"{unit} planned; up: {self.view.report.unit}")
+        legend = Text(f" across: {unit} planned, up: {self.view.report.unit}   ", style="dim", no_wrap=True)
+        legend.append("• predicted  ", style="cyan")
+        legend.append("O here  ", style="magenta")
+        legend.append("x measured  ", style="red")
+        if self.view.limits.budget is not None:
+            legend.append("| budget", style="yellow")
+        self.query_one("#front-legend", Static).update(legend)
         plot.refresh()
 
     def _point(self) -> Text:
@@ -203,14 +218,13 @@ class OptimiseScreen(ModalScreen[None]):
         text.append(human_bytes(size), style="bold")
         text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
         text.append(f"predicted {figure(solution.score)}", style="bold")
-        text.append(f" {report.unit}", style="dim")
         known = self.measured_here()
         if known is not None:
-            text.append(f"   measured {known.measured:.1e}", style="bold")
+            text.append(f"  measured {figure(known.measured)}", style="bold")
             if known.predicted > 0 and math.isfinite(known.measured):
                 text.append(f" ({known.measured / known.predicted:.2f} x)", style="dim")
         elif recipe == self.experiment.recipe:
-            text.append("   in force, measuring…", style="dim")
+            text.append("  measuring…", style="dim")
         if recipe is None:
             text.append("\nfinding its rules…", style="dim")
         elif not recipe.rules:

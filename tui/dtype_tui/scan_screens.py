@@ -14,6 +14,7 @@ from textual.screen import ModalScreen
 from textual.widgets import DataTable, Static
 
 from dtype_engine import dtypes
+from dtype_engine.readings import WeightScore
 from dtype_engine.report_text import with_error
 from dtype_engine.sensitivity import layer_map, ranking
 from dtype_engine.text import printable
@@ -110,7 +111,8 @@ class ScanScreen(ModalScreen[str | None]):
     HELP = (
         "A score is what the weight alone in that dtype adds to the drift, everything else as in the reference: in nats per "
         "token (KL divergence), or as relative squared error where the output is no distribution. ± is its standard "
-        "error. Scores add up, nearly: the sum over a node's weights is the node's. The bar: one cell for about 20 times."
+        "error. Scores add up, nearly: a node's is the sum over its weights. The bar is full for the whole model, and a cell "
+        "shorter for every power of ten."
     )
 
     DEFAULT_CSS = """
@@ -196,28 +198,29 @@ class ScanScreen(ModalScreen[str | None]):
         dtype = None if self._all else self.view.dtype
         rows = ranking(self.experiment.tree, report, dtype, self._per_byte)[:MOST_ROWS]
         table.clear(columns=True)
-        room = max(16, self.size.width - (68 if self.size.width >= 100 else 55))
+        wide = self.size.width >= 100
+        room = max(16, self.size.width - 40 - (21 if wide else 0) - (9 if self._all else 0))
         table.add_column("weight", width=room)
-        table.add_column("dtype", width=8)
-        table.add_column("score", width=20)
-        table.add_column("heat", width=5)
-        table.add_column("saved", width=10)
-        if self.size.width >= 100:
-            table.add_column("per MiB", width=10)
+        if self._all:
+            table.add_column("dtype", width=7)
+        table.add_column(Text("score", justify="right"), width=21 if wide else 16)
+        table.add_column("heat", width=4)
+        table.add_column(Text("saved", justify="right"), width=10)
+        if wide:
+            table.add_column(Text("per MiB", justify="right"), width=10)
         most = max((row.score.score for row in rows if math.isfinite(row.score.score)), default=0.0)
         self._names = [row.score.name for row in rows]
         for row in rows:
-            name = printable(row.score.name, 500)
-            name = name if len(name) <= room else "…" + name[-(room - 1) :]
-            score = "not finite" if math.isinf(row.score.score) else with_error(row.score.score, row.score.error)
-            cells = [
-                Text(name),
-                Text(dtypes.badge(row.score.dtype), style=colour(row.score.dtype)),
-                Text(fit(score, 20), justify="right"),
+            name = printable(row.score.name, 500).removesuffix(".weight")
+            cells = [Text(name if len(name) <= room else "…" + name[-(room - 1) :])]
+            if self._all:
+                cells.append(Text(dtypes.badge(row.score.dtype), style=colour(row.score.dtype)))
+            cells += [
+                Text(_score(row.score, wide), justify="right"),
                 Text(_shade(row.score.score, most) * 3, style=_heat_style(_share(row.score.score, most))),
                 Text(short_bytes(row.saved) if row.saved > 0 else "-", justify="right"),
             ]
-            if self.size.width >= 100:
+            if wide:
                 per = row.per_byte * 2**20
                 cells.append(Text(figure(per) if math.isfinite(per) else "-", justify="right"))
             table.add_row(*cells)
@@ -242,9 +245,12 @@ class ScanScreen(ModalScreen[str | None]):
                 if score is None:
                     text.append(" " * width)
                     continue
-                exponent = "inf" if math.isinf(score) else f"{math.log10(score):.1f}" if score > 0 else "0"
-                cell = _shade(score, most) * 2 + (exponent if width > 6 else exponent[:3])
-                text.append(f"{fit(cell, width - 1):<{width}}", style=_heat_style(_share(score, most)))
+                digits = 1 if width > 6 else 0
+                exponent = "inf" if math.isinf(score) else f"{math.log10(score):.{digits}f}" if score > 0 else "0"
+                text.append(
+                    f"{fit(_shade(score, most) * 2 + exponent, width - 1):<{width}}",
+                    style=_heat_style(_share(score, most)),
+                )
         rest = sorted(found.rest, key=lambda entry: -entry[1])
         if rest:
             text.append("\n\nin no layer", style="dim")
@@ -252,9 +258,9 @@ class ScanScreen(ModalScreen[str | None]):
                 text.append(f"\n{_shade(score, most) * 2} {figure(score):>8}  ", style=_heat_style(_share(score, most)))
                 text.append(printable(name, 80))
         unit = self.view.report.unit if self.view.report else ""
-        text.append(f"\n\nfigures: log10 of {unit}; shades from ", style="dim")
+        text.append(f"\n\nfigures: log10 of {unit}\nshades ", style="dim")
         text.append(_SHADES[1:])
-        text.append(", four powers of ten", style="dim")
+        text.append(": from a hundredth of the most to the most", style="dim")
         kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, found.kinds, strict=True) if head != kind]
         line = ""
         for kind in kinds:
@@ -310,6 +316,15 @@ class ScanScreen(ModalScreen[str | None]):
         self.dismiss(None)
 
 
+def _score(score: WeightScore, wide: bool) -> str:
+    """`7.4097e-05 ± 2.5e-06`, or two digits of it."""
+    if math.isinf(score.score):
+        return "not finite"
+    if wide:
+        return with_error(score.score, score.error)
+    return figure(score.score) + (f" ± {score.error:.0e}" if score.error else "")
+
+
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
     """Headings that tell kinds apart: their last part without `_proj`, or as much of the whole as fits."""
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
@@ -324,10 +339,10 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
 
 
 def _share(score: float, most: float) -> float:
-    """From 0 (a 10 000th of the most, or less) to 1."""
+    """From 0 (a hundredth of the most, or less) to 1."""
     if math.isinf(score):
         return 1.0
-    return max(0.0, 1 + math.log10(score / most) / 4) if score > 0 and most > 0 else 0.0
+    return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
 
 
 def _shade(score: float, most: float) -> str:

@@ -17,7 +17,7 @@ from dtype_engine.tree import Tree
 
 from .cells import bar
 
-_DECADES = 4
+_DECADES = 3
 """The heat bar is empty at this many powers of ten under the whole model."""
 
 
