@@ -124,6 +124,7 @@ class SequenceScan:
             mode = WeightedOperations(self.model.by_id, self.model.device, frozenset(self.wanted), self._heard, copies)
             with torch.enable_grad():
                 output = self._call(batch, mode)
+            mode.passed()
             overwritten = mode.overwritten
             if not overwritten:
                 return output, mode

@@ -254,7 +254,11 @@ class Session:
                 self.model.apply(self._plan.dtypes)
             return self.scanned
         known = self._scan
-        if known is None or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save):
+        if (
+            known is None
+            or known.inputs is not inputs
+            or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save)
+        ):
             known = self._scan = Scan(self.model, inputs, asked, settings, draws, save=save)
         self.scanned = known.run(on_progress, on_estimate, cancelled)
         return self.scanned

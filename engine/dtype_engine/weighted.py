@@ -125,6 +125,11 @@ class WeightedOperations(Widened):
         """Places of the operations whose tensors were written to since."""
         return frozenset(place for place, operation in enumerate(self.operations) if operation.overwritten)
 
+    def passed(self) -> None:
+        """The pass is over: let go of what is only looked up during it."""
+        self._given.clear()
+        self._made.clear()
+
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -117,6 +117,7 @@ class Worker:
             self._asked.clear()
             self._stopped_by_user = True
             self._stop_now.set()
+            self._gate.resume()  # what stops waits no more, nor does what comes next
 
     def close(self) -> None:
         """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the

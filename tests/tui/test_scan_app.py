@@ -170,6 +170,23 @@ async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, in
         assert any("model.embed_tokens" in line for line in lines)
 
 
+async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await say(app, pilot, events.Scanned(scan_report(), True))
+        await pilot.press("2")
+        assert "predicted" in screen(app)
+        app.experiment.inputs = "another text"
+        app._show_all()
+        await pilot.pause()
+        assert "predicted" not in screen(app)
+        await pilot.press("o")
+        assert not isinstance(app.screen, OptimiseScreen)
+        await pilot.press("s")
+        assert isinstance(app.screen, ScanSetup)
+        assert app.experiment.scan.report is None
+
+
 def test_headings_tell_kinds_apart() -> None:
     assert short_kinds(("self_attn.q_proj", "mlp.down_proj"), 5) == ["q", "down"]
     assert short_kinds(("attn.dense", "mlp.dense"), 10) == ["attn.dense", "mlp.dense"]

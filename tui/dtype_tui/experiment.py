@@ -59,6 +59,7 @@ class Experiment:
     def set_settings(self, settings: RunSettings) -> None:
         """Candidates run in another way: what was read before is not theirs."""
         self.settings = settings
+        self.scan.measured.clear()
         self.forget_readings()
 
     def forget_readings(self) -> None:

@@ -20,6 +20,10 @@ def scan(app: DtypeApp) -> None:
     experiment, view = app.experiment, app.experiment.scan
     if experiment.no_forward:
         app._say(experiment.no_forward, "warning")
+    elif of_other_inputs(experiment):
+        app._say("the inputs are others than those of the scan: scan anew", "information")
+        view.forget()
+        _ask(app)
     elif view.asked and not view.running and not view.finished:
         start(app, view.asked)
         if view.report is not None:
@@ -29,7 +33,17 @@ def scan(app: DtypeApp) -> None:
     elif view.running:
         app._say("scanning: the first estimates come with the first sequence", "information")
     else:
-        app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
+        _ask(app)
+
+
+def _ask(app: DtypeApp) -> None:
+    app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
+
+
+def of_other_inputs(experiment: Experiment) -> bool:
+    """Whether the model runs on other inputs now than the scan did."""
+    report = experiment.scan.report
+    return report is not None and report.inputs != experiment.inputs
 
 
 def start(app: DtypeApp, dtypes: tuple[str, ...]) -> None:
@@ -53,7 +67,7 @@ def show(app: DtypeApp) -> None:
             if view.asked and not view.running and not view.finished:
                 start(app, view.asked)
             else:
-                app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
+                _ask(app)
         elif where is not None:
             app.tree_view.go_to(where)
         app._show_all()
@@ -73,7 +87,7 @@ def pause(app: DtypeApp) -> None:
 
 def optimise(app: DtypeApp) -> None:
     """The Pareto front."""
-    if app.experiment.scan.report is None:
+    if app.experiment.scan.report is None or of_other_inputs(app.experiment):
         app._say("the front comes from a scan: s starts one", "information")
         return
     from .optimise_screen import OptimiseScreen  # plots are imported when one is drawn
@@ -91,7 +105,7 @@ def predicted(experiment: Experiment) -> str:
     """`predicted 1.2e-03 nats per token, by the sum of its weights`; empty where there is nothing to say."""
     view = experiment.scan
     found = view.prediction(experiment.tree, experiment.plan)
-    if found is None or not experiment.recipe.rules:
+    if found is None or not experiment.recipe.rules or of_other_inputs(experiment):
         return ""
     figures = "not finite" if math.isinf(found.value) else figure(found.value)
     return f"{figures} {found.unit}" + ("" if view.finished else ", scan under way")

@@ -63,8 +63,9 @@ class ScanView:
         self.version += 1
 
     def forget(self) -> None:
-        """A scan of other dtypes takes its place."""
-        self.report, self.nodes, self._scores = None, {}, {}
+        """A scan of other dtypes or inputs takes its place."""
+        self.report, self.asked, self.nodes, self._scores = None, (), {}, {}
+        self.measured.clear()
         self.version += 1
 
     def stopped(self) -> None:
