@@ -15,13 +15,11 @@ from .errors import Cancelled, NoForward, UserError
 from .execution import Widened
 from .forward import main_output
 from .inputs import Batch
-from .metrics import OutputComparison
 from .model.live import LiveModel
 from .narrowed import OneNarrowed, looked_at
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
 from .scan_scores import OneSequence
 from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
-from .sensitivity import drift_of
 from .weighted import LocalErrors, Operation, WeightedOperations
 
 
@@ -69,15 +67,13 @@ class SequenceScan:
             for each in looked
         ]
         self._backward(main, drawn, looked, seed=index)
-        reference = main.detach()
+        reference = _Reference(main.detach(), distribution)
 
         def drift(mode: Widened) -> float:
             """What a pass under another mode drifts by, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
-            compared = OutputComparison(distribution)
-            compared.add(reference, main_output(self._call(batch, mode))[1])
-            return drift_of(compared.result()) * drawn.mass
+            return reference.drift(main_output(self._call(batch, mode))[1])
 
         with torch.no_grad():
             for sample, selection in zip(self._samples, looked, strict=True):
@@ -205,3 +201,24 @@ class SequenceScan:
             for place, value in zip(looked, values[1:], strict=True):
                 sample = self._samples[columns[place] - self._count]
                 sample.independent[key] = sample.independent.get(key, 0.0) + value
+
+
+class _Reference:
+    """An output to compare others with, in float64, by the definitions of `metrics`; made ready once."""
+
+    def __init__(self, output: torch.Tensor, distribution: bool) -> None:
+        self.distribution = distribution
+        self.values = output.double()
+        if distribution:
+            self.log_p = torch.log_softmax(self.values, -1)
+            self.p = self.log_p.exp()
+
+    def drift(self, other: torch.Tensor) -> float:
+        """The sum over positions of the KL divergence, or of the squares of the differences; infinity where not finite."""
+        if not self.distribution:
+            total = float((other.double() - self.values).square().sum())
+        else:
+            # Where p is 0, nothing is added, whatever q is.
+            gained = (self.log_p - torch.log_softmax(other.double(), -1)).mul_(self.p)
+            total = float(torch.where(self.p > 0, gained, 0.0).sum())
+        return max(0.0, total) if math.isfinite(total) else math.inf
