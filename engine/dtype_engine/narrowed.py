@@ -20,10 +20,15 @@ MOST = 2
 """So many weights of a pass, the first, are measured so: each costs a pass a dtype."""
 
 
-def looked_at(read: Iterable[str], wanted: Mapping[str, Sequence[str]]) -> list[tuple[str, str]]:
-    """(weight, dtype) to measure by a pass, of the weights (in the order of the pass) whose output's dtype was read."""
+def looked_at(
+    read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
+) -> list[tuple[str, str]]:
+    """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
+    read. Where there are sequences enough they take turns, so that it costs one pass each.
+    """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
-    return [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
+    keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
+    return [keys[sequence % len(keys)]] if keys and sequences >= 2 * len(keys) else keys
 
 
 class OneNarrowed(Widened):

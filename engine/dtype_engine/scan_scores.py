@@ -53,10 +53,10 @@ def scores_of(
         score, error = found.get(key, (0.0, 0.0))
         if key in found and math.isfinite(score) and mass:
             found[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
-    measured = [sequence.measured for sequence in done]
-    for key in set().union(*measured):
-        if key in found and all(key in each for each in measured):
-            found[key] = _score(done, measured, key)
+    for key in set().union(*(sequence.measured for sequence in done)) & found.keys():
+        those = [sequence for sequence in done if key in sequence.measured]
+        score, error = _score(those, [sequence.measured for sequence in those], key)
+        found[key] = score, error if len(those) > 1 else None
     return found
 
 

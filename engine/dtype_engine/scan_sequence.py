@@ -82,7 +82,7 @@ class SequenceScan:
                 sample.cost = drift(Exchanging(by_id, device, selection.place, rows)) / max(1, int(rows.sum()))
             measured = {
                 key: drift(OneNarrowed(self.model.by_id, self.model.device, *key))
-                for key in looked_at(mode.dtype_read, self.costly)
+                for key in looked_at(mode.dtype_read, self.costly, index, sequences)
             }
         return self._found(drawn, 0.5 if distribution else 1.0, measured)
 

@@ -102,6 +102,18 @@ def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=1e-3)
 
 
+def test_with_sequences_enough_they_take_turns() -> None:
+    module, _ = zoo.make("llama")
+    ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
+    session = de.open(module, inputs=[{"input_ids": each} for each in ids])
+    kinds = ["bfloat16", "float16"]
+    scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
+    assert [len(one.measured) for one in session._scan.done] == [1] * 8
+    for kind in kinds:
+        weight = "model.embed_tokens.weight"
+        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
+
+
 def test_one_narrowed_is_the_candidate_itself() -> None:
     module, inputs = zoo.make("llama")
     session: Any = de.open(module, inputs=inputs)
