@@ -27,8 +27,7 @@ from .options import RunSettings
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
 from .readings_drift import Cause, CausesReport
 from .reuse import Trace
-from .scan import is_free
-from .scan_exact import drift_of
+from .sensitivity import drift_of, is_free
 
 MOST_PASSES = 160
 """Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""

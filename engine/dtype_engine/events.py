@@ -15,6 +15,7 @@ from .readings import (
     Generation,
     MemoryReading,
     ModuleDrift,
+    ScanReport,
     SpeedReport,
     WeightReading,
 )
@@ -216,6 +217,14 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
+class Scanned:
+    """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
+
+    report: ScanReport
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -267,6 +276,7 @@ Event = (
     | ExportPlanned
     | Saving
     | Saved
+    | Scanned
     | Failed
     | Stopped
     | Memory

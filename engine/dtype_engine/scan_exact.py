@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
+from concurrent.futures import Executor
 
 from .drift import DriftMeter, Measurement
+from .evaluation import InLine
 from .forward import reference_name
 from .inputs import Inputs
 from .model.live import LiveModel
 from .options import RunSettings
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift, ScanReport, WeightScore
 from .recipe import tensor_bytes
-from .scan import OnEstimate, OnProgress, is_free, scanned_dtypes
-
-
-def drift_of(output: OutputDrift) -> float:
-    """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
-    value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
-    return value if math.isfinite(value) and not output.nonfinite else math.inf
+from .scan import OnEstimate, OnProgress, scanned_dtypes
+from .sensitivity import drift_of, is_free
 
 
 def alone(model: LiveModel) -> dict[str, str]:
@@ -40,9 +36,10 @@ def measure_alone(
     on_progress: OnProgress = lambda what, done, total: None,
     on_estimate: OnEstimate = lambda report: None,
     cancelled: Callable[[], bool] = lambda: False,
+    executor: Executor | None = None,
 ) -> ScanReport:
     """Measure them all; what comes before the weight is not run again. Leaves the model cast in its own way: the caller
-    puts its recipe back.
+    puts its recipe back. `executor` evaluates the plans; by default in line.
 
     Raises NoForward, KernelError, Cancelled.
     """
@@ -78,13 +75,18 @@ def measure_alone(
             notices=model.notices,
         )
 
+    def evaluate(key: tuple[str, str]) -> OutputDrift:
+        model.apply(base | dict([key]), cancelled=cancelled)
+        return meter.measure(cancelled=cancelled).output
+
+    costly = [(name, dtype) for name, dtype in wanted if not is_free(model.weights[name].info.dtype, dtype)]
+    outputs = (executor or InLine()).map(evaluate, costly)
     for done, (name, dtype) in enumerate(wanted):
         info = model.weights[name].info
         if is_free(info.dtype, dtype):
             scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), 0.0, 0.0))
             continue
-        model.apply(base | {name: dtype}, cancelled=cancelled)
-        output = meter.measure(cancelled=cancelled).output
+        output = next(outputs)
         scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), drift_of(output), output.kl_mean_se))
         on_progress("scan", done + 1, len(wanted))
         if done % 64 == 63:

@@ -187,6 +187,10 @@ class Front:
             total += after.score - before.score
             self.points.append(FrontPoint(size, max(0.0, total)))
 
+    def at(self, place: int) -> Solution:
+        """The solution that a point stands for."""
+        return self.solution(self._chosen(place))
+
     def within(self, budget: int) -> Solution | None:
         """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
         place = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from .causes import Causes
 from .causes import OnProgress as OnParts
 from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, OutOfReach, UserError
+from .evaluation import InLine
 from .floor import measure_floor
 from .flow import summed
 from .forward import Passes, reference_name
@@ -45,10 +47,11 @@ from .readings_export import ExportReport
 from .readings_inputs import InputsReading
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
-from .scan import DEFAULT_DTYPES, OnEstimate, Scan, is_free
+from .scan import DEFAULT_DTYPES, OnEstimate, Scan
 from .scan import OnProgress as OnScan
-from .scan_exact import drift_of, measure_alone
+from .scan_exact import measure_alone
 from .search import Constraints, Front, make_items
+from .sensitivity import drift_of, predict
 from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
 
@@ -75,6 +78,7 @@ class Session:
         self._floor: tuple[Inputs, Floor] | None = None
         self._scan: Scan | None = None
         self.scanned: ScanReport | None = None
+        self.executor: Executor = InLine()
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -280,12 +284,18 @@ class Session:
         settings = RunSettings(compute=self.settings.compute)
         if exact:
             try:
-                self.scanned = measure_alone(self.model, inputs, asked, settings, on_progress, on_estimate, cancelled)
+                self.scanned = measure_alone(
+                    self.model, inputs, asked, settings, on_progress, on_estimate, cancelled, self.executor
+                )
             finally:
                 self.model.apply(self._plan.dtypes)
             return self.scanned
         known = self._scan
-        if known is None or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save):
+        if (
+            known is None
+            or known.inputs is not inputs
+            or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save)
+        ):
             known = self._scan = Scan(self.model, inputs, asked, settings, draws, save=save)
         self.scanned = known.run(on_progress, on_estimate, cancelled)
         return self.scanned
@@ -298,16 +308,7 @@ class Session:
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so no drift can be predicted")
         plan = self._plan if recipe is None else make_plan(self.tree, recipe)
-        scores = self.scanned.scores()
-        total = 0.0
-        for name, dtype in plan.dtypes.items():
-            tensor = self.tree.tensors[name]
-            if not (tensor.castable and tensor.persistent) or is_free(tensor.dtype, dtype):
-                continue
-            if (name, dtype) not in scores:
-                raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
-            total += scores[name, dtype]
-        return Prediction(total, self.scanned.unit, plan.planned_bytes)
+        return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> Front:
         """The Pareto front of bytes against predicted drift, by the last scan. Raises UserError."""
@@ -382,6 +383,20 @@ class Session:
     def inputs_reading(self) -> InputsReading | None:
         """What the model is run on, call by call; None where it can't be run."""
         return reading(self.inputs) if self.inputs is not None else None
+
+    def verify(self, recipes: Sequence[Recipe], cancelled: Cancelled = _never) -> list[float]:
+        """The measured drift of each, in the unit that scans and searches go by; the recipe in force stays. Evaluated by
+        `executor`. Raises as `drift` does.
+        """
+
+        def evaluate(recipe: Recipe) -> float:
+            self.model.apply(make_plan(self.tree, recipe).dtypes, cancelled=cancelled)
+            return drift_of(self.drift(cancelled=cancelled).output)
+
+        try:
+            return list(self.executor.map(evaluate, recipes))
+        finally:
+            self.model.apply(self._plan.dtypes)
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

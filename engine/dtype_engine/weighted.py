@@ -31,6 +31,7 @@ from .execution import (
     _tensors,
 )
 from .model.live import Weight
+from .selections import Selection, noted
 from .storage import bring_back, convert, torch_dtype
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
@@ -59,7 +60,7 @@ class Source:
 class Operation:
     """One weighted operation of a pass. `sources` says of which arguments (by id) it takes which weight.
 
-    `gradients` has, per output, those heard so far: flat, one a backward pass.
+    `gradients` has, per output, those heard so far: flat, one a backward pass, with the number of that pass.
     """
 
     func: Any
@@ -70,7 +71,7 @@ class Operation:
     sources: dict[int, Source]
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
-    gradients: list[list[torch.Tensor]] = field(default_factory=list)
+    gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -93,6 +94,8 @@ class Operation:
 class WeightedOperations(Widened):
     """The reference, with a graph, and every weighted operation noted.
 
+    `selections` has every choice of the best of some scores, `dtype_read` the weights whose output's dtype was asked for.
+
     wanted: names of the weights to note operations of. copies: places (in the order of the pass) of operations whose
     tensors are written to later: they get copies. heard: is called for every gradient.
     """
@@ -110,13 +113,22 @@ class WeightedOperations(Widened):
         self.wanted = wanted
         self.heard = heard
         self.copies = copies
+        self.selections: list[Selection] = []
+        self.dtype_read: list[str] = []
         self._made: dict[int, tuple[torch.Tensor, Source]] = {}
+        self._given: dict[int, tuple[torch.Tensor, Operation]] = {}
+        self._selected = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
 
     @property
     def overwritten(self) -> frozenset[int]:
         """Places of the operations whose tensors were written to since."""
         return frozenset(place for place, operation in enumerate(self.operations) if operation.overwritten)
+
+    def passed(self) -> None:
+        """The pass is over: let go of what is only looked up during it."""
+        self._given.clear()
+        self._made.clear()
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -140,12 +152,18 @@ class WeightedOperations(Widened):
             if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
                 given, named = _promoted(name, floats, given, named)
         if not sources:
+            if name == "topk":
+                selection = noted(self._selected, given, named)
+                self.selections += [selection] if selection is not None else []
+                self._selected += 1
             return _call(func, name, given, named, self)
         return self._weighted(func, name, args, kwargs, given, named, sources)
 
     def _get(self, func: Any, args: Arguments) -> Any:
         source = self._source(args[0])
         if source is None:
+            if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
+                self.dtype_read += self._given[id(args[0])][1].weights
             return func(*args)
         if func.__self__ is torch.Tensor.dtype:
             weight = self._weight(args[0])
@@ -212,6 +230,7 @@ class WeightedOperations(Widened):
         operation.note_versions()
         self.operations.append(operation)
         for index, tensor in enumerate(tapped):
+            self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
                 tensor.register_hook(_hook(self.heard, operation, index))  # type: ignore[no-untyped-call]
         return output

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
+from .gate import Gate
 from .input_files import typed
 from .leaving import Workshop, progress
 from .model.room import no_room
@@ -25,7 +26,7 @@ from .wishes import Wish
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .model.source import Source
-    from .readings import DriftReport
+    from .readings import DriftReport, ScanReport
     from .readings_drift import Floor
     from .session import Session
 
@@ -62,6 +63,7 @@ class Worker:
         self._asked: deque[Task] = deque()
         self._closed = False
         self._stop_now = threading.Event()
+        self._gate = Gate(self._stop_now)
         self._stopped_by_user = False
         self._saving = False
         self._busy = threading.Event()
@@ -116,6 +118,14 @@ class Worker:
         """Time forward passes, after what is under way."""
         self._ask(self._with_session(self._tell_speed))
 
+    def scan(self, dtypes: tuple[str, ...]) -> None:
+        """Scan in these dtypes after what is under way, or go on with it; a newer recipe is measured in between."""
+        self._ask(self._with_session(lambda session, recipe: self._tell_scan(session, recipe, dtypes)))
+
+    def pause(self, waiting: bool) -> None:
+        """Let a scan wait where it is, or go on."""
+        (self._gate.pause if waiting else self._gate.resume)()
+
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         """Read one tensor's values, after what is under way: exponents, and the error of a cast to each of `targets`."""
         self._ask(lambda recipe: self._tell_weight(recipe, name, targets))
@@ -142,6 +152,7 @@ class Worker:
             self._asked.clear()
             self._stopped_by_user = True
             self._stop_now.set()
+            self._gate.resume()  # what stops waits no more, nor does what comes next
 
     def close(self) -> None:
         """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the
@@ -307,6 +318,23 @@ class Worker:
             self._emit(events.Working(recipe, f"timing: {what}", done, total))
 
         self._emit(events.Timed(recipe, session.speed(on_passes, cancelled)))
+
+    def _tell_scan(self, session: Session, recipe: Recipe, dtypes: tuple[str, ...]) -> None:
+        told = _Throttle()
+
+        def on_progress(what: str, done: int, total: int | None) -> None:
+            told(lambda: self._emit(events.Working(recipe, what, done, total or max(1, done))))
+
+        def on_estimate(report: ScanReport) -> None:
+            self._emit(events.Scanned(report, report.sequences == report.all_sequences))
+
+        try:
+            report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=self._gate)
+        except Cancelled:
+            if not self._stopped_by_user:
+                self.scan(dtypes)  # a newer recipe comes first, then it goes on
+            raise
+        self._emit(events.Scanned(report, True))
 
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set

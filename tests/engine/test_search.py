@@ -277,6 +277,6 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
 )
 def test_sizes(text: str, size: int) -> None:
-    from dtype_engine.cli.scan import parse_bytes
+    from dtype_engine.limits import parse_bytes
 
     assert parse_bytes(text, 1000) == size

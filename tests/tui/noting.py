@@ -60,6 +60,12 @@ class NotingEngine:
         self.commands.append("save")
         self.wishes.append(wish)
 
+    def scan(self, dtypes: tuple[str, ...]) -> None:
+        self.commands.append(f"scan {','.join(dtypes)}")
+
+    def pause(self, waiting: bool) -> None:
+        self.commands.append("pause" if waiting else "go on")
+
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         self.commands.append(f"look at {name}")
 

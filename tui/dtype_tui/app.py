@@ -27,6 +27,7 @@ from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 from dtype_engine.wishes import Wish
 
+from . import scan_actions
 from .ascii import AsciiFilter, wants_ascii
 from .cells import bar
 from .commands import Command, Completer, all_commands
@@ -38,6 +39,7 @@ from .keeping import SessionKeeper
 from .keys import described, keys_of, on_keyboard, with_ids
 from .leaving_screen import LeavingScreen
 from .presets_screen import PresetsScreen
+from .scan_screens import FRONT_KEYS, ScanScreen
 from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
 from .settings_screen import SettingsScreen
 from .themes import HIGH_CONTRAST
@@ -74,6 +76,8 @@ class Engine(Protocol):
     def speed(self) -> None: ...
     def plan_export(self) -> None: ...
     def save(self, wish: Wish) -> None: ...
+    def scan(self, dtypes: tuple[str, ...]) -> None: ...
+    def pause(self, waiting: bool) -> None: ...
     def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
     def cancel(self) -> None: ...
     def close(self) -> None: ...
@@ -100,6 +104,8 @@ class DtypeApp(App[None]):
             Binding("f", "flow", "Dtype flow: where dtypes silently change"),
             Binding("g", "generate", "Generate text with both, side by side"),
             Binding("t", "speed", "Time forward passes"),
+            Binding("s", "scan", "Scan: how much every weight matters in every dtype"),
+            Binding("o", "optimise", "Optimise: the best recipe for a budget, by the scan"),
             Binding("p", "presets", "Presets: what each would do to this model"),
             Binding("e", "leave_with", "Leave with a checkpoint, a recipe, a report"),
             Binding("i", "inputs", "Inputs: what the model is run on, and others"),
@@ -302,6 +308,8 @@ class DtypeApp(App[None]):
                 self.screen.refused(event.message)
         elif isinstance(event, events.Idle):
             self._busy, self._share, self._saving = False, None, False
+            if experiment.scan.running:
+                experiment.scan.stopped()
         elif isinstance(event, events.Saving):
             self._saving = True
             self._busy, self._activity, self._share = True, event.what, event.done / max(1, event.total)
@@ -311,6 +319,8 @@ class DtypeApp(App[None]):
                 self._say(sentence, "information" if event.done else "warning")
         elif isinstance(event, events.FloorMeasured):
             experiment.floor = event.floor
+        elif isinstance(event, events.Scanned):
+            experiment.scan.put(experiment.tree, event.report, event.finished)
         elif event.recipe != experiment.recipe:
             return
         elif isinstance(event, events.Memory):
@@ -333,6 +343,7 @@ class DtypeApp(App[None]):
                     self.tree_view.rebuild()
                 if isinstance(self.screen, InputsScreen):
                     self.screen.measured(event.report.output.positions)
+                experiment.scan.note_measured(experiment.tree, experiment.plan, event.report)
                 history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
         elif isinstance(event, events.NonfiniteFound):
             experiment.nonfinite = event.found
@@ -549,6 +560,15 @@ class DtypeApp(App[None]):
     def action_speed(self) -> None:
         self._ask_engine("timing", self.engine.speed)
 
+    def action_scan(self) -> None:
+        scan_actions.scan(self)
+
+    def action_pause_scan(self) -> None:
+        scan_actions.pause(self)
+
+    def action_optimise(self) -> None:
+        scan_actions.optimise(self)
+
     def _ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
         """Ask for something that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
@@ -740,13 +760,15 @@ class DtypeApp(App[None]):
         from .history_screen import HistoryScreen
 
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
-        words.append(("Inputs", InputsScreen.HELP))
+        words += [("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
         sections = [
             ("Casting and measuring", described(self.BINDINGS, self.chosen_keys)),
             ("In the tree", described(ModuleTree.BINDINGS, self.chosen_keys)),
             ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
             ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
             ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
+            ("In the scan", described(ScanScreen.BINDINGS, self.chosen_keys)),
+            ("Along the front", described(FRONT_KEYS, self.chosen_keys)),
             ("In the history", described(HistoryScreen.BINDINGS, self.chosen_keys)),
             ("In the presets", described(PresetsScreen.BINDINGS, self.chosen_keys)),
             ("In what to leave with", described(LeavingScreen.BINDINGS, self.chosen_keys)),

@@ -18,6 +18,8 @@ from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, 
 from dtype_engine.thresholds import Thresholds
 from dtype_engine.tree import TensorInfo, Totals, Tree
 
+from .scan_view import ScanView
+
 
 @dataclass
 class Experiment:
@@ -46,6 +48,7 @@ class Experiment:
     nonfinite: Nonfinite | None = None
     causes: CausesReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)
+    scan: ScanView = field(default_factory=ScanView)
     partial: bool = False
     """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
 
@@ -66,6 +69,7 @@ class Experiment:
     def set_settings(self, settings: RunSettings) -> None:
         """Candidates run in another way: what was read before is not theirs."""
         self.settings = settings
+        self.scan.measured.clear()
         self.forget_readings()
 
     def set_inputs(self, reading: InputsReading) -> None:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
 import click
 
-from .. import dtypes
 from ..errors import OutOfReach, UserError
+from ..limits import parse_bytes, parse_dtypes, parse_only
 from ..readings import ScanReport, as_json
 from ..recipe import Recipe, Rule
 from .common import json_option, model_argument, opened, options_from, print_json, run_options, say, with_options
 
 NO = 1
-_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
-    f"{letter}{i}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for i in ("", "i", "ib")
-}
-_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
-
 scan_options = [
     click.option(
         "--dtypes",
@@ -37,19 +31,6 @@ scan_options = [
         help="Keep the scan in this file after every sequence, and go on from it.",
     ),
 ]
-
-
-def parse_bytes(text: str, whole: int) -> int:
-    """`12GiB`, `500MB`, `4096`, or `45%` of `whole` bytes. Raises UserError."""
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[2] != "%" and found[2].lower() not in _UNITS):
-        raise UserError(f"can't read the budget {text!r}: write a size like 12GiB, 500MB or 45%")
-    return int(float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()]))
-
-
-def parse_dtypes(text: str) -> tuple[str, ...]:
-    """`bf16,fp8` as dtype names. Raises UserError."""
-    return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
 
 
 @click.command()
@@ -122,7 +103,7 @@ def search(
         raise UserError("give either --budget or --max-kl")
     if budget is not None:
         parse_bytes(budget, 0)
-    rules = [_only(text) for text in only]
+    rules = [parse_only(text) for text in only]
     session, _ = _scanned(model, dtype_names, draws, exact, save, run_settings)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     try:
@@ -148,13 +129,6 @@ def search(
         click.echo(search_text(report))
     _notes(report.notices)
     return 0
-
-
-def _only(text: str) -> tuple[str, tuple[str, ...]]:
-    pattern, equals, names = text.rpartition("=")
-    if not equals or not pattern or not names:
-        raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
-    return pattern, parse_dtypes(names)
 
 
 def _scanned(

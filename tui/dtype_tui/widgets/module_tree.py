@@ -66,15 +66,20 @@ class Columns:
     parameters: int
     size: int
     drift: int
+    scan: int = 0
 
 
-def columns_for(width: int, hidden: frozenset[str] = frozenset()) -> Columns:
-    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. Those in `hidden` never come."""
-    dtype = 24 if width >= 76 else 13
-    parameters = 8 if width >= 60 and "params" not in hidden else 0
+def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False) -> Columns:
+    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. With a scan its column
+    comes, at the cost of the same. Those in `hidden` never come.
+    """
+    scan = 13 if scanned and width >= 50 else 0
+    dtype = 24 if width - scan >= 76 else 13
+    parameters = 8 if width - 2 * scan >= 60 and "params" not in hidden else 0
     size = 10 if "bytes" not in hidden else 0
-    drift = 12 if width >= 50 and "drift" not in hidden else 0
-    return Columns(max(10, width - dtype - parameters - size - drift - 1), dtype, parameters, size, drift)
+    drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
+    room = width - dtype - parameters - size - drift - scan - 1
+    return Columns(max(10, room), dtype, parameters, size, drift, scan)
 
 
 class ModuleTree(ScrollView, can_focus=True):
@@ -388,9 +393,10 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def _line(self, y: int) -> Strip:
         width = self.size.width
-        columns = columns_for(width, self.hidden)
+        scan = self.experiment.scan
+        columns = columns_for(width, self.hidden, scan.report is not None)
         if y == 0:
-            return _heading(columns).adjust_cell_length(width, _DIM)
+            return _heading(columns, scan.heading).adjust_cell_length(width, _DIM)
         place = y - 1 + self.scroll_offset.y
         if place >= len(self.rows):
             return Strip.blank(width, _PLAIN)
@@ -442,6 +448,8 @@ class ModuleTree(ScrollView, can_focus=True):
             segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
         if columns.drift:
             segments.append(_drift_segment(experiment, row, columns.drift))
+        if columns.scan:
+            segments.append(_scan_segment(experiment, row, columns.scan))
         return segments
 
     def _lit(self, row: Row) -> bool:
@@ -461,14 +469,16 @@ _CURSOR = Style(reverse=True)
 _CURSOR_AWAY = Style(underline=True)
 
 
-def _heading(columns: Columns) -> Strip:
+def _heading(columns: Columns, scan: str = "") -> Strip:
     text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
     if columns.parameters:
         text += f"{'params':>{columns.parameters}}"
     if columns.size:
         text += f"{'bytes':>{columns.size}}"
     if columns.drift:
-        text += f"{'SQNR dB':>{columns.drift - 4}}"
+        text += f"{'SQNR dB':>{columns.drift - 4}}    "
+    if columns.scan:
+        text += f"{scan:>{columns.scan - 4}}"
     return Strip([Segment(text, _DIM)])
 
 
@@ -516,3 +526,10 @@ def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
     text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
     bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))
     return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else _PLAIN)
+
+
+def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    """The node's sensitivity in the dtype that the scan shows: figure and heat."""
+    number, drawn, heat = experiment.scan.cell(row.name)
+    colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
+    return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))

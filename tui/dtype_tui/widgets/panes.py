@@ -24,6 +24,7 @@ from dtype_engine.thresholds import verdicts
 
 from ..cells import colour, fit, percent, short_bytes
 from ..experiment import Experiment
+from ..scan_actions import predicted
 
 
 class Pane(VerticalScroll, can_focus=False):
@@ -102,6 +103,8 @@ class DriftPane(Pane):
                 return Text("Drift appears when the model is loaded and has run.", style="dim")
             words = activity or "Not measured: press m."
             text = Text(words, style="dim")
+            if guess := predicted(experiment):
+                text.append(f"\npredicted {guess}", style="not dim bold")
             worst = worst_modules(experiment, 5)
             if worst:
                 text.append("\nso far, worst modules\n")
@@ -133,6 +136,8 @@ class DriftPane(Pane):
             grid.add_row("KL tail", "  ".join(tail))
         if floor is not None and floor.ways:
             grid.add_row("floor", floor_text(floor))
+        if guess := predicted(self.experiment):
+            grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:
             error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
             grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")

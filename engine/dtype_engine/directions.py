@@ -1,0 +1,55 @@
+"""What is carried back through a pass: random directions at the main output, whose mean outer product is its Fisher information."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+
+class Directions:
+    """Gradients at the main output whose mean outer product is what the drift's second order weighs errors by.
+
+    For a distribution of C classes over P positions that is the Fisher information of the softmax, for any other output
+    the identity. `mass` is what sums are divided by: positions, or the output's energy. Where few directions span it
+    they are all taken, and the result is exact (`complete`): their outer products then sum up to it.
+    """
+
+    def __init__(self, output: torch.Tensor, distribution: bool, draws: int, seed: int) -> None:
+        self.output = output
+        self.generator = torch.Generator(device="cpu").manual_seed(seed)
+        self.distribution = distribution
+        rows = output.reshape(-1, output.shape[-1]) if distribution else output.reshape(1, -1)
+        rank = len(rows) * (rows.shape[1] - 1) if distribution else rows.shape[1]
+        self.complete = rank <= draws
+        self.count = max(1, rank) if self.complete else draws
+        self.mass = float(len(rows)) if distribution else float(output.double().square().sum())
+        self._rows = rows
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for row in self._spanning() if self.complete else self._drawn():
+            yield row.reshape(self.output.shape).to(self.output)
+
+    def _drawn(self) -> Iterator[torch.Tensor]:
+        if not self.distribution:
+            for _ in range(self.count):
+                yield torch.randn(self._rows.shape, generator=self.generator)
+            return
+        p = torch.softmax(self._rows.float(), -1)
+        root = p.sqrt()
+        for _ in range(self.count):
+            signs = torch.empty(p.shape).bernoulli_(0.5, generator=self.generator).mul_(2).sub_(1)
+            part = root * signs.to(p.device)
+            yield part - p * part.sum(-1, keepdim=True)
+
+    def _spanning(self) -> Iterator[torch.Tensor]:
+        if not self.distribution:
+            yield from torch.eye(self._rows.shape[1])
+            return
+        p = torch.softmax(self._rows.double(), -1)
+        for position, row in enumerate(p):
+            values, vectors = torch.linalg.eigh(torch.diag(row) - row[:, None] * row)
+            for value, vector in zip(values[1:], vectors.T[1:], strict=True):
+                direction = torch.zeros_like(p)
+                direction[position] = value.clamp(min=0).sqrt() * vector
+                yield direction

@@ -1,0 +1,71 @@
+"""What a search must respect, as one types it: a budget, and lines of constraints. Never imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+
+from . import dtypes
+from .errors import UserError
+from .search import Constraints
+
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
+    f"{letter}{i}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for i in ("", "i", "ib")
+}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
+
+
+def parse_bytes(text: str, whole: int) -> int:
+    """`12GiB`, `500MB`, `4096`, or `45%` of `whole` bytes. Raises UserError."""
+    found = _SIZE.fullmatch(text)
+    if found is None or (found[2] != "%" and found[2].lower() not in _UNITS):
+        raise UserError(f"can't read the budget {text!r}: write a size like 12GiB, 500MB or 45%")
+    return int(float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()]))
+
+
+def parse_dtypes(text: str) -> tuple[str, ...]:
+    """`bf16,fp8` as dtype names. Raises UserError."""
+    return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
+
+
+def parse_only(text: str) -> tuple[str, tuple[str, ...]]:
+    """`PATTERN=DTYPE,DTYPE`. Raises UserError."""
+    pattern, equals, names = text.rpartition("=")
+    if not equals or not pattern or not names:
+        raise UserError(f"can't read {text!r}: write PATTERN=DTYPE,DTYPE")
+    return pattern, parse_dtypes(names)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Constraints, and a budget in bytes, with the lines they were typed in."""
+
+    constraints: Constraints = field(default_factory=Constraints)
+    budget: int | None = None
+    lines: tuple[str, ...] = ()
+
+    def then(self, line: str, stored_bytes: int) -> Limits:
+        """With one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, `budget SIZE`, or `clear`.
+
+        Raises UserError.
+        """
+        word, _, rest = line.strip().partition(" ")
+        rest, known = rest.strip(), self.constraints
+        if word == "clear" and not rest:
+            return Limits()
+        if word not in ("keep", "alike", "only", "budget") or not rest:
+            raise UserError("write keep PATTERN, alike PATTERN, only DTYPES, budget SIZE, or clear")
+        lines = (*self.lines, f"{word} {rest}")
+        if word == "budget":
+            lines = (*(other for other in self.lines if not other.startswith("budget ")), f"{word} {rest}")
+            return Limits(known, parse_bytes(rest, stored_bytes), lines)
+        if word == "keep":
+            known = dataclasses.replace(known, keep=(*known.keep, rest))
+        elif word == "alike":
+            known = dataclasses.replace(known, together=(*known.together, rest))
+        elif "=" in rest:
+            known = dataclasses.replace(known, only=(*known.only, parse_only(rest)))
+        else:
+            known = dataclasses.replace(known, dtypes=parse_dtypes(rest))
+        return Limits(known, self.budget, lines)

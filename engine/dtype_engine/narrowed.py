@@ -1,0 +1,65 @@
+"""Weights whose dtype the model's own code looks at: what they give in 16 bits decides more than their own operation.
+
+A Llama computes the cosines and sines of its positions in the dtype of the embeddings' output. No local error has that, so
+these few weights are measured in the 16-bit dtypes by a pass of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .execution import Arguments, MixedDtypes, Widened, _replaced, _tensors
+from .model.live import Weight
+from .storage import torch_dtype
+
+SIXTEEN_BITS = ("bfloat16", "float16")
+MOST = 2
+"""So many weights of a pass, the first, are measured so: each costs a pass a dtype."""
+
+
+def looked_at(
+    read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
+) -> list[tuple[str, str]]:
+    """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
+    read. Where there are sequences enough they take turns, so that it costs one pass each.
+    """
+    few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
+    keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
+    return [keys[sequence % len(keys)]] if keys and sequences >= 2 * len(keys) else keys
+
+
+class OneNarrowed(Widened):
+    """The reference, with one weight in a computed dtype: the very candidate that a measurement of it alone runs."""
+
+    def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
+        super().__init__(weights, device)
+        self.name = name
+        weight = next(weight for weight in weights.values() if weight.info.name == name)
+        self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
+        self.rules = MixedDtypes(
+            {id(self.value): Weight(weight.info, self.value, self.value, dtype)}, torch.float32, device
+        )
+
+    def __torch_function__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func.__name__ == "__get__" and self._one(args[0]):
+            return func(self.value, *args[1:])
+        if func.__name__ in ("__get__", "__set__", "is_floating_point"):
+            return super().__torch_function__(func, types, args, kwargs)
+        values: dict[int, torch.Tensor] = {}
+        for tensor in _tensors(args, kwargs):
+            weight = self._weight(tensor)
+            if weight is not None:
+                values[id(tensor)] = self.value if weight.info.name == self.name else self._values(weight)
+        args, kwargs = _replaced(args, kwargs, values)
+        self.rules.module = self.module
+        return self.rules.__torch_function__(func, types, args, kwargs)
+
+    def _one(self, tensor: object) -> bool:
+        weight = self._weight(tensor)
+        return weight is not None and weight.info.name == self.name

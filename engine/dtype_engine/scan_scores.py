@@ -1,0 +1,105 @@
+"""From what every sequence gave to a score and its standard error, by weight and dtype.
+
+A sample (Σ g·Δ)² has a relative standard error of √2, and that is independent from dtype to dtype while its ratio to Σ g²Δ²,
+how much an operation's errors reinforce each other, is nearly the same. So each ratio is moved to the mean of its weight's, as
+far as the spread between dtypes is not more than sampling explains.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import selections
+from .selections import Key, SelectionSample
+
+Scores = dict[Key, tuple[float, float | None]]
+
+
+@dataclass
+class OneSequence:
+    """What one sequence gave: its mass (positions, or energy of the output) and, by weight and dtype, the sum over its
+    positions with the standard error of that sum over draws; and the same sum if the errors of an operation's output
+    elements were independent, Σ g²Δ², which varies far less from draw to draw. `selections` is what was found about tokens that
+    are sent elsewhere, `measured` the same sums from passes of their own.
+    """
+
+    mass: float
+    sums: dict[Key, float]
+    independent: dict[Key, float] = field(default_factory=dict)
+    errors: dict[Key, float] = field(default_factory=dict)
+    complete: bool = False
+    selections: list[SelectionSample] = field(default_factory=list)
+    measured: dict[Key, float] = field(default_factory=dict)
+
+
+def scores_of(
+    done: Sequence[OneSequence], wanted: Mapping[str, Sequence[str]], draws: int, free: Callable[[str, str], bool]
+) -> Scores:
+    """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
+    sums = [sequence.sums for sequence in done]
+    found: Scores = {
+        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, (name, dtype))
+        for name, asked in wanted.items()
+        for dtype in asked
+    }
+    if not all(sequence.complete for sequence in done):
+        _drawn_together(found, done, wanted, draws)
+    mass = sum(sequence.mass for sequence in done)
+    elsewhere = selections.drift_elsewhere([sample for sequence in done for sample in sequence.selections])
+    for key, (drift, variance) in elsewhere.items():
+        score, error = found.get(key, (0.0, 0.0))
+        if key in found and math.isfinite(score) and mass:
+            found[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
+    for key in set().union(*(sequence.measured for sequence in done)) & found.keys():
+        those = [sequence for sequence in done if key in sequence.measured]
+        score, error = _score(those, [sequence.measured for sequence in those], key)
+        found[key] = score, error if len(those) > 1 else None
+    return found
+
+
+def _score(done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], key: Key) -> tuple[float, float | None]:
+    """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
+    parts, masses = [each.get(key, 0.0) for each in sums], [sequence.mass for sequence in done]
+    mass, count = sum(masses), len(masses)
+    score = sum(parts) / mass if mass else math.inf
+    if not math.isfinite(score):
+        return math.inf, None
+    if count == 1:
+        error = done[0].errors.get(key)
+        return score, error / mass if error is not None and mass else None
+    spread = sum((part - score * share) ** 2 for part, share in zip(parts, masses, strict=True))
+    return score, math.sqrt(count / (count - 1) * spread) / mass
+
+
+def _drawn_together(
+    found: Scores, done: Sequence[OneSequence], wanted: Mapping[str, Sequence[str]], draws: int
+) -> None:
+    """Move each weight's ratios towards their mean."""
+    variance = 2.0 / (draws * sum(not sequence.complete for sequence in done))
+    groups: list[dict[Key, float]] = []
+    for name, asked in wanted.items():
+        ratios = {}
+        for dtype in asked:
+            key = (name, dtype)
+            apart = math.fsum(sequence.independent.get(key, 0.0) for sequence in done)
+            whole = math.fsum(sequence.sums.get(key, 0.0) for sequence in done)
+            if 0 < apart < math.inf and math.isfinite(whole):
+                ratios[key] = whole / apart
+        if len(ratios) > 1 and any(ratios.values()):
+            groups.append(ratios)
+    # The variance of the ratios within a weight, relative to its mean, beyond that of the sampling.
+    spreads = [statistics.variance(ratios.values()) / statistics.fmean(ratios.values()) ** 2 for ratios in groups]
+    beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
+    own = beyond / (beyond + variance)
+    for ratios in groups:
+        mean = statistics.fmean(ratios.values())
+        for key, ratio in ratios.items():
+            score, error = found[key]
+            if ratio > 0:
+                found[key] = (
+                    score * (own + (1 - own) * mean / ratio),
+                    None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
+                )

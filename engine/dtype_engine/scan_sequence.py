@@ -1,0 +1,224 @@
+"""One sequence of a scan: the pass with a graph, the backward passes, and the sums of g·Δ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .directions import Directions
+from .drift import is_distribution
+from .errors import Cancelled, NoForward, UserError
+from .execution import Widened
+from .forward import main_output
+from .inputs import Batch
+from .model.live import LiveModel
+from .narrowed import OneNarrowed, looked_at
+from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
+from .scan_scores import OneSequence
+from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
+from .weighted import LocalErrors, Operation, WeightedOperations
+
+
+@dataclass
+class SequenceScan:
+    """What a sequence is scanned with.
+
+    wanted: dtypes by weight. costly: those of them that cost anything. draws: backward passes. room: bytes for gradients.
+    on_measured hears of every operation that is done, and of how many. copies: what is known of operations whose
+    tensors are written to later, by sequence; added to.
+    """
+
+    model: LiveModel
+    wanted: Mapping[str, tuple[str, ...]]
+    costly: Mapping[str, tuple[str, ...]]
+    draws: int
+    room: int
+    local: LocalErrors
+    copies: dict[int, frozenset[int]]
+    on_measured: Callable[[int, int], None]
+    cancelled: Callable[[], bool]
+    unit: str = ""
+    _sums: dict[Key, torch.Tensor] = field(default_factory=dict)
+    _independent: dict[Key, float] = field(default_factory=dict)
+    _samples: list[SelectionSample] = field(default_factory=list)
+    _operations: list[Operation] = field(default_factory=list)
+    _column: int = 0
+    _count: int = 0
+    _last: bool = False
+    _measured: int = 0
+
+    def run(self, batch: Batch, index: int, sequences: int) -> OneSequence:
+        """Scan the sequence `index` of `sequences`. Raises NoForward, KernelError, Cancelled."""
+        output, mode = self._forward(batch, index)
+        self._operations = mode.operations
+        name, main = main_output(output)
+        if not main.requires_grad:
+            raise NoForward("the output does not depend on any weight through operations that have a gradient")
+        distribution = is_distribution(name, main)
+        drawn = Directions(main.detach(), distribution, self.draws, seed=index)
+        self.unit = (NATS if main.ndim > 2 else NATS_PER_EXAMPLE) if distribution else SQUARED
+        looked = chosen(mode.selections, index, sequences)
+        self._samples = [
+            SelectionSample(each.place, len(mode.selections) / len(looked), each.margins.detach().tolist())
+            for each in looked
+        ]
+        self._backward(main, drawn, looked, seed=index)
+        reference = _Reference(main.detach(), distribution)
+
+        def drift(mode: Widened) -> float:
+            """What a pass under another mode drifts by, summed over the positions."""
+            if self.cancelled():
+                raise Cancelled
+            return reference.drift(main_output(self._call(batch, mode))[1])
+
+        with torch.no_grad():
+            for sample, selection in zip(self._samples, looked, strict=True):
+                rows = to_exchange(selection.margins.detach())
+                by_id, device = self.model.by_id, self.model.device
+                sample.cost = drift(Exchanging(by_id, device, selection.place, rows)) / max(1, int(rows.sum()))
+            measured = {
+                key: drift(OneNarrowed(self.model.by_id, self.model.device, *key))
+                for key in looked_at(mode.dtype_read, self.costly, index, sequences)
+            }
+        return self._found(drawn, 0.5 if distribution else 1.0, measured)
+
+    def _found(self, drawn: Directions, half: float, measured: dict[Key, float]) -> OneSequence:
+        sums: dict[Key, float] = {}
+        errors: dict[Key, float] = {}
+        for key, products in self._sums.items():
+            squares = [half * product * product for product in products[: self._count].tolist()]
+            whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+            sums[key] = whole if drawn.complete else whole / len(squares)
+            if not drawn.complete and len(squares) > 1 and math.isfinite(whole):
+                errors[key] = math.sqrt(
+                    sum((square - sums[key]) ** 2 for square in squares) / (len(squares) - 1) / len(squares)
+                )
+            for sample, product in zip(self._samples, products[self._count :].tolist(), strict=True):
+                if key in sample.independent:
+                    sample.squares[key] = product * product if math.isfinite(product) else math.inf
+        independent = {key: half * value for key, value in self._independent.items()}
+        return OneSequence(drawn.mass, sums, independent, errors, drawn.complete, self._samples, measured)
+
+    def _call(self, batch: Batch, mode: Widened) -> Any:
+        try:
+            with mode:
+                return self.model.module(*batch.args, **batch.kwargs)
+        except (Cancelled, UserError):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
+
+    def _forward(self, batch: Batch, index: int) -> tuple[Any, WeightedOperations]:
+        """Run the reference with a graph; once more when an operation's tensors were written to after it."""
+        copies = self.copies.get(index, frozenset())
+        while True:
+            mode = WeightedOperations(self.model.by_id, self.model.device, frozenset(self.wanted), self._heard, copies)
+            with torch.enable_grad():
+                output = self._call(batch, mode)
+            mode.passed()
+            overwritten = mode.overwritten
+            if not overwritten:
+                return output, mode
+            copies = self.copies[index] = copies | overwritten
+
+    def _backward(self, main: torch.Tensor, drawn: Directions, looked: list[Selection], seed: int) -> None:
+        """The margins first: their gradients are heard together with those of the first directions."""
+        self._count = drawn.count
+        signs = torch.Generator().manual_seed(seed)
+        for place, selection in enumerate(looked):
+            self._column = drawn.count + place
+            direction = torch.randint(0, 2, selection.margins.shape, generator=signs).mul_(2).sub_(1)
+            finite = torch.isfinite(selection.margins.detach())
+            self._carry_back(selection.margins, direction.to(selection.margins) * finite, True)
+        held = sum(output.nbytes for operation in self._operations for output in operation.outputs)
+        group = max(1, min(drawn.count, 1 + self.room // 2 // max(1, held)))
+        for place, direction in enumerate(drawn):
+            self._last = place % group == group - 1 or place == drawn.count - 1
+            self._column = place
+            self._carry_back(main, direction, place < drawn.count - 1)
+            if self._last:
+                for operation in self._operations:
+                    if any(operation.gradients):
+                        self._measure(operation)
+
+    def _carry_back(self, what: torch.Tensor, direction: torch.Tensor, again: bool) -> None:
+        try:
+            torch.autograd.backward(what, direction, retain_graph=again)
+        except (Cancelled, UserError):
+            raise
+        except (RuntimeError, NotImplementedError) as error:
+            text = " ".join(str(error).split())[:300]
+            raise NoForward(f"the scan's backward pass failed: {text}") from error
+
+    def _heard(self, operation: Operation, index: int, gradient: torch.Tensor) -> None:
+        operation.gradients[index].append((self._column, gradient.detach().reshape(-1)))
+        if self._last and len(operation.outputs) == 1:
+            self._measure(operation)
+
+    def _measure(self, operation: Operation) -> None:
+        """Products of an operation's local errors with the gradients heard; these are forgotten."""
+        if self.cancelled():
+            raise Cancelled
+        heard = [list(each) for each in operation.gradients]
+        for each in operation.gradients:
+            each.clear()
+        for weight in operation.weights:
+            costly = self.costly.get(weight, ())
+            if not costly:
+                continue
+            errors = [self.local.of(operation, weight, dtype) for dtype in costly]
+            for place, gradients in enumerate(heard):
+                if gradients:
+                    deltas = torch.stack([error[place].reshape(-1) for error in errors]).to(gradients[0][1].dtype)
+                    self._add(weight, costly, deltas, gradients)
+        self._measured += 1
+        self.on_measured(self._measured, len(self._operations))
+
+    def _add(
+        self, weight: str, costly: tuple[str, ...], deltas: torch.Tensor, gradients: list[tuple[int, torch.Tensor]]
+    ) -> None:
+        """deltas: [dtypes, elements]. gradients: of as many elements each, with their columns."""
+        columns = [column for column, _ in gradients]
+        stacked = torch.stack([gradient for _, gradient in gradients])
+        products = torch.mm(deltas, stacked.T).double().cpu()
+        drawn = [row for row, column in enumerate(columns) if column < self._count]
+        looked = [row for row, column in enumerate(columns) if column >= self._count]
+        # Squares of those drawn as one; of each that belongs to a selection by itself.
+        squares = torch.stack([stacked[drawn].square().sum(0), *(stacked[row].square() for row in looked)])
+        apart = torch.mm(deltas.square_(), squares.T).double().cpu()
+        for row, dtype in enumerate(costly):
+            key = (weight, dtype)
+            if key not in self._sums:
+                self._sums[key] = torch.zeros(self._count + len(self._samples), dtype=torch.float64)
+            self._sums[key][columns] += products[row]
+            values = apart[row].tolist()
+            self._independent[key] = self._independent.get(key, 0.0) + values[0] / self._count
+            for place, value in zip(looked, values[1:], strict=True):
+                sample = self._samples[columns[place] - self._count]
+                sample.independent[key] = sample.independent.get(key, 0.0) + value
+
+
+class _Reference:
+    """An output to compare others with, in float64, by the definitions of `metrics`; made ready once."""
+
+    def __init__(self, output: torch.Tensor, distribution: bool) -> None:
+        self.distribution = distribution
+        self.values = output.double()
+        if distribution:
+            self.log_p = torch.log_softmax(self.values, -1)
+            self.p = self.log_p.exp()
+
+    def drift(self, other: torch.Tensor) -> float:
+        """The sum over positions of the KL divergence, or of the squares of the differences; infinity where not finite."""
+        if not self.distribution:
+            total = float((other.double() - self.values).square().sum())
+        else:
+            # Where p is 0, nothing is added, whatever q is.
+            gained = (self.log_p - torch.log_softmax(other.double(), -1)).mul_(self.p)
+            total = float(torch.where(self.p > 0, gained, 0.0).sum())
+        return max(0.0, total) if math.isfinite(total) else math.inf

@@ -1,0 +1,133 @@
+"""What a second-order estimate can't see: tokens that a router sends elsewhere, and dtypes that a model's code looks at."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import Any
+
+import pytest
+import torch
+import zoo
+from ranks import compared
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.forward import main_output
+from dtype_engine.narrowed import OneNarrowed
+from dtype_engine.selections import Exchanging, SelectionSample, drift_elsewhere
+
+
+def test_flips_expected_are_those_of_random_errors() -> None:
+    """An independent hand: draw the change of each margin and count those that go under zero."""
+    chooser = random.Random(0)
+    margins = [chooser.uniform(0, 0.2) for _ in range(400)]
+    sigma = 0.03
+    power = 400 * sigma**2
+    key = ("w", "int8")
+    sample = SelectionSample(0, 2.0, margins, 0.5, {key: power * 4}, {key: power * 4})
+    times = 2000
+    flips = sum(chooser.gauss(0, 2 * sigma) > margin for margin in margins for _ in range(times)) / times
+    (drift, variance) = drift_elsewhere([sample])[key]
+    assert drift == pytest.approx(2 * flips * 0.5, rel=0.02)
+    assert variance == pytest.approx(2 * flips * 0.25, rel=0.02)
+
+
+def test_where_most_likely_none_flips_none_is_counted_but_may() -> None:
+    key = ("w", "int8")
+    sample = SelectionSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
+    drift, variance = drift_elsewhere([sample])[key]
+    assert drift == 0.0
+    assert variance > 0.0
+
+
+class Routed(nn.Module):
+    """Each token goes to one of four experts, whose outputs are far apart."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 4, bias=False)
+        self.experts = nn.Parameter(3 * torch.randn(4, 8))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        value, index = torch.topk(torch.softmax(self.router(x), -1), 1, dim=-1)
+        return {"logits": self.head(x + value * self.experts[index.squeeze(-1)])}
+
+
+def test_a_routers_own_error_is_that_of_the_tokens_it_sends_elsewhere() -> None:
+    torch.manual_seed(0)
+    session = de.open(Routed(), inputs=[torch.randn(1, 400, 8) for _ in range(6)])
+    kinds = ["float8_e4m3fn", "float8_e5m2", "int8"]
+    scan, exact = session.scan(kinds).scores(), session.scan(kinds, exact=True).scores()
+    for kind in kinds:
+        assert 0.6 < scan["router.weight", kind] / exact["router.weight", kind] < 1.6
+        smooth = sum(one.sums["router.weight", kind] for one in session._scan.done) / (6 * 400)
+        assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
+
+
+def test_exchanging_takes_the_next_best_for_those_tokens_only() -> None:
+    torch.manual_seed(0)
+    module, x = Routed(), torch.randn(1, 6, 8)
+    rows = torch.tensor([False, True, False, False, True, False])
+    session = de.open(module, inputs=x)
+    with torch.no_grad():
+        before = module(x)["logits"]
+        with Exchanging(session.model.by_id, torch.device("cpu"), 0, rows):
+            after = module(x)["logits"]
+        scores = torch.softmax(x @ module.router.weight.T, -1).topk(2, -1)
+        other = module.head(x + scores.values[..., 1:] * module.experts[scores.indices[..., 1]])
+    torch.testing.assert_close(after, torch.where(rows[None, :, None], other, before))
+
+
+def test_a_mixture_of_experts_over_many_tokens() -> None:
+    module, _ = zoo.make("mixtral")
+    ids = torch.randint(3, 64, (12, 1, 48), generator=torch.Generator().manual_seed(0))
+    session = de.open(module, inputs=[{"input_ids": each} for each in ids])
+    kinds = ["float8_e4m3fn", "float8_e5m2"]
+    scan, exact = session.scan(kinds, draws=12), session.scan(kinds, exact=True)
+    rank, ratio, _ = compared(scan, exact)
+    assert rank >= 0.9
+    assert 0.7 <= ratio <= 1.4
+
+
+def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
+    """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
+    module, _ = zoo.make("llama")
+    session = de.open(module, inputs=[{"input_ids": zoo.tokens(length)} for length in (9, 12)])
+    kinds = ["bfloat16", "float16"]
+    scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
+    for kind in kinds:
+        weight = "model.embed_tokens.weight"
+        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=1e-3)
+
+
+def test_with_sequences_enough_they_take_turns() -> None:
+    module, _ = zoo.make("llama")
+    ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
+    session = de.open(module, inputs=[{"input_ids": each} for each in ids])
+    kinds = ["bfloat16", "float16"]
+    scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
+    assert [len(one.measured) for one in session._scan.done] == [1] * 8
+    for kind in kinds:
+        weight = "model.embed_tokens.weight"
+        assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
+
+
+def test_one_narrowed_is_the_candidate_itself() -> None:
+    module, inputs = zoo.make("llama")
+    session: Any = de.open(module, inputs=inputs)
+    weight = next(name for name in session.tree.tensors if name.endswith("up_proj.weight"))
+    with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+        ours = main_output(module(**inputs))[1]
+    session.cast(weight, "bfloat16")
+    drift = session.drift().output
+    assert drift.max_abs > 0
+    reference = main_output(_reference("llama", inputs))[1]
+    assert float((ours.double() - reference.double()).abs().max()) == pytest.approx(drift.max_abs, rel=1e-6)
+
+
+def _reference(name: str, inputs: Any) -> Any:
+    module, _ = zoo.make(name)
+    with torch.no_grad():
+        return module.eval()(**inputs)

@@ -1,0 +1,318 @@
+"""Scan and search in the app: what the keys do, with a real scan of the demo's small sibling fed by hand, and the real worker."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from noting import NotingEngine, demo_tree, make_app, report
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input, Static
+
+from dtype_engine import Options, events
+from dtype_engine.model.source import locate
+from dtype_engine.readings import NATS, ScanReport, WeightScore
+from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.optimise_screen import OptimiseScreen
+from dtype_tui.scan_screens import PRESET, ScanScreen, ScanSetup, short_kinds
+from dtype_tui.widgets.module_tree import ModuleTree
+
+DTYPES = ("bfloat16", "int8")
+
+
+def scan_report(sequences: int = 2, of: int = 2) -> ScanReport:
+    """Made-up scores: the n-th weight n·1e-6 in int8 and a tenth of it in bfloat16; the embedding overflows nothing."""
+    weights = []
+    for place, (name, tensor) in enumerate(demo_tree().tensors.items(), 1):
+        for dtype, scale in (("float32", 0.0), ("bfloat16", 1e-7), ("int8", 1e-6)):
+            score = place * scale
+            weights.append(WeightScore(name, dtype, tensor_bytes(tensor, dtype), score, score / 10))
+    return ScanReport(
+        "demo", "cpu", "float32", "prompts", NATS, False, 4, sequences, of, DTYPES, 1.0, 15.0, tuple(weights)
+    )
+
+
+@asynccontextmanager
+async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        await say(
+            app,
+            pilot,
+            events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()),
+            events.Idle(),
+        )
+        yield pilot
+
+
+def engine(app: DtypeApp) -> NotingEngine:
+    assert isinstance(app.engine, NotingEngine)
+    return app.engine
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    for event in said:
+        engine(app).emit(event)
+    app._look()
+    await pilot.pause()
+
+
+def screen(app: DtypeApp) -> str:
+    strips = app.screen._compositor.render_strips()
+    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
+
+
+def notices(app: DtypeApp) -> list[str]:
+    return [notification.message for notification in app._notifications]
+
+
+async def test_s_asks_for_dtypes_and_scans() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("o")
+        assert "s starts one" in notices(app)[-1]
+        await pilot.press("s")
+        assert isinstance(app.screen, ScanSetup)
+        await pilot.press("space", "down", "enter")  # bfloat16 is left out
+        assert engine(app).commands[-1] == f"scan {','.join(PRESET[1:])}"
+        assert app._activity == "scan"
+
+
+async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("s", "enter")
+        asked = engine(app).commands[-1]
+        await say(app, pilot, events.Scanned(scan_report(1, 2), False))
+        await pilot.press("s")
+        assert isinstance(app.screen, ScanScreen)
+        await pilot.press("space")
+        assert engine(app).commands[-1] == "pause"
+        assert "paused" in screen(app)
+        await pilot.press("space")
+        assert engine(app).commands[-1] == "go on"
+        await pilot.press("escape", "escape")
+        assert engine(app).commands[-1] == "cancel"
+        await say(app, pilot, events.Stopped(app.experiment.recipe), events.Idle())
+        await pilot.press("s")
+        assert engine(app).commands[-1] == asked
+        assert "1 of 2 sequences" in screen(app)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int, int]) -> None:
+    app = make_app()
+    found = scan_report()
+    async with running(app, size) as pilot:
+        before = screen(app)
+        assert "nats" not in before.splitlines()[0]
+        await say(app, pilot, events.Scanned(found, True))
+        lines = screen(app).splitlines()
+        assert "nats bf16" in lines[0]
+        layer = math.fsum(
+            score.score
+            for score in found.weights
+            if score.dtype == "bfloat16" and score.name.startswith("model.layers.3.")
+        )
+        (row,) = (line for line in lines if line.strip(" ❯").startswith("▸ 3 "))
+        assert f"{layer:.1e}" in row
+        whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
+        assert f"{whole:.1e}" in lines[1]
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int, int]) -> None:
+    app = make_app()
+    found = scan_report()
+    async with running(app, size) as pilot:
+        await say(app, pilot, events.Scanned(found, True))
+        await pilot.press("s")
+        view = app.screen
+        assert isinstance(view, ScanScreen)
+        in_bf16 = sorted((s for s in found.weights if s.dtype == "bfloat16"), key=lambda s: -s.score)
+        assert view._names[:3] == [score.name for score in in_bf16[:3]]
+        await pilot.press("right")
+        assert app.experiment.scan.dtype == "int8"
+        assert "‹ i8 ›" in screen(app)
+        await pilot.press("b")
+        stored = {name: tensor.nbytes for name, tensor in app.experiment.tree.tensors.items()}
+        by_byte = sorted(
+            (s for s in found.weights if s.dtype == "int8" and stored[s.name] > s.bytes),
+            key=lambda s: -s.score / (stored[s.name] - s.bytes),
+        )
+        assert view._names[0] == by_byte[0].name
+        await pilot.press("a")
+        assert len(view._names) == 2 * len(in_bf16)
+        await pilot.press("a", "down", "down")
+        wanted = view._names[view.query_one(DataTable).cursor_row]
+        await pilot.press("enter")
+        assert not isinstance(app.screen, ScanScreen)
+        assert app.query_one(ModuleTree).current.name == wanted
+        assert "nats i8" in screen(app).splitlines()[0]
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await say(app, pilot, events.Scanned(scan_report(), True))
+        await pilot.press("s", "m")
+        lines = screen(app).splitlines()
+        assert set(lines[1].split()) > {"layer", "q", "k", "v", "o", "gate", "up", "down"}
+        assert [line.split()[0] for line in lines[2:8]] == [f"model.layers.{layer}" for layer in range(6)]
+        assert "█" in lines[7]
+        assert "·" in lines[2] or "░" in lines[2]
+        assert any("model.embed_tokens" in line for line in lines)
+
+
+async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await say(app, pilot, events.Scanned(scan_report(), True))
+        await pilot.press("2")
+        assert "predicted" in screen(app)
+        app.experiment.inputs = "another text"
+        app._show_all()
+        await pilot.pause()
+        assert "predicted" not in screen(app)
+        await pilot.press("o")
+        assert not isinstance(app.screen, OptimiseScreen)
+        await pilot.press("s")
+        assert isinstance(app.screen, ScanSetup)
+        assert app.experiment.scan.report is None
+
+
+def test_headings_tell_kinds_apart() -> None:
+    assert short_kinds(("self_attn.q_proj", "mlp.down_proj"), 5) == ["q", "down"]
+    assert short_kinds(("attn.dense", "mlp.dense"), 10) == ["attn.dense", "mlp.dense"]
+    heads = short_kinds(("first.long_name_a", "first.long_name_b"), 5)
+    assert len(set(heads)) == 2
+
+
+async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured() -> None:
+    app = make_app()
+    found = scan_report()
+    async with running(app) as pilot:
+        await say(app, pilot, events.Scanned(found, True))
+        await pilot.press("2")
+        whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
+        assert f"predicted {whole:.1e} nats per token" in screen(app)
+        await say(app, pilot, events.Measured(app.experiment.recipe, report(app.experiment.recipe)))
+        text = screen(app)
+        assert "2.500e-04" in text  # measured
+        assert f"predicted {whole:.1e}" in " ".join(text.split())
+        (point,) = app.experiment.scan.measured
+        assert (point.predicted, point.measured) == (pytest.approx(whole), 2.5e-4)
+        await pilot.press("5")  # float8_e4m3fn was not scanned
+        assert "predicted" not in screen(app)
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await say(app, pilot, events.Scanned(scan_report(), True))
+        await pilot.press("o")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        assert view.front is not None
+        first = view.place
+        await pilot.press("left", "left", "right")
+        assert view.place == first - 1
+        await pilot.press("home")
+        assert view.place == 0
+        await rules_there(pilot, view)
+        assert view.recipe is not None
+        planned = make_plan(app.experiment.tree, view.recipe)
+        assert set(planned.dtypes.values()) == {"int8"}
+        assert "i8" in screen(app)
+        await pilot.press("enter")
+        assert engine(app).recipes[-1] == view.recipe == app.experiment.recipe
+        await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
+        view._look()
+        await pilot.pause()
+        text = screen(app)
+        assert "measured 2.5e-04" in text
+        assert "x" in text
+        await pilot.press("enter")
+        assert "in force already" in notices(app)[-1]
+        await pilot.press("u")
+        assert app.experiment.recipe == Recipe()
+        await pilot.press("escape")
+        assert not isinstance(app.screen, OptimiseScreen)
+
+
+async def rules_there(pilot: Pilot[None], view: OptimiseScreen) -> None:
+    until = time.monotonic() + 20
+    while view.recipe is None and time.monotonic() < until:
+        await pilot.pause(0.02)
+
+
+async def test_limits_are_typed_and_respected() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await say(app, pilot, events.Scanned(scan_report(), True))
+        await pilot.press("o")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+
+        async def typed(line: str) -> None:
+            await pilot.press("slash")
+            view.query_one(Input).value = line
+            await pilot.press("enter")
+
+        await typed("keep *norm*")
+        await pilot.press("home")
+        assert view.solution is not None
+        assert {dtype for name, dtype in view.solution.dtypes.items() if "norm" in name} == {"float32"}
+        await typed("alike *.{q,k,v}_proj")
+        for place in range(len(view.front.points)):  # type: ignore[union-attr]
+            chosen = view.front.at(place).dtypes  # type: ignore[union-attr]
+            assert len({chosen[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"}) == 1
+        await typed("budget 45%")
+        assert view.within is not None
+        stored = app.experiment.tree.stored_bytes
+        assert view.within.bytes + view._fixed <= 0.45 * stored
+        assert "best within the budget" in screen(app)
+        await typed("only float16")
+        assert "was not scanned" in notices(app)[-1]
+        await typed("nonsense")
+        assert "write keep PATTERN" in notices(app)[-1]
+        await pilot.press("escape")
+        await typed("clear")
+        assert view.view.limits.lines == ()
+        assert "no limits" in str(view.query_one("#front-title", Static).render())
+
+
+async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
+    source = locate(None)
+    checkpoint = source.open()
+    assert checkpoint is not None
+    app = DtypeApp("demo", checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    async with app.run_test(size=(120, 36)) as pilot:
+
+        async def until(what: str, condition: object) -> None:
+            end = time.monotonic() + 120
+            while not condition():  # type: ignore[operator]
+                assert time.monotonic() < end, what
+                await pilot.pause(0.05)
+
+        await until("idle", lambda: app.experiment.report is not None and not app._busy)
+        await pilot.press("s")
+        assert isinstance(app.screen, ScanSetup)
+        for _ in range(4):
+            await pilot.press("space", "down")  # only int8 is left
+        await pilot.press("enter")
+        await until("an estimate", lambda: app.experiment.scan.report is not None)
+        app.add_rule(Rule("*.mlp", "int8"))
+        await until("measured", lambda: app.experiment.report is not None)
+        await until("finished", lambda: app.experiment.scan.finished)
+        found = app.experiment.scan.prediction(app.experiment.tree, app.experiment.plan)
+        assert found is not None
+        assert app.experiment.report is not None
+        assert found.value == pytest.approx(app.experiment.report.output.kl_mean, rel=0.5)

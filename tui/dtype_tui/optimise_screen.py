@@ -1,0 +1,305 @@
+"""The Pareto front of bytes against predicted drift: walk along it, apply a point, and see what was measured beside it."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.timer import Timer
+from textual.widgets import Input, Static
+from textual_plotext import PlotextPlot
+
+from dtype_engine import dtypes
+from dtype_engine.errors import UserError
+from dtype_engine.limits import Limits
+from dtype_engine.recipe import Recipe
+from dtype_engine.recipe.compress import compress
+from dtype_engine.report_text import human_bytes
+from dtype_engine.search import Front, Solution
+from dtype_engine.text import printable
+
+from .cells import colour, fit
+from .experiment import Experiment
+from .scan_screens import FRONT_KEYS
+from .scan_view import Point, figure
+
+_LOOK_EVERY_S = 0.2
+_RESTS_S = 0.05
+_DECADES = 6
+_UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
+
+
+class OptimiseScreen(ModalScreen[None]):
+    """Left and right walk along the front; Enter puts the point in force, which measures it."""
+
+    DEFAULT_CSS = """
+    OptimiseScreen { background: $background; }
+    OptimiseScreen > #front-title, OptimiseScreen > #front-keys, OptimiseScreen > #front-legend { height: 1; }
+    OptimiseScreen > #front-title { background: $surface; }
+    OptimiseScreen > PlotextPlot { height: 3fr; min-height: 8; }
+    OptimiseScreen > VerticalScroll { height: 2fr; min-height: 7; padding: 0 1; scrollbar-size-vertical: 1; }
+    OptimiseScreen > VerticalScroll > Static { height: auto; }
+    OptimiseScreen > Input { display: none; margin: 0 1; }
+    OptimiseScreen > Input.open { display: block; }
+    """
+
+    AUTO_FOCUS = ""  # the line to type limits in would take the arrows
+    BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
+
+    def __init__(self, experiment: Experiment, put_in_force: Callable[[Recipe], bool]) -> None:
+        """put_in_force: puts a recipe in force and has it measured; False when it already was."""
+        super().__init__()
+        self.experiment = experiment
+        self._put_in_force = put_in_force
+        self.view = experiment.scan
+        self.front: Front | None = None
+        self.place = 0
+        self.within: Solution | None = None
+        """The best within the budget, which may lie between two points of the front; while the cursor is on it."""
+        self._fixed = 0
+        self._rules: tuple[Solution, Recipe] | None = None
+        self._timer: Timer | None = None
+        self._seen = -1
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="front-title", markup=False)
+        yield PlotextPlot()
+        yield Static(id="front-legend", markup=False)
+        with VerticalScroll(can_focus=False):
+            yield Static(id="front-point", markup=False)
+        yield Input(placeholder="keep PATTERN | alike PATTERN | only DTYPES | budget 45% | clear", compact=True)
+        yield Static(id="front-keys", markup=False)
+
+    def on_mount(self) -> None:
+        self._make(self.view.limits)
+        self.set_interval(_LOOK_EVERY_S, self._look)
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw)
+
+    def _look(self) -> None:
+        """Estimates that sharpen, and points that were measured."""
+        if self._seen != self.view.version:
+            self._make(self.view.limits)
+
+    def _make(self, limits: Limits) -> bool:
+        """The front within these limits, the cursor staying where it is in bytes. False where there is none."""
+        self._seen = self.view.version
+        before, self.view.limits = self.view.limits, limits
+        try:
+            front = self.view.front(self.experiment.tree)
+        except UserError as error:
+            self.view.limits = before
+            self._say(str(error))
+            return False
+        tree = self.experiment.tree
+        at = self.front.points[self.place].bytes if self.front is not None else None
+        moved = self.front is None or limits != before
+        self.front = front
+        self._fixed = tree.stored_bytes - sum(
+            tree.tensors[name].nbytes for item in front.items for name in item.weights
+        )
+        sizes = [point.bytes for point in front.points]
+        middle = tree.stored_bytes // 2 - self._fixed
+        self.place = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
+        if moved or self.within is not None:
+            self.within = front.within(limits.budget - self._fixed) if limits.budget is not None else None
+            if self.within is not None:
+                self.place = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
+            elif limits.budget is not None:
+                self._say(f"nothing fits: the smallest is {human_bytes(sizes[0] + self._fixed)}")
+        self._draw()
+        return True
+
+    @property
+    def solution(self) -> Solution | None:
+        """What the cursor is on."""
+        return self.within or (self.front.at(self.place) if self.front is not None else None)
+
+    @property
+    def recipe(self) -> Recipe | None:
+        """Its rules: as few as stand for exactly this plan. None while they are being found."""
+        return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
+
+    def _find_rules(self) -> None:
+        """In a thread of their own, once the cursor rests: on a large model they take a while."""
+        if self._timer is not None:
+            self._timer.stop()
+        solution = self.solution
+        if solution is None or self.recipe is not None:
+            return
+
+        def find() -> None:
+            found = compress(self.experiment.tree, solution.dtypes)
+            self.app.call_from_thread(self._rules_found, solution, found)
+
+        self._timer = self.set_timer(_RESTS_S, lambda: self.run_worker(find, thread=True, exclusive=True))
+
+    def _rules_found(self, solution: Solution, recipe: Recipe) -> None:
+        if self.is_mounted and solution == self.solution:
+            self._rules = (solution, recipe)
+            self._draw()
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> None:
+        if self.front is None or not self.is_mounted or self.view.report is None:
+            return
+        limits = "  ".join(printable(line, 40) for line in self.view.limits.lines) or "no limits: / types one"
+        title = Text(no_wrap=True, overflow="ellipsis")
+        title.append(" Pareto front ", style="bold")
+        title.append(f"point {self.place + 1} of {len(self.front.points)}", style="dim")
+        if self.within is not None:
+            title.append("  best within the budget", style="bold")
+        title.append(f"  {limits}", style="dim")
+        self.query_one("#front-title", Static).update(title)
+        keys = " ←→ walk  PgUp PgDn by ten  Enter apply and measure  / limit  u undo  Esc back"
+        self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+        self._find_rules()
+        self._plot()
+        self.query_one("#front-point", Static).update(self._point())
+
+    def _plot(self) -> None:
+        assert self.front is not None
+        assert self.view.report is not None
+        solution = self.solution
+        assert solution is not None
+        plot = self.query_one(PlotextPlot)
+        plt = plot.plt
+        plt.clear_figure()
+        stored = self.experiment.tree.stored_bytes
+        scale, unit = next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
+        points = [(point.bytes + self._fixed, point.predicted) for point in self.front.points]
+        most = max((value for _, value in points if math.isfinite(value)), default=0.0)
+        # Far under the rest is only rounding, and it would squeeze what one chooses among into a line.
+        least = most / 10**_DECADES
+        drawn = [(size / scale, math.log10(value)) for size, value in points if 0 < least <= value < math.inf]
+        if drawn:
+            plt.plot([x for x, _ in drawn], [y for _, y in drawn], marker="dot", color="cyan")
+        ok = [
+            (point.bytes / scale, math.log10(point.measured))
+            for point in self.view.measured
+            if 0 < least <= point.measured < math.inf
+        ]
+        if ok:
+            plt.scatter([x for x, _ in ok], [y for _, y in ok], marker="x", color="red")
+        if most > 0:
+            here = min(max(solution.score, least), most)
+            plt.scatter([(solution.bytes + self._fixed) / scale], [math.log10(here)], marker="O", color="magenta")
+        if self.view.limits.budget is not None:
+            plt.vline(self.view.limits.budget / scale, "yellow")
+        low = [y for _, y in (*drawn, *ok)]
+        if low:
+            first, last = math.floor(min(low)), math.ceil(max(low))
+            ticks = list(range(first, last + 1, max(1, (last - first) // 6)))
+            plt.yticks([float(tick) for tick in ticks], [f"1e{tick}" for tick in ticks])
+        legend = Text(f" across: {unit} planned, up: {self.view.report.unit}   ", style="dim", no_wrap=True)
+        legend.append("• predicted  ", style="cyan")
+        legend.append("O here  ", style="magenta")
+        legend.append("x measured  ", style="red")
+        if self.view.limits.budget is not None:
+            legend.append("| budget", style="yellow")
+        self.query_one("#front-legend", Static).update(legend)
+        plot.refresh()
+
+    def _point(self) -> Text:
+        solution, recipe, report = self.solution, self.recipe, self.view.report
+        assert solution is not None
+        assert report is not None
+        size, stored = solution.bytes + self._fixed, self.experiment.tree.stored_bytes
+        text = Text()
+        text.append(human_bytes(size), style="bold")
+        text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")
+        text.append(f"predicted {figure(solution.score)}", style="bold")
+        known = self.measured_here()
+        if known is not None:
+            text.append(f"  measured {figure(known.measured)}", style="bold")
+            if known.predicted > 0 and math.isfinite(known.measured):
+                text.append(f" ({known.measured / known.predicted:.2f} x)", style="dim")
+        elif recipe == self.experiment.recipe:
+            text.append("  measuring…", style="dim")
+        if recipe is None:
+            text.append("\nfinding its rules…", style="dim")
+        elif not recipe.rules:
+            text.append("\nno rules: as stored", style="dim")
+        for rule in recipe.rules if recipe is not None else ():
+            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.badge(rule.dtype)
+            room = max(20, self.size.width - 16)
+            text.append(f"\n{fit(printable(rule.pattern, 500), room)} → ", style="")
+            text.append(dtype, style=f"bold {colour(rule.dtype)}")
+        others = [point for point in self.view.measured if point is not known]
+        if others:
+            text.append("\n\nmeasured before: bytes, predicted, measured", style="dim")
+            for point in reversed(others[-6:]):
+                text.append(
+                    f"\n{human_bytes(point.bytes):>10}  {figure(point.predicted):>8}  {figure(point.measured):>8}"
+                )
+        return text
+
+    def measured_here(self) -> Point | None:
+        """What was measured of the point under the cursor, if it was."""
+        recipe = self.recipe
+        return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
+
+    # -- keys ----------------------------------------------------------------------------------------------------
+
+    def action_walk(self, step: int) -> None:
+        if self.front is not None:
+            self.within = None
+            self.place = max(0, min(len(self.front.points) - 1, self.place + step))
+            self._draw()
+
+    def action_end(self, direction: int) -> None:
+        if self.front is not None:
+            self.action_walk(direction * len(self.front.points))
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
+
+    def action_apply(self) -> None:
+        recipe = self.recipe
+        if recipe is None:
+            return
+        if not self._put_in_force(recipe):
+            self._say("this point is in force already")
+        self._draw()
+
+    def action_type(self) -> None:
+        field = self.query_one(Input)
+        field.add_class("open")
+        field.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        event.stop()
+        line = event.value.strip()
+        if line:
+            try:
+                limits = self.view.limits.then(line, self.experiment.tree.stored_bytes)
+            except UserError as error:
+                self._say(str(error))
+                return
+            if not self._make(limits):
+                return
+        self._close_input()
+
+    def _close_input(self) -> None:
+        field = self.query_one(Input)
+        field.value = ""
+        field.remove_class("open")
+        self.set_focus(None)
+
+    def action_leave(self) -> None:
+        if self.query_one(Input).has_class("open"):
+            self._close_input()
+        else:
+            self.dismiss(None)
+
+    def _say(self, text: str) -> None:
+        self.notify(printable(text, 500), severity="warning", markup=False)

@@ -1,0 +1,111 @@
+"""What the keys of scan and search do in the app."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from dtype_engine.recipe import Recipe
+
+from .scan_screens import ScanScreen, ScanSetup
+from .scan_view import figure
+
+if TYPE_CHECKING:
+    from .app import DtypeApp
+    from .experiment import Experiment
+
+
+def scan(app: DtypeApp) -> None:
+    """Start a scan, go on with one that was stopped, or show what there is."""
+    experiment, view = app.experiment, app.experiment.scan
+    if experiment.no_forward:
+        app._say(experiment.no_forward, "warning")
+    elif of_other_inputs(experiment):
+        app._say("the inputs are others than those of the scan: scan anew", "information")
+        view.forget()
+        _ask(app)
+    elif view.asked and not view.running and not view.finished:
+        start(app, view.asked)
+        if view.report is not None:
+            show(app)
+    elif view.report is not None:
+        show(app)
+    elif view.running:
+        app._say("scanning: the first estimates come with the first sequence", "information")
+    else:
+        _ask(app)
+
+
+def _ask(app: DtypeApp) -> None:
+    app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
+
+
+def of_other_inputs(experiment: Experiment) -> bool:
+    """Whether the model runs on other inputs now than the scan did."""
+    report = experiment.scan.report
+    return report is not None and report.inputs != experiment.inputs
+
+
+def start(app: DtypeApp, dtypes: tuple[str, ...]) -> None:
+    """Have the engine scan in these dtypes, or go on where it was."""
+    view = app.experiment.scan
+    if view.paused:
+        pause(app)
+    if dtypes != view.asked:
+        view.forget()
+    view.asked, view.running, view.finished = dtypes, True, False
+    app.engine.scan(dtypes)
+    app._expect("scan")
+
+
+def show(app: DtypeApp) -> None:
+    """The ranking and the map."""
+
+    def left(where: str | None) -> None:
+        view = app.experiment.scan
+        if where == ScanScreen.AGAIN:
+            if view.asked and not view.running and not view.finished:
+                start(app, view.asked)
+            else:
+                _ask(app)
+        elif where is not None:
+            app.tree_view.go_to(where)
+        app._show_all()
+
+    app.push_screen(ScanScreen(app.experiment), left)
+
+
+def pause(app: DtypeApp) -> None:
+    """Let a scan wait where it is, or go on."""
+    view = app.experiment.scan
+    if view.running or view.paused:
+        view.paused = not view.paused
+        view.version += 1
+        app.engine.pause(view.paused)
+        app._show_status()
+
+
+def optimise(app: DtypeApp) -> None:
+    """The Pareto front."""
+    if app.experiment.scan.report is None or of_other_inputs(app.experiment):
+        app._say("the front comes from a scan: s starts one", "information")
+        return
+    from .optimise_screen import OptimiseScreen  # plots are imported when one is drawn
+
+    def put_in_force(recipe: Recipe) -> bool:
+        if not app.experiment.push(recipe):
+            return False
+        app._changed()
+        return True
+
+    app.push_screen(OptimiseScreen(app.experiment, put_in_force), lambda _: app._show_all())
+
+
+def predicted(experiment: Experiment) -> str:
+    """`predicted 1.2e-03 nats per token, by the sum of its weights`; empty where there is nothing to say."""
+    view = experiment.scan
+    found = view.prediction(experiment.tree, experiment.plan)
+    if found is None or not experiment.recipe.rules or of_other_inputs(experiment):
+        return ""
+    figures = "not finite" if math.isinf(found.value) else figure(found.value)
+    return f"{figures} {found.unit}" + ("" if view.finished else ", scan under way")

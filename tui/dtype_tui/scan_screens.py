@@ -1,0 +1,358 @@
+"""The scan's two screens: which dtypes to scan, and what was found: a ranking, and a map of layers and kinds of modules."""
+
+from __future__ import annotations
+
+import math
+from typing import ClassVar
+
+from rich.style import Style
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.screen import ModalScreen
+from textual.widgets import DataTable, Static
+
+from dtype_engine import dtypes
+from dtype_engine.readings import WeightScore
+from dtype_engine.report_text import with_error
+from dtype_engine.sensitivity import layer_map, ranking
+from dtype_engine.text import printable
+
+from .cells import colour, fit, short_bytes
+from .experiment import Experiment
+from .scan_view import figure
+
+SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
+PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+MOST_ROWS = 1000
+_SHADES = " ·░▒▓█"
+_LOOK_EVERY_S = 0.2
+FRONT_KEYS: list[BindingType] = [
+    Binding("left,h", "walk(-1)", "Smaller"),
+    Binding("right,l", "walk(1)", "Less drift"),
+    Binding("pageup,ctrl+b", "walk(-10)", "Ten points smaller"),
+    Binding("pagedown,ctrl+f", "walk(10)", "Ten points less drift"),
+    Binding("home,less_than_sign", "end(-1)", "The smallest"),
+    Binding("end,greater_than_sign", "end(1)", "The least drift"),
+    Binding("down,j", "scroll(1)", "Scroll the rules", show=False),
+    Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
+    Binding("enter", "apply", "Put the point in force and measure it"),
+    Binding("slash,colon,i", "type", "Type a limit: keep, alike, only, budget, clear"),
+    Binding("u", "app.undo", "Undo"),
+    Binding("escape,q", "leave", "Leave"),
+]
+"""Of the optimise screen; here because that one imports plots, and the help names every key."""
+
+
+class ScanSetup(ModalScreen[tuple[str, ...] | None]):
+    """Which dtypes to scan; the result is these, or None when left."""
+
+    DEFAULT_CSS = """
+    ScanSetup { align: center middle; }
+    ScanSetup > VerticalScroll { width: 90%; max-width: 72; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
+        background: $surface; }
+    ScanSetup Static { height: auto; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "Dtype above"),
+        Binding("down,j", "move(1)", "Dtype below"),
+        Binding("space", "choose", "Scan in it, or not"),
+        Binding("enter", "start", "Scan"),
+        Binding("escape,q", "leave", "Leave"),
+    ]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._at = 0
+        self._chosen = set(PRESET)
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False) as box:
+            box.border_title = "Scan: how much does every weight matter?"
+            box.border_subtitle = "↑↓ Space choose  Enter scans  Esc leaves"
+            yield Static(markup=False)
+
+    def on_mount(self) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        text = Text("Every weight in each of these dtypes, estimated from a few backward passes:\n", style="dim")
+        for place, dtype in enumerate(SCANNED):
+            here = place == self._at
+            text.append("\n› " if here else "\n  ", style="bold")
+            text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
+            text.append(f"{dtypes.badge(dtype):<9}", style=f"bold {colour(dtype)}")
+            text.append(dtype, style="bold" if here else "dim")
+        text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s goes on.", style="dim")
+        self.query_one(Static).update(text)
+
+    def action_move(self, step: int) -> None:
+        self._at = (self._at + step) % len(SCANNED)
+        self._draw()
+
+    def action_choose(self) -> None:
+        self._chosen ^= {SCANNED[self._at]}
+        self._draw()
+
+    def action_start(self) -> None:
+        if self._chosen:
+            self.dismiss(tuple(dtype for dtype in SCANNED if dtype in self._chosen))
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+class ScanScreen(ModalScreen[str | None]):
+    """The estimates so far. The result is the node to go to, `AGAIN` to go on or scan anew, or None."""
+
+    AGAIN: ClassVar[str] = ":scan"
+    HELP = (
+        "A score is what the weight alone in that dtype adds to the drift, everything else as in the reference: in nats per "
+        "token (KL divergence), or as relative squared error where the output is no distribution. ± is its standard "
+        "error. Scores add up, nearly: a node's is the sum over its weights. The bar is full for the whole model, and a cell "
+        "shorter for every power of ten."
+    )
+
+    DEFAULT_CSS = """
+    ScanScreen { background: $background; }
+    ScanScreen > #scan-title, ScanScreen > #scan-keys { height: 1; }
+    ScanScreen > #scan-title { background: $surface; }
+    ScanScreen > DataTable { height: 1fr; scrollbar-size-vertical: 1; }
+    ScanScreen > VerticalScroll { height: 1fr; display: none; scrollbar-size: 1 1; overflow-x: auto; padding: 0 1; }
+    ScanScreen > VerticalScroll > Static { width: auto; height: auto; }
+    ScanScreen.map > DataTable { display: none; }
+    ScanScreen.map > VerticalScroll { display: block; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("left,h", "dtype(-1)", "Dtype before"),
+        Binding("right,l", "dtype(1)", "Next dtype; the tree shows it too", priority=True),
+        Binding("b", "sort", "Sort by score, or by score per byte saved"),
+        Binding("a", "all", "All dtypes in one ranking, or the one"),
+        Binding("m", "map", "Map of layers, or the ranking"),
+        Binding("space", "pause", "Let the scan wait, or go on"),
+        Binding("s", "again", "Go on with a scan that was stopped; another scan"),
+        Binding("j", "move(1)", "Down", show=False),
+        Binding("k", "move(-1)", "Up", show=False),
+        Binding("enter", "go", "Go to the weight in the tree", priority=True),
+        Binding("escape,q", "leave", "Leave; the scan goes on"),
+    ]
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__()
+        self.experiment = experiment
+        self.view = experiment.scan
+        self._all = self._per_byte = False
+        self._names: list[str] = []
+        self._seen = -1
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="scan-title", markup=False)
+        yield DataTable(cursor_type="row", zebra_stripes=False, cell_padding=1)
+        with VerticalScroll():
+            yield Static(id="scan-map", markup=False)
+        yield Static(id="scan-keys", markup=False)
+
+    def on_mount(self) -> None:
+        self.set_interval(_LOOK_EVERY_S, self._look)
+        self._look()
+
+    def on_resize(self) -> None:
+        self._seen = -1
+        self.call_after_refresh(self._look)
+
+    def _look(self) -> None:
+        if self._seen != self.view.version and self.is_mounted:
+            self._seen = self.view.version
+            self._draw()
+
+    def _draw(self) -> None:
+        report = self.view.report
+        if report is None:
+            return
+        shown = "all dtypes" if self._all else dtypes.badge(self.view.dtype)
+        state = "" if self.view.finished else "  scanning" if self.view.running else "  stopped: s goes on"
+        state = "  paused: Space goes on" if self.view.paused else state
+        title = Text(no_wrap=True, overflow="ellipsis")
+        title.append(" Sensitivity ", style="bold")
+        title.append(f"‹ {shown} ›", style=f"bold {colour(self.view.dtype)}")
+        title.append(f"  {report.unit}")
+        title.append(f"  {report.sequences} of {report.all_sequences} sequences{state}", style="dim")
+        self.query_one("#scan-title", Static).update(title)
+        other = "per byte" if not self._per_byte else "by score"
+        keys = f" ←→ dtype  a all  b {other}  m map  Enter go to  Space pause  Esc back"
+        if self.has_class("map"):
+            keys = " ←→ dtype  ↑↓ scroll  m ranking  Space pause  Esc back"
+        self.query_one("#scan-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
+        self._draw_ranking()
+        self.query_one("#scan-map", Static).update(self._map())
+
+    def _draw_ranking(self) -> None:
+        report = self.view.report
+        assert report is not None
+        table = self.query_one(DataTable)
+        at = table.cursor_row
+        before = self._names[at] if self._names and 0 <= at < len(self._names) else None
+        dtype = None if self._all else self.view.dtype
+        rows = ranking(self.experiment.tree, report, dtype, self._per_byte)[:MOST_ROWS]
+        table.clear(columns=True)
+        wide = self.size.width >= 100
+        room = max(16, self.size.width - 40 - (21 if wide else 0) - (9 if self._all else 0))
+        table.add_column("weight", width=room)
+        if self._all:
+            table.add_column("dtype", width=7)
+        table.add_column(Text("score", justify="right"), width=21 if wide else 16)
+        table.add_column("heat", width=4)
+        table.add_column(Text("saved", justify="right"), width=10)
+        if wide:
+            table.add_column(Text("per MiB", justify="right"), width=10)
+        most = max((row.score.score for row in rows if math.isfinite(row.score.score)), default=0.0)
+        self._names = [row.score.name for row in rows]
+        for row in rows:
+            name = printable(row.score.name, 500).removesuffix(".weight")
+            cells = [Text(name if len(name) <= room else "…" + name[-(room - 1) :])]
+            if self._all:
+                cells.append(Text(dtypes.badge(row.score.dtype), style=colour(row.score.dtype)))
+            cells += [
+                Text(_score(row.score, wide), justify="right"),
+                Text(_shade(row.score.score, most) * 3, style=_heat_style(_share(row.score.score, most))),
+                Text(short_bytes(row.saved) if row.saved > 0 else "-", justify="right"),
+            ]
+            if wide:
+                per = row.per_byte * 2**20
+                cells.append(Text(figure(per) if math.isfinite(per) else "-", justify="right"))
+            table.add_row(*cells)
+        if before in self._names:
+            table.move_cursor(row=at if self._names[at : at + 1] == [before] else self._names.index(before))
+
+    def _map(self) -> Text:
+        found = layer_map(self.experiment.tree, self.view.scores, self.view.dtype)
+        most = max((value for value in found.cells.values() if math.isfinite(value)), default=0.0)
+        labels = [printable(layer, 60) for layer in found.layers]
+        labels = [label if len(label) <= 18 else "…" + label[-17:] for label in labels]
+        first = max((len(label) for label in labels), default=0) + 1
+        width = max(6, min(13, (self.size.width - first - 4) // max(1, len(found.kinds))))
+        heads = short_kinds(found.kinds, width - 1)
+        text = Text(f"{'layer':<{first}}", style="dim", no_wrap=True)
+        for head in heads:
+            text.append(f"{head:<{width}}", style="bold not dim")
+        for layer, label in zip(found.layers, labels, strict=True):
+            text.append(f"\n{label:<{first}}")
+            for kind in found.kinds:
+                score = found.cells.get((layer, kind))
+                if score is None:
+                    text.append(" " * width)
+                    continue
+                digits = 1 if width > 6 else 0
+                exponent = "inf" if math.isinf(score) else f"{math.log10(score):.{digits}f}" if score > 0 else "0"
+                text.append(
+                    f"{fit(_shade(score, most) * 2 + exponent, width - 1):<{width}}",
+                    style=_heat_style(_share(score, most)),
+                )
+        rest = sorted(found.rest, key=lambda entry: -entry[1])
+        if rest:
+            text.append("\n\nin no layer", style="dim")
+            for name, score in rest[:8]:
+                text.append(f"\n{_shade(score, most) * 2} {figure(score):>8}  ", style=_heat_style(_share(score, most)))
+                text.append(printable(name, 80))
+        unit = self.view.report.unit if self.view.report else ""
+        text.append(f"\n\nfigures: log10 of {unit}\nshades ", style="dim")
+        text.append(_SHADES[1:])
+        text.append(": from a hundredth of the most to the most", style="dim")
+        kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, found.kinds, strict=True) if head != kind]
+        line = ""
+        for kind in kinds:
+            if len(line) + len(kind) + 3 > max(40, self.size.width - 4):
+                text.append(f"\n{line}", style="dim")
+                line = ""
+            line += ("   " if line else "") + kind
+        text.append(f"\n{line}", style="dim")
+        return text
+
+    def action_dtype(self, step: int) -> None:
+        report = self.view.report
+        if report is not None:
+            place = report.dtypes.index(self.view.dtype) + step
+            self._all = False
+            self.view.look_at(self.experiment.tree, report.dtypes[place % len(report.dtypes)])
+            self._look()
+
+    def action_sort(self) -> None:
+        self._per_byte = not self._per_byte
+        self._draw()
+
+    def action_all(self) -> None:
+        self._all = not self._all
+        self._draw()
+
+    def action_map(self) -> None:
+        self.toggle_class("map")
+        (self.query_one(VerticalScroll) if self.has_class("map") else self.query_one(DataTable)).focus()
+        self._draw()
+
+    def action_move(self, step: int) -> None:
+        if self.has_class("map"):
+            self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)
+        elif step > 0:
+            self.query_one(DataTable).action_cursor_down()
+        else:
+            self.query_one(DataTable).action_cursor_up()
+
+    async def action_pause(self) -> None:
+        await self.app.run_action("app.pause_scan")
+        self._draw()
+
+    def action_again(self) -> None:
+        self.dismiss(self.AGAIN)
+
+    def action_go(self) -> None:
+        at = self.query_one(DataTable).cursor_row
+        if not self.has_class("map") and 0 <= at < len(self._names):
+            self.dismiss(self._names[at])
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
+
+
+def _score(score: WeightScore, wide: bool) -> str:
+    """`7.4097e-05 ± 2.5e-06`, or two digits of it."""
+    if math.isinf(score.score):
+        return "not finite"
+    if wide:
+        return with_error(score.score, score.error)
+    return figure(score.score) + (f" ± {score.error:.0e}" if score.error else "")
+
+
+def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
+    """Headings that tell kinds apart: their last part without `_proj`, or as much of the whole as fits."""
+    last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
+    heads = [
+        fit(printable(short, 60), width) if last.count(short) == 1 else fit(printable(kind, 200)[-width:], width)
+        for short, kind in zip(last, kinds, strict=True)
+    ]
+    # Two that were cut to the same are numbered: the legend below says which is which.
+    return [
+        head if heads.count(head) == 1 else f"{head[: width - 2]}{place % 100:02}" for place, head in enumerate(heads)
+    ]
+
+
+def _share(score: float, most: float) -> float:
+    """From 0 (a hundredth of the most, or less) to 1."""
+    if math.isinf(score):
+        return 1.0
+    return max(0.0, 1 + math.log10(score / most) / 2) if score > 0 and most > 0 else 0.0
+
+
+def _shade(score: float, most: float) -> str:
+    """A character of the density of a score."""
+    if math.isinf(score):
+        return "!"
+    return _SHADES[0] if score <= 0 else _SHADES[1 + min(4, int(_share(score, most) * 4.999))]
+
+
+def _heat_style(share: float) -> Style:
+    """Colour beside the density, from the terminal's own palette."""
+    name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
+    return Style(color=name, bold=share > 0.75, dim=share <= 0)

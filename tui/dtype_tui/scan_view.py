@@ -1,0 +1,136 @@
+"""What the app keeps of a scan: the estimates so far, the dtype that is looked at, what was predicted and what measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from dtype_engine import dtypes
+from dtype_engine.errors import UserError
+from dtype_engine.limits import Limits
+from dtype_engine.readings import DriftReport, Prediction, ScanReport
+from dtype_engine.recipe import Plan, Recipe
+from dtype_engine.search import Front, make_items
+from dtype_engine.sensitivity import by_node, drift_of, predict
+from dtype_engine.tree import Tree
+
+from .cells import bar
+
+_DECADES = 3
+"""The heat bar is empty at this many powers of ten under the whole model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A recipe that was measured: bytes planned, drift predicted and measured."""
+
+    recipe: Recipe
+    bytes: int
+    predicted: float
+    measured: float
+
+
+@dataclass
+class ScanView:
+    """One model's scan. `version` grows with all that a screen may show."""
+
+    report: ScanReport | None = None
+    asked: tuple[str, ...] = ()
+    running: bool = False
+    finished: bool = False
+    paused: bool = False
+    dtype: str = ""
+    limits: Limits = field(default_factory=Limits)
+    measured: list[Point] = field(default_factory=list)
+    version: int = 0
+    nodes: dict[str, float] = field(default_factory=dict)
+    _scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    _predicted: tuple[Plan, int, Prediction | None] | None = None
+
+    def put(self, tree: Tree, report: ScanReport, finished: bool) -> None:
+        """New estimates."""
+        self.report, self.finished, self.running = report, finished, not finished
+        self._scores = report.scores()
+        if self.dtype not in report.dtypes:
+            self.dtype = report.dtypes[0]
+        self.look_at(tree, self.dtype)
+
+    def look_at(self, tree: Tree, dtype: str) -> None:
+        """Show the sensitivity in this dtype."""
+        self.dtype = dtype
+        self.nodes = by_node(tree, self._scores, dtype)
+        self.version += 1
+
+    def forget(self) -> None:
+        """A scan of other dtypes or inputs takes its place."""
+        self.report, self.asked, self.nodes, self._scores = None, (), {}, {}
+        self.measured.clear()
+        self.version += 1
+
+    def stopped(self) -> None:
+        """The engine is not scanning any more."""
+        self.running = self.paused = False
+        self.version += 1
+
+    @property
+    def scores(self) -> Mapping[tuple[str, str], float]:
+        """Scores by (weight, dtype)."""
+        return self._scores
+
+    def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
+        """The drift that is predicted for a plan; None where it holds dtypes that were not scanned, or nothing was."""
+        if self.report is None:
+            return None
+        if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
+            try:
+                found = predict(tree, plan, self.report, self._scores)
+            except UserError:
+                found = None
+            self._predicted = (plan, self.version, found)
+        return self._predicted[2]
+
+    def front(self, tree: Tree) -> Front:
+        """The Pareto front within the limits. Raises UserError."""
+        return Front(make_items(tree, self._scores, self.limits.constraints))
+
+    def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
+        """A recipe was measured: keep it beside what was predicted."""
+        predicted = self.prediction(tree, plan)
+        if predicted is None or not plan.recipe.rules:
+            return
+        self.measured = [point for point in self.measured if point.recipe != plan.recipe]
+        self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, drift_of(report.output)))
+        self.version += 1
+
+    def cell(self, node: str) -> tuple[str, str, float]:
+        """(score, bar, heat from 0 to 1) of a node in the dtype looked at; heat is its share of the whole by powers of ten."""
+        score = self.nodes.get(node)
+        if score is None:
+            return "", "", 0.0
+        heat = self.heat(score)
+        return figure(score), "!!!" if math.isinf(score) else bar(heat, 3), heat
+
+    def heat(self, score: float) -> float:
+        """From 0 (a 10 000th of the whole model, or less) to 1 (all of it)."""
+        finite = [value for name, value in self.nodes.items() if name == "" and math.isfinite(value)]
+        whole = finite[0] if finite else max((v for v in self.nodes.values() if math.isfinite(v)), default=0.0)
+        if math.isinf(score):
+            return 1.0
+        if score <= 0 or whole <= 0:
+            return 0.0
+        return max(0.0, min(1.0, 1 + math.log10(score / whole) / _DECADES))
+
+    @property
+    def heading(self) -> str:
+        """Over the tree's column."""
+        return (
+            f"nats {dtypes.badge(self.dtype)}"
+            if self.report and "nats" in self.report.unit
+            else dtypes.badge(self.dtype)
+        )
+
+
+def figure(value: float) -> str:
+    """A score in at most eight cells."""
+    return "inf" if math.isinf(value) else "0" if value == 0 else f"{value:.1e}"
