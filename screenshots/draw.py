@@ -38,7 +38,7 @@ async def settle(app: DtypeApp, pilot: Pilot[None]) -> None:
     until = time.monotonic() + 120
     while time.monotonic() < until:
         await pilot.pause(0.1)
-        if app.experiment.report is not None and not app._busy:
+        if app.experiment.report is not None and not app.busy:
             return
     raise SystemExit("the engine did not finish")
 

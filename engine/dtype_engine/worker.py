@@ -15,9 +15,6 @@ from typing import TYPE_CHECKING
 from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
 from .gate import Gate
-from .input_files import typed
-from .leaving import Workshop, progress
-from .model.room import no_room
 from .options import Options, RunSettings
 from .recipe import Recipe
 from .text import printable
@@ -25,6 +22,7 @@ from .wishes import Wish
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
+    from .leaving import Workshop
     from .model.source import Source
     from .readings import DriftReport, ScanReport
     from .readings_drift import Floor
@@ -199,6 +197,8 @@ class Worker:
                 tree = self._checkpoint.tree()
                 assert tree.names  # listed here and not on the way to the first frame of a filter
                 self._emit(events.HeadersRead(tree, self._checkpoint.notices))
+            from .model.room import no_room
+
             if reason := no_room(self._checkpoint):
                 raise NoForward(f"{self._source.title}: {reason}")
         self._emit(events.Loading("importing torch"))
@@ -254,6 +254,8 @@ class Worker:
     def _change_inputs(self, session: Session, recipe: Recipe, line: str) -> None:
         self._emit(events.Working(recipe, "preparing the inputs", 0, 1))
         try:
+            from .input_files import typed
+
             session.use_inputs(typed(session.options, line), self._stop_now.is_set)
         except Cancelled:
             with self._changed:
@@ -377,6 +379,8 @@ class Worker:
         self._emit(events.WeightLookedAt(recipe, name, reading))
 
     def _workshop(self, recipe: Recipe) -> Workshop:
+        from .leaving import Workshop, progress
+
         told = progress(
             lambda what, done, total: self._emit(events.Saving(recipe, what, done, total)), time.perf_counter
         )

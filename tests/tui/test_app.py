@@ -57,7 +57,7 @@ def engine(app: DtypeApp) -> NotingEngine:
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     for event in said:
         engine(app).emit(event)
-    app._look()
+    app.look()
     await pilot.pause()
 
 
@@ -374,7 +374,7 @@ async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() ->
 async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
     async with running(app) as pilot:
         app.experiment.tree.modules["model.norm"].island = "declared"
-        app._show_all()
+        app.show_all()
         await pilot.pause()
         assert "keep f32" in screen(app)
         await pilot.press("2")

@@ -42,7 +42,7 @@ async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     assert isinstance(app.engine, NotingEngine)
     for event in said:
         app.engine.emit(event)
-    app._look()
+    app.look()
     await pilot.pause()
 
 
@@ -62,7 +62,7 @@ def modules() -> tuple[ModuleDrift, ...]:
 async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mean_abs: float = 1e-3) -> None:
     """A recipe in force, measured."""
     if app.experiment.push(recipe):
-        app._changed()
+        app.recipe_changed()
     await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
 
 
@@ -222,7 +222,7 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await until(pilot, lambda: app.experiment.report is not None)
         assert app.experiment.report is not None
         assert app.experiment.report.output.nonfinite == 0
-        await until(pilot, lambda: app.experiment.floor is not None and not app._busy)
+        await until(pilot, lambda: app.experiment.floor is not None and not app.busy)
         await pilot.press("d")
         await until(pilot, lambda: app.experiment.causes is not None)
         await pilot.pause(0.3)

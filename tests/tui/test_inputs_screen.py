@@ -37,7 +37,7 @@ def engine(app: DtypeApp) -> NotingEngine:
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     for event in said:
         engine(app).emit(event)
-    app._look()
+    app.look()
     await pilot.pause()
 
 

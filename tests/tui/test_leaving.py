@@ -129,7 +129,7 @@ async def test_a_preset_of_the_command_line_waits_for_the_classes() -> None:
         assert app.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
         engine(app).emit(events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
-        app._look()
+        app.look()
         await pilot.pause()
         made = PRESETS["fp8-linears"].recipe(tree)
         assert app.experiment.recipe.rules == (*made.rules, *casts.rules)
@@ -154,7 +154,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert engine(app).commands[-1] == "plan export"
         engine(app).emit(planned(app))
         engine(app).emit(events.Idle())
-        app._look()
+        app.look()
         await pilot.pause()
         text = screen(app)
         for words in (
@@ -170,7 +170,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert engine(app).wishes == [ExportWish(Path("demo-cast"))]
         assert "writing" in screen(app)
         engine(app).emit(events.Saving(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
-        app._look()
+        app.look()
         await pilot.pause()
         assert "exporting, 310.00 MiB/s  30 %" in screen(app)
         await pilot.press("escape")
@@ -181,7 +181,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert "Esc stops it" in notices(app)[-1]
         engine(app).emit(events.Saved(Recipe(), False, "stopped: nothing was written"))
         engine(app).emit(events.Idle())
-        app._look()
+        app.look()
         await pilot.pause()
         assert notices(app)[-1] == "stopped: nothing was written"
         assert app.experiment.failure is None
@@ -192,7 +192,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         engine(app).emit(events.ExportPlanned(Recipe(), None, "packed of several tensors"))
-        app._look()
+        app.look()
         await pilot.pause()
         assert "packed of several tensors" in screen(app)
         await pilot.press("escape")
@@ -400,7 +400,7 @@ async def test_a_node_that_is_not_there_any_more_is_no_trouble(app: DtypeApp) ->
     app.take_up(SavedSession(None, "demo", cursor="gone.since"))
     async with running(app) as pilot:
         engine(app).emit(events.ModelReady(app.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
-        app._look()
+        app.look()
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1
 

@@ -26,7 +26,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) ->
     assert isinstance(engine, NotingEngine)
     engine.emit(events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
     engine.emit(events.Measured(app.experiment.recipe, report(app.experiment.recipe, modules=readings)))
-    app._look()
+    app.look()
     await pilot.pause()
 
 

@@ -58,7 +58,7 @@ def engine(app: DtypeApp) -> NotingEngine:
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     for event in said:
         engine(app).emit(event)
-    app._look()
+    app.look()
     await pilot.pause()
 
 
@@ -80,7 +80,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
         assert isinstance(app.screen, ScanSetup)
         await pilot.press("space", "down", "enter")  # bfloat16 is left out
         assert engine(app).commands[-1] == f"scan {','.join(PRESET[1:])}"
-        assert app._activity == "scan"
+        assert app.activity == "scan"
 
 
 async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
@@ -177,7 +177,7 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
         await pilot.press("2")
         assert "predicted" in screen(app)
         app.experiment.inputs = "another text"
-        app._show_all()
+        app.show_all()
         await pilot.pause()
         assert "predicted" not in screen(app)
         await pilot.press("o")
@@ -302,7 +302,7 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
                 assert time.monotonic() < end, what
                 await pilot.pause(0.05)
 
-        await until("idle", lambda: app.experiment.report is not None and not app._busy)
+        await until("idle", lambda: app.experiment.report is not None and not app.busy)
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):

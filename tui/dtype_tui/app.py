@@ -34,14 +34,9 @@ from .commands import Command, Completer, all_commands
 from .config import Config
 from .experiment import Experiment
 from .hints import next_keys
-from .inputs_screen import InputsScreen
 from .keeping import SessionKeeper
-from .keys import described, keys_of, on_keyboard, with_ids
-from .leaving_screen import LeavingScreen
-from .presets_screen import PresetsScreen
-from .scan_screens import FRONT_KEYS, ScanScreen
-from .screens import details, flow_screen, generation_screen, help_screen, speed_screen, weight_screen
-from .settings_screen import SettingsScreen
+from .keys import keys_of, on_keyboard, with_ids
+from .screens import details, help_screen
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
 from .widgets.module_tree import COLUMNS, ORDERS, ModuleTree
@@ -148,19 +143,19 @@ class DtypeApp(App[None]):
         self.experiment = Experiment(
             title, tree if tree is not None else Tree(()), settings=settings or RunSettings(), partial=not whole
         )
-        self._has_tree = tree is not None
+        self.has_tree = tree is not None
         self._arrived: deque[events.Event] = deque()
         self.engine = engine(self._arrived.append)
-        self._activity = "opening"
-        self._share: float | None = None
-        self._busy = True
-        self._open_error: str | None = None
+        self.activity = "opening"
+        self.share: float | None = None
+        self.busy = True
+        self.open_error: str | None = None
         self.keeper: SessionKeeper | None = None
         self._cursor_wanted: str | None = None
         self._cursor_at = ""
         self._preset_wanted: str | None = None
         self._after_preset = Recipe()
-        self._saving = self._quit_asked = False
+        self.saving = self.quit_asked = False
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -187,12 +182,12 @@ class DtypeApp(App[None]):
     def on_mount(self) -> None:
         self._fit(self.size.width, self.size.height)
         self.tree_view.focus()
-        self._show_all()
-        self.set_interval(_LOOK_EVERY_S, self._look)
-        self._find_cursor()
+        self.show_all()
+        self.set_interval(_LOOK_EVERY_S, self.look)
+        self.find_cursor()
         self.set_interval(_KEEP_EVERY_S, self._keep_now)
         if self.keeper is not None:
-            self.keeper.say = lambda trouble: self._say(trouble, "warning")
+            self.keeper.say = lambda trouble: self.say(trouble, "warning")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.exit)
@@ -216,34 +211,34 @@ class DtypeApp(App[None]):
         self.side.set_narrow(narrow)
         words = f"dtype-tui needs {SMALLEST[0]} x {SMALLEST[1]}; this terminal is {width} x {height}. Enlarge it, or press q."
         self.query_one("#too-small", Static).update(words)
-        self.call_after_refresh(self._show_all)
+        self.call_after_refresh(self.show_all)
 
-    def _show_all(self) -> None:
+    def show_all(self) -> None:
         if not self.is_running:
             return
         self.tree_view.refresh_changed()
         self._show_panes()
-        self._show_status()
+        self.show_status()
         message = self.query_one("#message", Static)
-        message.display = not self._has_tree
-        if not self._has_tree:
-            words = self._open_error or f"{self._activity}…\nThe tree appears when the model is there."
+        message.display = not self.has_tree
+        if not self.has_tree:
+            words = self.open_error or f"{self.activity}…\nThe tree appears when the model is there."
             message.update(words)
 
     def _show_panes(self) -> None:
         node = self.tree_view.current.name if self.tree_view.rows else ""
-        self.side.show(self._activity if self._busy else "", node)
+        self.side.show(self.activity if self.busy else "", node)
 
-    def _show_status(self) -> None:
+    def show_status(self) -> None:
         width = self.size.width
         left = Text(" ")
-        if self._busy:
-            left.append(self._activity)
-            if self._share is not None:
-                left.append(f" {100 * self._share:3.0f} % ")
-                left.append(bar(self._share, 12), style="bold")
+        if self.busy:
+            left.append(self.activity)
+            if self.share is not None:
+                left.append(f" {100 * self.share:3.0f} % ")
+                left.append(bar(self.share, 12), style="bold")
             left.append("  Esc stops", style="dim")
-        elif self._open_error:
+        elif self.open_error:
             left.append("no engine: planning only")
         else:
             left.append("ready")
@@ -256,7 +251,7 @@ class DtypeApp(App[None]):
         line.append(" " * max(1, width - left.cell_len - len(about) - 1))
         line.append(about, style="dim")
         self._put("#status", line)
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), self._busy)
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
@@ -267,132 +262,20 @@ class DtypeApp(App[None]):
 
     # -- what the engine says ------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Take what has arrived from the engine; of readings that replace each other only the newest counts."""
         if not self._arrived:
             return
+        from .hearing import hear
+
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         newest = {type(event): event for event in arrived}
         for event in arrived:
             if not isinstance(event, _ONLY_THE_NEWEST) or newest[type(event)] is event:
-                self._hear(event)
-        self._show_all()
+                hear(self, event)
+        self.show_all()
 
-    def _hear(self, event: events.Event) -> None:
-        experiment = self.experiment
-        if isinstance(event, events.Loading):
-            self._busy, self._activity, self._share = True, event.step, None
-        elif isinstance(event, events.ModelReady):
-            self._model_ready(event)
-        elif isinstance(event, events.HeadersRead):
-            experiment.partial = False
-            experiment.replace_tree(event.tree)
-            self._has_tree = True
-            self.tree_view.new_tree()
-            self._find_cursor()
-            for notice in event.notices:
-                self._say(notice, "information")
-            self._warn_unmatched()
-        elif isinstance(event, events.OpenFailed):
-            self._open_error = event.message
-            experiment.no_forward, experiment.partial = event.message, False
-            self._start_with_preset()
-            self._say(event.message, "warning" if self._has_tree else "error")
-        elif isinstance(event, events.InputsReady):
-            experiment.set_inputs(event.reading)
-            if isinstance(self.screen, InputsScreen):
-                self.screen.accepted(event.reading)
-        elif isinstance(event, events.InputsRefused):
-            self._say(event.message, "error")
-            if isinstance(self.screen, InputsScreen):
-                self.screen.refused(event.message)
-        elif isinstance(event, events.Idle):
-            self._busy, self._share, self._saving = False, None, False
-            if experiment.scan.running:
-                experiment.scan.stopped()
-        elif isinstance(event, events.Saving):
-            self._saving = True
-            self._busy, self._activity, self._share = True, event.what, event.done / max(1, event.total)
-        elif isinstance(event, events.Saved):
-            self._saving = self._quit_asked = False
-            for sentence in (event.sentence, *event.notices):
-                self._say(sentence, "information" if event.done else "warning")
-        elif isinstance(event, events.FloorMeasured):
-            experiment.floor = event.floor
-        elif isinstance(event, events.Scanned):
-            experiment.scan.put(experiment.tree, event.report, event.finished)
-        elif event.recipe != experiment.recipe:
-            return
-        elif isinstance(event, events.Memory):
-            experiment.memory = event.reading
-        elif isinstance(event, events.Casting):
-            self._busy, self._activity, self._share = True, f"casting {event.total:,} tensors", event.done / event.total
-        elif isinstance(event, events.CastDone):
-            experiment.notes = event.notes
-            self._say_lost(event)
-        elif isinstance(event, events.Measuring):
-            self._busy, self._activity = True, f"measuring: {event.run}"
-            self._share = event.done / event.total if event.total else None
-        elif isinstance(event, events.ModulesMeasured):
-            experiment.modules.update((reading.name, reading) for reading in event.modules)
-        elif isinstance(event, events.Measured):
-            if event.report.settings == str(experiment.settings):
-                experiment.report = event.report
-                experiment.modules = {reading.name: reading for reading in event.report.modules}
-                if self.tree_view.order == "drift":
-                    self.tree_view.rebuild()
-                if isinstance(self.screen, InputsScreen):
-                    self.screen.measured(event.report.output.positions)
-                experiment.scan.note_measured(experiment.tree, experiment.plan, event.report)
-                history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
-        elif isinstance(event, events.NonfiniteFound):
-            experiment.nonfinite = event.found
-        elif isinstance(event, events.CausesTold):
-            experiment.causes = event.report
-        elif isinstance(event, events.Working):
-            self._busy, self._activity, self._share = True, event.what, event.done / event.total
-        elif isinstance(event, events.Generated):
-            self.push_screen(generation_screen(event.texts))
-        elif isinstance(event, events.Timed):
-            self.push_screen(speed_screen(event.report))
-        elif isinstance(event, events.Flowed):
-            self.push_screen(flow_screen(event.casts))
-        elif isinstance(event, events.WeightLookedAt):
-            self.push_screen(weight_screen(experiment, event.name, event.reading))
-        elif isinstance(event, events.ExportPlanned):
-            if isinstance(self.screen, LeavingScreen):
-                self.screen.show_plan(event)
-        elif isinstance(event, events.Failed):
-            experiment.failure, experiment.failed_module = event.message, event.module
-            self._say(event.message, "error")
-        elif isinstance(event, events.Stopped):
-            self._say("stopped; m measures again", "information")
-
-    def _model_ready(self, event: events.ModelReady) -> None:
-        experiment = self.experiment
-        experiment.class_name, experiment.device, experiment.inputs = event.class_name, event.device, event.inputs
-        experiment.no_forward, experiment.live = event.no_forward, True
-        experiment.replace_tree(event.tree)
-        self._has_tree = True
-        self.tree_view.new_tree()
-        self._find_cursor()
-        self._start_with_preset()
-        for notice in event.notices:
-            self._say(notice, "warning")
-        if event.no_forward:
-            self._say(event.no_forward, "warning")
-        self._warn_unmatched()
-
-    def _say_lost(self, event: events.CastDone) -> None:
-        overflowed = [note for note in event.notes if note.overflowed]
-        if overflowed:
-            first = overflowed[0]
-            more = f" and in {len(overflowed) - 1} more tensors" if len(overflowed) > 1 else ""
-            self._say(
-                f"{first.overflowed:,} values of {first.name} overflow to infinity in {first.dtype}{more}", "warning"
-            )
-
-    def _say(self, text: str, severity: str) -> None:
+    def say(self, text: str, severity: str) -> None:
         self.notify(printable(text, 500), severity=severity, markup=False)  # type: ignore[arg-type]
 
     # -- the session that is kept --------------------------------------------------------------------------------
@@ -408,15 +291,15 @@ class DtypeApp(App[None]):
             self._keep(tree.current.name if tree.rows else "")
 
     def _keep(self, cursor: str) -> None:
-        if self.keeper is not None and (self._has_tree or self._cursor_wanted is not None):
+        if self.keeper is not None and (self.has_tree or self._cursor_wanted is not None):
             self._cursor_at = cursor
             self.keeper.note(self.experiment, cursor if self._cursor_wanted is None else self._cursor_wanted)
 
-    def _find_cursor(self) -> None:
+    def find_cursor(self) -> None:
         """Go to the node where the session that was taken up stood, once there is a tree with it."""
-        if self._cursor_wanted is not None and self._has_tree:
+        if self._cursor_wanted is not None and self.has_tree:
             found = self.tree_view.go_to(self._cursor_wanted)
-            if found or self.experiment.live or self._open_error:
+            if found or self.experiment.live or self.open_error:
                 self._cursor_wanted = None
 
     # -- recipes -------------------------------------------------------------------------------------------------
@@ -426,10 +309,10 @@ class DtypeApp(App[None]):
         if self.experiment.push(recipe):
             self.engine.set_recipe(recipe)
         self._preset_wanted, self._after_preset = preset, recipe
-        if self.experiment.tree.has_classes or (preset and not PRESETS[preset].needs_classes and self._has_tree):
-            self._start_with_preset()
+        if self.experiment.tree.has_classes or (preset and not PRESETS[preset].needs_classes and self.has_tree):
+            self.start_with_preset()
 
-    def _start_with_preset(self) -> None:
+    def start_with_preset(self) -> None:
         """Put the preset in force that the command line asks for; most wait for module classes to be known."""
         if self._preset_wanted is None:
             return
@@ -437,35 +320,35 @@ class DtypeApp(App[None]):
         try:
             made = PRESETS[name].recipe(self.experiment.tree)
         except UserError as error:
-            self._say(str(error), "warning")
+            self.say(str(error), "warning")
             return
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             self.engine.set_recipe(self.experiment.recipe)
 
-    def _changed(self) -> None:
+    def recipe_changed(self) -> None:
         """The recipe in force is another: tell the engine, and show what is known at once."""
         self.engine.set_recipe(self.experiment.recipe)
-        if self._open_error is None:
-            self._busy, self._activity, self._share = True, "casting", None
-        self._show_all()
+        if self.open_error is None:
+            self.busy, self.activity, self.share = True, "casting", None
+        self.show_all()
 
     def add_rule(self, rule: Rule) -> None:
         """Put one more rule in force."""
         if not self.experiment.push(self.experiment.recipe.then(rule)):
-            self._say(f"{rule} is in force already", "information")
+            self.say(f"{rule} is in force already", "information")
             return
-        self._changed()
-        self._warn_unmatched()
+        self.recipe_changed()
+        self.warn_unmatched()
         broken = self.experiment.broken_islands(len(self.experiment.recipe) - 1)
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            self._say(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+            self.say(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
-    def _warn_unmatched(self) -> None:
+    def warn_unmatched(self) -> None:
         plan = self.experiment.plan
         for place in plan.unmatched:
             pattern = self.experiment.recipe.rules[place].pattern
-            self._say(f"rule {place + 1}: {no_match(self.experiment.tree, pattern, plan.selections[place])}", "warning")
+            self.say(f"rule {place + 1}: {no_match(self.experiment.tree, pattern, plan.selections[place])}", "warning")
 
     def action_cast(self) -> None:
         if self.tree_view.rows:
@@ -476,29 +359,29 @@ class DtypeApp(App[None]):
 
     def action_undo(self) -> None:
         if self.experiment.undo():
-            self._changed()
+            self.recipe_changed()
         else:
-            self._say("nothing left to undo", "information")
+            self.say("nothing left to undo", "information")
 
     def action_redo(self) -> None:
         if self.experiment.redo():
-            self._changed()
+            self.recipe_changed()
         else:
-            self._say("nothing to redo", "information")
+            self.say("nothing to redo", "information")
 
     def action_drop_rules(self) -> None:
         node = self.tree_view.current.name
         inside, beyond = self.experiment.rules_within(node)
         if inside:
             self.experiment.push(self.experiment.recipe.without(inside))
-            self._changed()
+            self.recipe_changed()
         elif beyond:
-            self._say(
+            self.say(
                 f"rule {beyond[-1] + 1} reaches beyond this node; go to a node above it, or cast this one (8: as stored)",
                 "warning",
             )
         else:
-            self._say("no rule takes this node", "information")
+            self.say("no rule takes this node", "information")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """The three prompts open before the next key is looked at: what is typed ahead, on a slow line say, is theirs. So
@@ -513,14 +396,14 @@ class DtypeApp(App[None]):
     def action_measure(self) -> None:
         self.experiment.forget_readings()
         self.engine.measure()
-        self._show_all()
+        self.show_all()
 
     def action_flow(self) -> None:
         self._ask_engine("tracing casts", self.engine.flow)
 
     def action_causes(self) -> None:
         if self.experiment.report is None:
-            self._say(self.experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
+            self.say(self.experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
             return
         if self.experiment.causes is None:
             self._ask_engine("running each module as cast by itself", self.engine.causes)
@@ -529,14 +412,14 @@ class DtypeApp(App[None]):
         self.push_screen(CausesScreen(self.experiment, self._under_way, self.action_stop))
 
     def _under_way(self) -> tuple[str, float | None]:
-        return (self._activity, self._share) if self._busy else ("", None)
+        return (self.activity, self.share) if self.busy else ("", None)
 
     def action_remedy(self) -> None:
         found = self.experiment.nonfinite
         if found is not None and found.remedy is not None:
             self.add_rule(Rule.parse(found.remedy))
         else:
-            self._say(found.reason if found is not None else "there is nothing to mend", "information")
+            self.say(found.reason if found is not None else "there is nothing to mend", "information")
 
     def action_history(self) -> None:
         if self.experiment.measured:
@@ -544,15 +427,15 @@ class DtypeApp(App[None]):
 
             self.push_screen(HistoryScreen(self.experiment), self._go_back_to)
         else:
-            self._say("nothing was measured yet", "information")
+            self.say("nothing was measured yet", "information")
 
     def _go_back_to(self, chosen: history.MeasuredRecipe | None) -> None:
         if chosen is None:
             return
         if chosen.settings != str(self.experiment.settings):
-            self._say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
+            self.say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
         if self.experiment.push(chosen.recipe):
-            self._changed()
+            self.recipe_changed()
 
     def action_generate(self) -> None:
         self._ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
@@ -572,38 +455,42 @@ class DtypeApp(App[None]):
     def _ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
         """Ask for something that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
-            self._say(self.experiment.no_forward, "warning")
+            self.say(self.experiment.no_forward, "warning")
         else:
             ask()
-            self._expect(activity)
+            self.expect(activity)
 
-    def _expect(self, activity: str) -> None:
+    def expect(self, activity: str) -> None:
         """Something was asked of the engine: it is on the screen before the engine says so."""
-        if self._busy:
-            self._say(f"next: {activity}", "information")
+        if self.busy:
+            self.say(f"next: {activity}", "information")
         else:
-            self._busy, self._activity, self._share = True, activity, None
-            self._show_status()
+            self.busy, self.activity, self.share = True, activity, None
+            self.show_status()
 
     def action_values(self) -> None:
         row = self.tree_view.current
         if row.tensor is None:
-            self._say("values are those of a tensor: go to one", "information")
+            self.say("values are those of a tensor: go to one", "information")
         else:
             self.engine.look_at(row.tensor.name, LOOKED_AT)
-            self._expect("reading the values")
+            self.expect("reading the values")
 
     def action_inputs(self) -> None:
         experiment = self.experiment
         if not experiment.live:
-            self._say(self._open_error or "the inputs are known when the model is there", "information")
+            self.say(self.open_error or "the inputs are known when the model is there", "information")
             return
+        from .inputs_screen import InputsScreen
+
         compared = experiment.report.output.positions if experiment.report is not None else None
         self.push_screen(
             InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, self.engine.set_inputs)
         )
 
     def action_settings(self) -> None:
+        from .settings_screen import SettingsScreen
+
         self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)
 
     def _settings_chosen(self, settings: RunSettings | None) -> None:
@@ -611,50 +498,54 @@ class DtypeApp(App[None]):
             return
         self.experiment.set_settings(settings)
         self.engine.set_settings(settings)
-        self._show_all()
+        self.show_all()
 
     def action_presets(self) -> None:
-        if self._has_tree:
+        from .presets_screen import PresetsScreen
+
+        if self.has_tree:
             self.push_screen(PresetsScreen(self.experiment.tree), self._preset_chosen)
 
     def _preset_chosen(self, recipe: Recipe | None) -> None:
         if recipe is None:
             return
         if self.experiment.push(recipe):
-            self._changed()
+            self.recipe_changed()
         else:
-            self._say("this preset is in force already", "information")
+            self.say("this preset is in force already", "information")
 
     def action_leave_with(self) -> None:
         experiment = self.experiment
-        if not self._has_tree:
+        if not self.has_tree:
             return
+        from .leaving_screen import LeavingScreen
+
         self.push_screen(LeavingScreen(experiment.title, len(experiment.recipe), experiment.report), self._wished)
         self.engine.plan_export()
 
     def _wished(self, wish: Wish | None) -> None:
         if wish is not None:
             self.engine.save(wish)
-            self._expect("writing")
+            self.expect("writing")
 
     async def action_quit(self) -> None:
-        if self._saving and not self._quit_asked:
-            self._quit_asked = True
-            self._say("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        if self.saving and not self.quit_asked:
+            self.quit_asked = True
+            self.say("writing is not done: Esc stops it, and q again leaves without it", "warning")
         else:
             await super().action_quit()
 
     def action_stop(self) -> None:
         if self.tree_view.filter_text:
             self.tree_view.set_filter("")
-            self._show_all()
-        elif self._busy:
+            self.show_all()
+        elif self.busy:
             self.engine.cancel()
 
     def action_worst(self) -> None:
         names = [reading.name for reading in worst_modules(self.experiment)]
         if not names:
-            self._say("no module drifts yet", "information")
+            self.say("no module drifts yet", "information")
         else:
             here = self.tree_view.current.name
             self.tree_view.go_to(names[(names.index(here) + 1) % len(names)] if here in names else names[0])
@@ -664,7 +555,7 @@ class DtypeApp(App[None]):
 
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):
-            self._say("no match: / filters by name", "information")
+            self.say("no match: / filters by name", "information")
 
     def action_next_order(self) -> None:
         self.action_sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
@@ -680,9 +571,9 @@ class DtypeApp(App[None]):
         """To the clipboard of the terminal, which over SSH is the one of the person who looks at it (OSC 52)."""
         if text:
             self.copy_to_clipboard(text)
-            self._say(f"copied {what}: {text}", "information")
+            self.say(f"copied {what}: {text}", "information")
         else:
-            self._say("no rules to copy: every tensor is as stored", "information")
+            self.say("no rules to copy: every tensor is as stored", "information")
 
     # -- the command line ----------------------------------------------------------------------------------------
 
@@ -714,7 +605,7 @@ class DtypeApp(App[None]):
         try:
             await self.run_action(("", command.action, arguments))
         except UserError as error:
-            self._say(str(error), "error")
+            self.say(str(error), "error")
 
     def action_cast_as(self, pattern: str, dtype: str) -> None:
         self.add_rule(Rule.make(pattern, dtype))
@@ -724,7 +615,7 @@ class DtypeApp(App[None]):
         if self.tree_view.matches:
             self.tree_view.next_match(1)
         elif text:
-            self._say(f"no name has {text} in it", "information")
+            self.say(f"no name has {text} in it", "information")
 
     def action_go_to(self, name: str) -> None:
         if not self.tree_view.go_to(name):
@@ -734,7 +625,7 @@ class DtypeApp(App[None]):
         if order not in ORDERS:
             raise UserError(f"children are sorted by {', '.join(ORDERS)}")
         self.tree_view.sort_by(order)
-        self._say(f"children in order of {'the model' if order == 'model' else order}", "information")
+        self.say(f"children in order of {'the model' if order == 'model' else order}", "information")
 
     def action_show_columns(self, words: str = "") -> None:
         wanted = words.replace(",", " ").split() or list(COLUMNS)
@@ -757,24 +648,10 @@ class DtypeApp(App[None]):
         self._show_panes()
 
     def action_help(self) -> None:
-        from .history_screen import HistoryScreen
+        from .help import sections
 
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
-        words += [("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
-        sections = [
-            ("Casting and measuring", described(self.BINDINGS, self.chosen_keys)),
-            ("In the tree", described(ModuleTree.BINDINGS, self.chosen_keys)),
-            ("In the cast prompt", described(CastPrompt.BINDINGS, self.chosen_keys)),
-            ("In the command line", described(CommandLine.BINDINGS, self.chosen_keys)),
-            ("In the settings", described(SettingsScreen.BINDINGS, self.chosen_keys)),
-            ("In the scan", described(ScanScreen.BINDINGS, self.chosen_keys)),
-            ("Along the front", described(FRONT_KEYS, self.chosen_keys)),
-            ("In the history", described(HistoryScreen.BINDINGS, self.chosen_keys)),
-            ("In the presets", described(PresetsScreen.BINDINGS, self.chosen_keys)),
-            ("In what to leave with", described(LeavingScreen.BINDINGS, self.chosen_keys)),
-            ("In the inputs", described(InputsScreen.BINDINGS, self.chosen_keys)),
-        ]
-        self.push_screen(help_screen(sections, words))
+        self.push_screen(help_screen(*sections(self.BINDINGS, self.chosen_keys, words)))
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in self.BINDINGS:
@@ -824,4 +701,4 @@ class DtypeApp(App[None]):
         elif self.tree_view.matches:
             self.tree_view.next_match(1)
         self.tree_view.focus()
-        self._show_all()
+        self.show_all()

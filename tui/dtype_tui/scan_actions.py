@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.recipe import Recipe
 
-from .scan_screens import ScanScreen, ScanSetup
 from .scan_view import figure
 
 if TYPE_CHECKING:
@@ -19,9 +18,9 @@ def scan(app: DtypeApp) -> None:
     """Start a scan, go on with one that was stopped, or show what there is."""
     experiment, view = app.experiment, app.experiment.scan
     if experiment.no_forward:
-        app._say(experiment.no_forward, "warning")
+        app.say(experiment.no_forward, "warning")
     elif of_other_inputs(experiment):
-        app._say("the inputs are others than those of the scan: scan anew", "information")
+        app.say("the inputs are others than those of the scan: scan anew", "information")
         view.forget()
         _ask(app)
     elif view.asked and not view.running and not view.finished:
@@ -31,12 +30,14 @@ def scan(app: DtypeApp) -> None:
     elif view.report is not None:
         show(app)
     elif view.running:
-        app._say("scanning: the first estimates come with the first sequence", "information")
+        app.say("scanning: the first estimates come with the first sequence", "information")
     else:
         _ask(app)
 
 
 def _ask(app: DtypeApp) -> None:
+    from .scan_screens import ScanSetup
+
     app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
 
 
@@ -55,11 +56,12 @@ def start(app: DtypeApp, dtypes: tuple[str, ...]) -> None:
         view.forget()
     view.asked, view.running, view.finished = dtypes, True, False
     app.engine.scan(dtypes)
-    app._expect("scan")
+    app.expect("scan")
 
 
 def show(app: DtypeApp) -> None:
     """The ranking and the map."""
+    from .scan_screens import ScanScreen
 
     def left(where: str | None) -> None:
         view = app.experiment.scan
@@ -70,7 +72,7 @@ def show(app: DtypeApp) -> None:
                 _ask(app)
         elif where is not None:
             app.tree_view.go_to(where)
-        app._show_all()
+        app.show_all()
 
     app.push_screen(ScanScreen(app.experiment), left)
 
@@ -82,23 +84,23 @@ def pause(app: DtypeApp) -> None:
         view.paused = not view.paused
         view.version += 1
         app.engine.pause(view.paused)
-        app._show_status()
+        app.show_status()
 
 
 def optimise(app: DtypeApp) -> None:
     """The Pareto front."""
     if app.experiment.scan.report is None or of_other_inputs(app.experiment):
-        app._say("the front comes from a scan: s starts one", "information")
+        app.say("the front comes from a scan: s starts one", "information")
         return
     from .optimise_screen import OptimiseScreen  # plots are imported when one is drawn
 
     def put_in_force(recipe: Recipe) -> bool:
         if not app.experiment.push(recipe):
             return False
-        app._changed()
+        app.recipe_changed()
         return True
 
-    app.push_screen(OptimiseScreen(app.experiment, put_in_force), lambda _: app._show_all())
+    app.push_screen(OptimiseScreen(app.experiment, put_in_force), lambda _: app.show_all())
 
 
 def predicted(experiment: Experiment) -> str:

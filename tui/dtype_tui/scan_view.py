@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
 from dtype_engine.errors import UserError
-from dtype_engine.limits import Limits
 from dtype_engine.readings import DriftReport, Prediction, ScanReport
 from dtype_engine.recipe import Plan, Recipe
-from dtype_engine.search import Front, make_items
-from dtype_engine.sensitivity import by_node, drift_of, predict
 from dtype_engine.tree import Tree
 
 from .cells import bar
+
+# Searching is not for the first paint: its rooms are imported where they are needed.
+if TYPE_CHECKING:
+    from dtype_engine.limits import Limits
+    from dtype_engine.search import Front
 
 _DECADES = 3
 """The heat bar is empty at this many powers of ten under the whole model."""
@@ -41,7 +44,7 @@ class ScanView:
     finished: bool = False
     paused: bool = False
     dtype: str = ""
-    limits: Limits = field(default_factory=Limits)
+    _limits: Limits | None = None
     measured: list[Point] = field(default_factory=list)
     version: int = 0
     nodes: dict[str, float] = field(default_factory=dict)
@@ -59,6 +62,8 @@ class ScanView:
     def look_at(self, tree: Tree, dtype: str) -> None:
         """Show the sensitivity in this dtype."""
         self.dtype = dtype
+        from dtype_engine.sensitivity import by_node
+
         self.nodes = by_node(tree, self._scores, dtype)
         self.version += 1
 
@@ -74,6 +79,19 @@ class ScanView:
         self.version += 1
 
     @property
+    def limits(self) -> Limits:
+        """What a search has to keep to."""
+        if self._limits is None:
+            from dtype_engine.limits import Limits
+
+            self._limits = Limits()
+        return self._limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._limits = limits
+
+    @property
     def scores(self) -> Mapping[tuple[str, str], float]:
         """Scores by (weight, dtype)."""
         return self._scores
@@ -83,6 +101,8 @@ class ScanView:
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
+            from dtype_engine.sensitivity import predict
+
             try:
                 found = predict(tree, plan, self.report, self._scores)
             except UserError:
@@ -92,10 +112,14 @@ class ScanView:
 
     def front(self, tree: Tree) -> Front:
         """The Pareto front within the limits. Raises UserError."""
+        from dtype_engine.search import Front, make_items
+
         return Front(make_items(tree, self._scores, self.limits.constraints))
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""
+        from dtype_engine.sensitivity import drift_of
+
         predicted = self.prediction(tree, plan)
         if predicted is None or not plan.recipe.rules:
             return

@@ -7,18 +7,33 @@ Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted.
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 
 import click
 
 from .common import run
-from .export import export, verify
-from .recipe import recipe
-from .report import report
-from .running import drift, flow, inspect, speed, weights
-from .scan import scan, search
+
+_PLACES = {
+    "inspect": "running", "drift": "running", "flow": "running", "speed": "running", "weights": "running", "scan": "scan",
+    "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report",
+}  # fmt: skip
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Each command is imported when it is asked for: all of them take longer than most take to answer."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_PLACES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _PLACES:
+            return None
+        found = getattr(import_module(f".{_PLACES[cmd_name]}", __package__), cmd_name)
+        assert isinstance(found, click.Command)
+        return found
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 def cli() -> None:
     """What happens if these layers are in another dtype?
@@ -26,10 +41,6 @@ def cli() -> None:
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
     nothing for the built-in demo.
     """
-
-
-for command in (inspect, drift, flow, speed, weights, scan, search, export, verify, recipe, report):
-    cli.add_command(command)
 
 
 def main() -> None:

@@ -1,0 +1,254 @@
+"""Every screen of the app, brought up by keys and by events fed by hand: the same each time, whatever the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Awaitable, Callable
+
+from noting import NotingEngine, make_app, report
+from textual.pilot import Pilot
+
+from dtype_engine import events
+from dtype_engine.readings import (
+    NATS,
+    ExponentHistogram,
+    FlowCast,
+    Generation,
+    MemoryReading,
+    ModuleDrift,
+    ScanReport,
+    SpeedReport,
+    SpeedRow,
+    WeightError,
+    WeightReading,
+    WeightScore,
+    Written,
+)
+from dtype_engine.readings_drift import Cause, CausesReport, Floor
+from dtype_engine.readings_inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.recipe import Recipe, Rule, tensor_bytes
+from dtype_engine.wishes import ExportPlan
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+Scene = Callable[[DtypeApp, "Pilot[None]"], Awaitable[None]]
+MIXED = Recipe(
+    (Rule("*", "bfloat16"), Rule("*norm*", "float32"), Rule("model.layers.{4..5}.mlp", "float8_e4m3fn"))
+)  # fmt: skip
+DOWN = "model.layers.1.mlp.down_proj"
+MIB = 1 << 20
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    assert isinstance(app.engine, NotingEngine)
+    for event in said:
+        app.engine.emit(event)
+    app.look()
+    await pilot.pause()
+
+
+def modules() -> tuple[ModuleDrift, ...]:
+    """Drift that grows with depth, the MLPs ahead."""
+    found = []
+    for layer in range(6):
+        for part, less in (
+            ("self_attn", 0.0),
+            ("mlp", 4.0),
+            ("mlp.gate_proj", 1.0),
+            ("mlp.up_proj", 2.0),
+            ("mlp.down_proj", 4.5),
+        ):
+            found.append(ModuleDrift(f"model.layers.{layer}.{part}", 58.0 - 5 * layer - less, 1e-3 * (layer + 1), 0))
+        found.append(ModuleDrift(f"model.layers.{layer}", 55.0 - 5 * layer, 2e-3 * (layer + 1), 0))
+    return tuple(found)
+
+
+def memory() -> MemoryReading:
+    return MemoryReading(
+        stored_bytes=int(2.7 * MIB), planned_bytes=int(1.2 * MIB), resident_bytes=int(1.21 * MIB),
+        resident_by_device=(("cpu", int(1.21 * MIB)),), rss_bytes=440 * MIB, anonymous_bytes=322 * MIB,
+        mapped_bytes=int(2.71 * MIB), peak_rss_bytes=452 * MIB,
+    )  # fmt: skip
+
+
+async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The model is there and nothing is cast."""
+    tree = app.experiment.tree
+    await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "6 default prompts, 973 tokens", ()))
+    await say(app, pilot, events.Memory(app.experiment.recipe, memory()), events.Idle())
+
+
+async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A mixed recipe, measured."""
+    await ready(app, pilot)
+    app.experiment.push(MIXED)
+    app.recipe_changed()
+    await say(app, pilot, events.Memory(MIXED, memory()))
+    await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
+    await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
+    app.query_one(ModuleTree).go_to("model.layers.4.mlp")
+    await pilot.press("l")
+
+
+async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await ready(app, pilot)
+    app.experiment.push(MIXED)
+    app.recipe_changed()
+    await say(app, pilot, events.Measuring(MIXED, "candidate", 150, 300), events.ModulesMeasured(MIXED, modules()[:14]))
+
+
+def after(scene: Scene, *keys: str) -> Scene:
+    async def bring_up(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await scene(app, pilot)
+        await pilot.press(*keys)
+        await pilot.pause()
+
+    return bring_up
+
+
+def told(scene: Scene, event: Callable[[DtypeApp], events.Event], *keys: str) -> Scene:
+    """After another scene the engine tells this; then keys."""
+
+    async def bring_up(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await scene(app, pilot)
+        await say(app, pilot, event(app), events.Idle())
+        await pilot.press(*keys)
+        await pilot.pause()
+
+    return bring_up
+
+
+async def failed(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await ready(app, pilot)
+    await pilot.press("3")
+    words = "model.layers.3.mlp: linear has no float16 kernel on cpu; bfloat16 works there (not implemented for 'Half')"
+    await say(app, pilot, events.Failed(app.experiment.recipe, words, "model.layers.3.mlp"), events.Idle())
+    app.clear_notifications()
+
+
+async def history(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await mixed(app, pilot)
+    for place, rules in enumerate(("*=bfloat16", "*=float16", "*.mlp=float8_e4m3fn")):
+        recipe = Recipe((Rule.parse(rules),))
+        app.experiment.push(recipe)
+        measured = report(recipe, 1e-3 * (place + 1), modules())
+        output = dataclasses.replace(measured.output, kl_mean=10.0 ** -(3 + place))
+        await say(app, pilot, events.Measured(recipe, dataclasses.replace(measured, output=output)), events.Idle())
+    await pilot.press("H")
+    await pilot.pause(0.3)
+
+
+def flow(app: DtypeApp) -> events.Event:
+    casts = (
+        FlowCast("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True),
+        FlowCast("model.layers.4.mlp.gate_proj", "linear", "bfloat16", "float32", 98304, 6, True),
+        FlowCast("model.norm", "mul", "bfloat16", "float32", 12288, 12, False),
+    )
+    return events.Flowed(app.experiment.recipe, casts)
+
+
+def generated(app: DtypeApp) -> events.Event:
+    texts = (
+        "    def run(self):\n        return self._run()\n",
+        "    def run(self):\n        pass\n\n    def stop(self):\n",
+    )
+    both = [Written(tuple(map(ord, text)), tuple(text), 0.5) for text in texts]
+    return events.Generated(app.experiment.recipe, (Generation("class Worker:\n", *both),))
+
+
+def timed(app: DtypeApp) -> events.Event:
+    rows = (
+        SpeedRow("reference", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
+        SpeedRow("as stored", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
+        SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
+    )
+    return events.Timed(app.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows))
+
+
+def values(app: DtypeApp) -> events.Event:
+    name = "model.embed_tokens.weight"
+    counts = tuple((power, max(1, 40_000 - 400 * (power + 5) ** 2)) for power in range(-15, 4))
+    errors = tuple(
+        WeightError(name, "float32", dtype, 98_304, error, 20 * error, 30 * error, decibels, 0, 0, 0, 12, 0)
+        for dtype, error, decibels in (("bfloat16", 1e-4, 55.9), ("float16", 1e-5, 73.9), ("float8_e4m3fn", 1e-3, 31.5))
+    )
+    return events.WeightLookedAt(
+        app.experiment.recipe, name, WeightReading(ExponentHistogram(name, counts, 7, 0), errors)
+    )
+
+
+def inputs(app: DtypeApp) -> events.Event:
+    rows = tuple(
+        InputBatch(f"{text}…", tokens, (InputTensor("input_ids", (1, tokens), "int64"),))
+        for text, tokens in (("import os", 162), ("class Worker:", 170), ("def main() -> None:", 141))
+    )
+    return events.InputsReady(
+        InputsReading("3 default prompts, 473 tokens", ("text: the demo's own prompts",), 473, rows)
+    )
+
+
+def exported(app: DtypeApp) -> events.Event:
+    mix = (("bfloat16", 43, 528_384), ("float8_e4m3fn", 6, 221_184), ("float32", 13, 4_992))
+    loading = "from_pretrained would make all of it bfloat16; dtype_engine.load_pretrained keeps every dtype."
+    return events.ExportPlanned(app.experiment.recipe, ExportPlan(754_560, 1, mix, loading, ()))
+
+
+def causes(app: DtypeApp) -> events.Event:
+    parts = (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0))
+    return events.CausesTold(
+        app.experiment.recipe,
+        CausesReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
+    )
+
+
+def scanned(app: DtypeApp) -> events.Event:
+    weights = []
+    dtypes = ("bfloat16", "float8_e4m3fn", "int8")
+    for place, (name, tensor) in enumerate(app.experiment.tree.tensors.items(), 1):
+        for dtype, scale in (("float32", 0.0), ("bfloat16", 1e-7), ("float8_e4m3fn", 3e-5), ("int8", 1e-6)):
+            score = (place * 37 % 41) * scale
+            weights.append(WeightScore(name, dtype, tensor_bytes(tensor, dtype), score, score / 10))
+    found = ScanReport(
+        "demo", "cpu", "float32", app.experiment.inputs, NATS, False, 4, 6, 6, dtypes, 1.0, 15.0, tuple(weights)
+    )
+    return events.Scanned(found, True)
+
+
+SCENES: dict[str, Scene] = {
+    "as-stored": ready,
+    "mix": mixed,
+    "measuring": measuring,
+    "failed": failed,
+    "memory-tab": after(mixed, "tab"),
+    "recipe-tab": after(mixed, "tab", "tab"),
+    "cast-prompt": after(ready, "j", "j", "j", "c", "tab"),
+    "filter": after(mixed, "slash", *"up_proj"),
+    "command-line": after(ready, "colon", *"cast *.mlp b", "tab"),
+    "help": after(ready, "question_mark"),
+    "details": after(mixed, "enter"),
+    "settings": after(ready, "comma"),
+    "flow": told(mixed, flow),
+    "generation": told(mixed, generated),
+    "speed": told(mixed, timed),
+    "values": told(ready, values),
+    "inputs": told(ready, inputs, "i"),
+    "presets": after(ready, "p"),
+    "leave": told(after(mixed, "e"), exported),
+    "causes": told(after(mixed, "d"), causes),
+    "history": history,
+    "scan-dtypes": after(ready, "s"),
+    "heat": told(ready, scanned),
+    "scan": told(ready, scanned, "s"),
+    "optimise": told(ready, scanned, "o"),
+}
+
+
+async def bring_up(name: str, app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A scene, still and without passing notices."""
+    await SCENES[name](app, pilot)
+    await pilot.pause(0.35)
+    app.clear_notifications()
+    await pilot.pause(0.1)
+
+
+__all__ = ["SCENES", "bring_up", "make_app"]

@@ -1,0 +1,132 @@
+"""What the app makes of each event of the engine's worker."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dtype_engine import events, history
+
+from .inputs_screen import InputsScreen
+from .leaving_screen import LeavingScreen
+from .screens import flow_screen, generation_screen, speed_screen, weight_screen
+
+if TYPE_CHECKING:
+    from .app import DtypeApp
+
+
+def hear(app: DtypeApp, event: events.Event) -> None:
+    """Take one event in: what the app knows, and what is on the screen because of it. Readings of another recipe than the one in
+    force are passed over.
+    """
+    experiment = app.experiment
+    if isinstance(event, events.Loading):
+        app.busy, app.activity, app.share = True, event.step, None
+    elif isinstance(event, events.ModelReady):
+        _model_ready(app, event)
+    elif isinstance(event, events.HeadersRead):
+        experiment.partial = False
+        experiment.replace_tree(event.tree)
+        app.has_tree = True
+        app.tree_view.new_tree()
+        app.find_cursor()
+        for notice in event.notices:
+            app.say(notice, "information")
+        app.warn_unmatched()
+    elif isinstance(event, events.OpenFailed):
+        app.open_error = event.message
+        experiment.no_forward, experiment.partial = event.message, False
+        app.start_with_preset()
+        app.say(event.message, "warning" if app.has_tree else "error")
+    elif isinstance(event, events.InputsReady):
+        experiment.set_inputs(event.reading)
+        if isinstance(app.screen, InputsScreen):
+            app.screen.accepted(event.reading)
+    elif isinstance(event, events.InputsRefused):
+        app.say(event.message, "error")
+        if isinstance(app.screen, InputsScreen):
+            app.screen.refused(event.message)
+    elif isinstance(event, events.Idle):
+        app.busy, app.share, app.saving = False, None, False
+        if experiment.scan.running:
+            experiment.scan.stopped()
+    elif isinstance(event, events.Saving):
+        app.saving = True
+        app.busy, app.activity, app.share = True, event.what, event.done / max(1, event.total)
+    elif isinstance(event, events.Saved):
+        app.saving = app.quit_asked = False
+        for sentence in (event.sentence, *event.notices):
+            app.say(sentence, "information" if event.done else "warning")
+    elif isinstance(event, events.FloorMeasured):
+        experiment.floor = event.floor
+    elif isinstance(event, events.Scanned):
+        experiment.scan.put(experiment.tree, event.report, event.finished)
+    elif event.recipe != experiment.recipe:
+        return
+    elif isinstance(event, events.Memory):
+        experiment.memory = event.reading
+    elif isinstance(event, events.Casting):
+        app.busy, app.activity, app.share = True, f"casting {event.total:,} tensors", event.done / event.total
+    elif isinstance(event, events.CastDone):
+        experiment.notes = event.notes
+        _say_lost(app, event)
+    elif isinstance(event, events.Measuring):
+        app.busy, app.activity = True, f"measuring: {event.run}"
+        app.share = event.done / event.total if event.total else None
+    elif isinstance(event, events.ModulesMeasured):
+        experiment.modules.update((reading.name, reading) for reading in event.modules)
+    elif isinstance(event, events.Measured):
+        if event.report.settings == str(experiment.settings):
+            experiment.report = event.report
+            experiment.modules = {reading.name: reading for reading in event.report.modules}
+            if app.tree_view.order == "drift":
+                app.tree_view.rebuild()
+            if isinstance(app.screen, InputsScreen):
+                app.screen.measured(event.report.output.positions)
+            experiment.scan.note_measured(experiment.tree, experiment.plan, event.report)
+            history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
+    elif isinstance(event, events.NonfiniteFound):
+        experiment.nonfinite = event.found
+    elif isinstance(event, events.CausesTold):
+        experiment.causes = event.report
+    elif isinstance(event, events.Working):
+        app.busy, app.activity, app.share = True, event.what, event.done / event.total
+    elif isinstance(event, events.Generated):
+        app.push_screen(generation_screen(event.texts))
+    elif isinstance(event, events.Timed):
+        app.push_screen(speed_screen(event.report))
+    elif isinstance(event, events.Flowed):
+        app.push_screen(flow_screen(event.casts))
+    elif isinstance(event, events.WeightLookedAt):
+        app.push_screen(weight_screen(experiment, event.name, event.reading))
+    elif isinstance(event, events.ExportPlanned):
+        if isinstance(app.screen, LeavingScreen):
+            app.screen.show_plan(event)
+    elif isinstance(event, events.Failed):
+        experiment.failure, experiment.failed_module = event.message, event.module
+        app.say(event.message, "error")
+    elif isinstance(event, events.Stopped):
+        app.say("stopped; m measures again", "information")
+
+
+def _model_ready(app: DtypeApp, event: events.ModelReady) -> None:
+    experiment = app.experiment
+    experiment.class_name, experiment.device, experiment.inputs = event.class_name, event.device, event.inputs
+    experiment.no_forward, experiment.live = event.no_forward, True
+    experiment.replace_tree(event.tree)
+    app.has_tree = True
+    app.tree_view.new_tree()
+    app.find_cursor()
+    app.start_with_preset()
+    for notice in event.notices:
+        app.say(notice, "warning")
+    if event.no_forward:
+        app.say(event.no_forward, "warning")
+    app.warn_unmatched()
+
+
+def _say_lost(app: DtypeApp, event: events.CastDone) -> None:
+    overflowed = [note for note in event.notes if note.overflowed]
+    if overflowed:
+        first = overflowed[0]
+        more = f" and in {len(overflowed) - 1} more tensors" if len(overflowed) > 1 else ""
+        app.say(f"{first.overflowed:,} values of {first.name} overflow to infinity in {first.dtype}{more}", "warning")

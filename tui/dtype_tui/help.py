@@ -1,0 +1,41 @@
+"""What the help screen says: every key of every screen, from the bindings themselves, and what the panes' words mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from textual.binding import BindingType
+
+from .history_screen import HistoryScreen
+from .inputs_screen import InputsScreen
+from .keys import described
+from .leaving_screen import LeavingScreen
+from .presets_screen import PresetsScreen
+from .scan_screens import FRONT_KEYS, ScanScreen
+from .settings_screen import SettingsScreen
+from .widgets.command_line import CommandLine
+from .widgets.module_tree import ModuleTree
+from .widgets.prompts import CastPrompt
+
+Section = tuple[str, list[tuple[str, str]]]
+
+
+def sections(
+    of_the_app: Iterable[BindingType], chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
+) -> tuple[list[Section], list[tuple[str, str]]]:
+    """(title, its keys) of every place that has some, and (title, text) of every word explained; `chosen` as in `described`."""
+    places: tuple[tuple[str, Iterable[BindingType]], ...] = (
+        ("Casting and measuring", of_the_app),
+        ("In the tree", ModuleTree.BINDINGS),
+        ("In the cast prompt", CastPrompt.BINDINGS),
+        ("In the command line", CommandLine.BINDINGS),
+        ("In the settings", SettingsScreen.BINDINGS),
+        ("In the inputs", InputsScreen.BINDINGS),
+        ("In the scan", ScanScreen.BINDINGS),
+        ("Along the front", FRONT_KEYS),
+        ("In the history", HistoryScreen.BINDINGS),
+        ("In the presets", PresetsScreen.BINDINGS),
+        ("In what to leave with", LeavingScreen.BINDINGS),
+    )
+    explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
+    return [(title, list(described(bindings, chosen))) for title, bindings in places], explained
