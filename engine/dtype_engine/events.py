@@ -7,33 +7,35 @@ belongs to the recipe in force, or is not shown.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .readings import (
-    CastNotes,
-    DriftReport,
-    FlowCast,
-    Generation,
-    MemoryReading,
-    ModuleDrift,
-    ScanReport,
-    SpeedReport,
-    WeightReading,
-)
-from .readings_drift import CausesReport, Floor, Nonfinite
-from .readings_inputs import InputsReading
-from .recipe import Recipe
-from .tree import Tree
-from .wishes import ExportPlan
+if TYPE_CHECKING:
+    from .readings import (
+        CastNotes,
+        DriftReport,
+        FlowCast,
+        Generation,
+        MemoryReading,
+        ModuleDrift,
+        ScanReport,
+        SpeedReport,
+        WeightReading,
+    )
+    from .readings_drift import CausesReport, Floor, Nonfinite
+    from .readings_inputs import InputsReading
+    from .recipe import Recipe
+    from .tree import Tree
+    from .wishes import ExportPlan
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loading:
     """The model is being opened; `step` says what is done now, in a few words."""
 
     step: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class HeadersRead:
     """All headers of the checkpoint are read; `tree` takes the place of what was seen at first glance."""
 
@@ -41,7 +43,7 @@ class HeadersRead:
     notices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModelReady:
     """The live model is there. `tree` knows classes, ties and buffers; `no_forward` says why it can't be run, if so."""
 
@@ -54,28 +56,28 @@ class ModelReady:
     no_forward: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputsReady:
     """What the model is run on from now on; all that was measured before was on other inputs."""
 
     reading: InputsReading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class InputsRefused:
     """Inputs that were asked for do not fit, or can't be read: those before stay in force."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class OpenFailed:
     """The model could not be opened. The tree of the headers, if there was one, is all there will be."""
 
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Casting:
     """Tensors are being cast, `done` of `total`."""
 
@@ -84,7 +86,7 @@ class Casting:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CastDone:
     """Every tensor now has its planned dtype; `notes` has those whose values did not all survive."""
 
@@ -92,7 +94,7 @@ class CastDone:
     notes: tuple[CastNotes, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measuring:
     """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all
     inputs.
@@ -104,7 +106,7 @@ class Measuring:
     total: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Working:
     """Something else that takes time is under way: `what`, in a few words, and `done` of `total` steps of it."""
 
@@ -114,7 +116,7 @@ class Working:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ModulesMeasured:
     """Drift of some modules as the candidate's pass goes by, over the inputs so far. A module's newer reading replaces its
     older one."""
@@ -123,7 +125,7 @@ class ModulesMeasured:
     modules: tuple[ModuleDrift, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Measured:
     """A measurement is complete."""
 
@@ -131,14 +133,14 @@ class Measured:
     report: DriftReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FloorMeasured:
     """The drift of the reference against itself, over the inputs in use."""
 
     floor: Floor
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NonfiniteFound:
     """Why the output just measured is not finite, and what mends it."""
 
@@ -146,7 +148,7 @@ class NonfiniteFound:
     found: Nonfinite
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CausesTold:
     """Which modules the drift arises in, as asked for."""
 
@@ -154,7 +156,7 @@ class CausesTold:
     report: CausesReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Flowed:
     """The implicit casts of one forward pass, as asked for."""
 
@@ -162,7 +164,7 @@ class Flowed:
     casts: tuple[FlowCast, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Generated:
     """What reference and candidate wrote, as asked for."""
 
@@ -170,7 +172,7 @@ class Generated:
     texts: tuple[Generation, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timed:
     """How long forward passes take, as asked for."""
 
@@ -178,7 +180,7 @@ class Timed:
     report: SpeedReport
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class WeightLookedAt:
     """The values of one tensor, as asked for."""
 
@@ -187,7 +189,7 @@ class WeightLookedAt:
     reading: WeightReading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ExportPlanned:
     """What an export of this recipe would write; `plan` is None where it can't be exported, and `reason` says why."""
 
@@ -196,7 +198,7 @@ class ExportPlanned:
     reason: str = ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Saving:
     """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
 
@@ -206,7 +208,7 @@ class Saving:
     total: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Saved:
     """What was asked to be written is there, or is not (`done`), and the sentence says what and where, or why not."""
 
@@ -216,7 +218,7 @@ class Saved:
     notices: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Scanned:
     """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
 
@@ -224,7 +226,7 @@ class Scanned:
     finished: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Failed:
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -233,14 +235,14 @@ class Failed:
     module: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Stopped:
     """The user stopped what was under way for this recipe (a newer command that supersedes it says nothing)."""
 
     recipe: Recipe
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Memory:
     """Memory now; about four times a second while work goes on, and once when it ends."""
 
@@ -248,7 +250,7 @@ class Memory:
     reading: MemoryReading
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Idle:
     """Nothing is under way."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .readings import DriftReport
 from .recipe import Recipe, Rule
+
+if TYPE_CHECKING:
+    from .readings import DriftReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,10 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from .readings import OutputDrift
+if TYPE_CHECKING:
+    from .readings import OutputDrift
 
 
 @dataclass(frozen=True, slots=True)

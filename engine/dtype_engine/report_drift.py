@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from .readings import OutputDrift
-from .readings_drift import Cause, CausesReport, Floor, Nonfinite
 from .report_text import decibels
 from .text import printable
-from .thresholds import Verdict
+
+if TYPE_CHECKING:
+    from .readings import OutputDrift
+    from .readings_drift import Cause, CausesReport, Floor, Nonfinite
+    from .thresholds import Verdict
 
 _CANCELLING = 1.2
 """A part that drifts this many times as much as the whole is no share of it."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from . import dtypes
-from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow, WeightError
-from .recipe import Plan
 from .text import printable
-from .tree import Totals, Tree
+
+if TYPE_CHECKING:
+    from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow, WeightError
+    from .recipe import Plan
+    from .tree import Totals, Tree
 
 
 def human_bytes(size: float) -> str:

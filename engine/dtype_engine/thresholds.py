@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .readings import OutputDrift
+if TYPE_CHECKING:
+    from .readings import OutputDrift
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from .readings import DriftReport
+if TYPE_CHECKING:
+    from .readings import DriftReport
 
 
 @dataclass(frozen=True, slots=True)

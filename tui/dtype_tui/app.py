@@ -7,7 +7,7 @@ import shlex
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from rich.text import Text
 from textual import events as textual_events
@@ -21,11 +21,8 @@ from dtype_engine import dtypes, events, history
 from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
 from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
-from dtype_engine.recipe.presets import PRESETS
-from dtype_engine.sessions import SavedSession
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
-from dtype_engine.wishes import Wish
 
 from . import scan_actions
 from .ascii import AsciiFilter, wants_ascii
@@ -34,14 +31,18 @@ from .commands import Command, Completer, all_commands
 from .config import Config
 from .experiment import Experiment
 from .hints import next_keys
-from .keeping import SessionKeeper
 from .keys import keys_of, on_keyboard, with_ids
-from .screens import details, help_screen
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
 from .widgets.module_tree import COLUMNS, ORDERS, ModuleTree
 from .widgets.panes import SidePanes, worst_modules
 from .widgets.prompts import CastPrompt, FilterPrompt
+
+if TYPE_CHECKING:
+    from dtype_engine.sessions import SavedSession
+    from dtype_engine.wishes import Wish
+
+    from .keeping import SessionKeeper
 
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
 LOOKED_AT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
@@ -151,6 +152,7 @@ class DtypeApp(App[None]):
         self.busy = True
         self.open_error: str | None = None
         self.keeper: SessionKeeper | None = None
+        self.begin_keeping: Callable[[], SessionKeeper] | None = None
         self._cursor_wanted: str | None = None
         self._cursor_at = ""
         self._preset_wanted: str | None = None
@@ -186,13 +188,18 @@ class DtypeApp(App[None]):
         self.set_interval(_LOOK_EVERY_S, self.look)
         self.find_cursor()
         self.set_interval(_KEEP_EVERY_S, self._keep_now)
-        if self.keeper is not None:
-            self.keeper.say = lambda trouble: self.say(trouble, "warning")
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.exit)
         # The first paint comes first: starting the engine imports torch.
-        self.call_after_refresh(self.engine.start)
+        self.call_after_refresh(self._begin)
+
+    def _begin(self) -> None:
+        if self.begin_keeping is not None:
+            self.keeper = self.begin_keeping()
+        if self.keeper is not None:
+            self.keeper.say = lambda trouble: self.say(trouble, "warning")
+        self.engine.start()
 
     def on_unmount(self) -> None:
         self._keep(self._cursor_at)
@@ -309,13 +316,19 @@ class DtypeApp(App[None]):
         if self.experiment.push(recipe):
             self.engine.set_recipe(recipe)
         self._preset_wanted, self._after_preset = preset, recipe
-        if self.experiment.tree.has_classes or (preset and not PRESETS[preset].needs_classes and self.has_tree):
+        if preset is None:
+            return
+        from dtype_engine.recipe.presets import PRESETS
+
+        if self.experiment.tree.has_classes or (not PRESETS[preset].needs_classes and self.has_tree):
             self.start_with_preset()
 
     def start_with_preset(self) -> None:
         """Put the preset in force that the command line asks for; most wait for module classes to be known."""
         if self._preset_wanted is None:
             return
+        from dtype_engine.recipe.presets import PRESETS
+
         name, self._preset_wanted = self._preset_wanted, None
         try:
             made = PRESETS[name].recipe(self.experiment.tree)
@@ -641,6 +654,8 @@ class DtypeApp(App[None]):
         self.theme = name
 
     def action_details(self) -> None:
+        from .screens import details
+
         self.push_screen(details(self.experiment, self.tree_view.current.name))
 
     def action_next_pane(self) -> None:
@@ -649,6 +664,7 @@ class DtypeApp(App[None]):
 
     def action_help(self) -> None:
         from .help import sections
+        from .screens import help_screen
 
         words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
         self.push_screen(help_screen(*sections(self.BINDINGS, self.chosen_keys, words)))

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
-from dtype_engine.readings import ModuleDrift
 from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
-from dtype_engine.tree import Totals
+
+if TYPE_CHECKING:
+    from dtype_engine.readings import ModuleDrift
+    from dtype_engine.tree import Totals
 
 COLOURS = {
     "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",

@@ -34,16 +34,9 @@ from dtype_engine.errors import UserError
 from dtype_engine.events import Event
 from dtype_engine.recipe import Recipe
 
-from .keeping import (
-    SessionKeeper,
-    end_when_the_terminal_is_gone,
-    said_on_the_command_line,
-    saved_session,
-    with_saved_options,
-)
-
 if TYPE_CHECKING:
     from .config import Config
+    from .keeping import SessionKeeper
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -73,8 +66,11 @@ def command(
     limits = thresholds_from(run_settings)
     recipe = read_rules(casts, recipe_file)
     options = settled(options_from(**run_settings))
-    saved = saved_session(model) if resume else None
-    if saved is not None:
+    saved = None
+    if resume:
+        from .keeping import said_on_the_command_line, saved_session, with_saved_options
+
+        saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, said_on_the_command_line())
     elif model is None:
         _need_a_terminal()
@@ -101,12 +97,18 @@ def command(
         return workers[0]
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
-    app.keeper = SessionKeeper(model, source.title, source.path, options)
+
+    def begin_keeping() -> SessionKeeper:
+        from .keeping import SessionKeeper, end_when_the_terminal_is_gone
+
+        end_when_the_terminal_is_gone(app.on_unmount)
+        return SessionKeeper(model, source.title, source.path, options)
+
+    app.begin_keeping = begin_keeping
     if saved is not None:
         app.take_up(saved)
         recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
     app.start_with(recipe, preset_asked())
-    end_when_the_terminal_is_gone(app.on_unmount)
     app.experiment.thresholds = limits
     app.run()
     if any(worker.alive for worker in workers):

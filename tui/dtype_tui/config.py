@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import platformdirs
-import yaml
 
 from dtype_engine.errors import UserError
 from dtype_engine.text import printable
@@ -52,6 +51,8 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
         return Config()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: can't be read: {error}") from None
+    import yaml  # most people have no such file, and it takes a while
+
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError as error:

@@ -7,18 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
-from dtype_engine.history import MeasuredRecipe
 from dtype_engine.options import RunSettings
-from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
-from dtype_engine.readings_drift import CausesReport, Floor, Nonfinite
-from dtype_engine.readings_inputs import InputsReading
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
 from dtype_engine.thresholds import Thresholds
-from dtype_engine.tree import TensorInfo, Totals, Tree
 
 from .scan_view import ScanView
+
+if TYPE_CHECKING:
+    from dtype_engine.history import MeasuredRecipe
+    from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+    from dtype_engine.readings_drift import CausesReport, Floor, Nonfinite
+    from dtype_engine.readings_inputs import InputsReading
+    from dtype_engine.tree import TensorInfo, Totals, Tree
 
 
 @dataclass

@@ -11,14 +11,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
 from dtype_engine.errors import UserError
 from dtype_engine.options import Options, RunSettings
-from dtype_engine.recipe import History, Recipe
 from dtype_engine.sessions import SavedSession, SessionFile, newest_session, reopened_by
+
+if TYPE_CHECKING:
+    from dtype_engine.recipe import History, Recipe
 
 _REST_S = 1.0
 """The least time between two saves of what is lost cheaply: where the cursor stands."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from dtype_engine.recipe import Recipe
-
 from .scan_view import figure
 
 if TYPE_CHECKING:
+    from dtype_engine.recipe import Recipe
+
     from .app import DtypeApp
     from .experiment import Experiment
 

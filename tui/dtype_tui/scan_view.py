@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
 from dtype_engine.errors import UserError
-from dtype_engine.readings import DriftReport, Prediction, ScanReport
-from dtype_engine.recipe import Plan, Recipe
-from dtype_engine.tree import Tree
 
 from .cells import bar
 
 # Searching is not for the first paint: its rooms are imported where they are needed.
 if TYPE_CHECKING:
     from dtype_engine.limits import Limits
+    from dtype_engine.readings import DriftReport, Prediction, ScanReport
+    from dtype_engine.recipe import Plan, Recipe
     from dtype_engine.search import Front
+    from dtype_engine.tree import Tree
 
 _DECADES = 3
 """The heat bar is empty at this many powers of ten under the whole model."""

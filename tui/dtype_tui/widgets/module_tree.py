@@ -10,7 +10,7 @@ import math
 import re
 from dataclasses import dataclass
 from fnmatch import translate
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.segment import Segment
 from rich.style import Style
@@ -22,13 +22,16 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from dtype_engine import dtypes
-from dtype_engine.readings import ModuleDrift
 from dtype_engine.report_text import human_count
 from dtype_engine.tree import Module, TensorInfo, ancestors
 
 from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
-from ..experiment import Experiment, Preview
 from ..keys import with_ids
+
+if TYPE_CHECKING:
+    from dtype_engine.readings import ModuleDrift
+
+    from ..experiment import Experiment, Preview
 
 ORDERS = ("model", "bytes", "drift")
 """Of a node's children: as the model has them, the largest first, those that drift most first."""
@@ -520,6 +523,8 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
     reading = experiment.modules.get(row.name) if row.tensor is None else None
     if not row.name and experiment.report is not None:
+        from dtype_engine.readings import ModuleDrift  # there is nothing to show of it at the first paint
+
         output = experiment.report.output
         reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
     number, drawn = drift_cell(reading)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING
 
 from rich.segment import Segment
 from rich.table import Table
@@ -14,8 +15,6 @@ from textual.widgets import Static
 
 from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
-from dtype_engine.readings import DriftReport, ModuleDrift
-from dtype_engine.readings_drift import Nonfinite
 from dtype_engine.recipe import Rule
 from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.report_text import decibels, human_bytes
@@ -23,8 +22,13 @@ from dtype_engine.text import printable
 from dtype_engine.thresholds import verdicts
 
 from ..cells import colour, fit, percent, short_bytes
-from ..experiment import Experiment
 from ..scan_actions import predicted
+
+if TYPE_CHECKING:
+    from dtype_engine.readings import DriftReport, ModuleDrift
+    from dtype_engine.readings_drift import Nonfinite
+
+    from ..experiment import Experiment
 
 
 class Pane(VerticalScroll, can_focus=False):
