@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from noting import NotingEngine, make_app, report
 from textual.pilot import Pilot
+from textual.widgets import Input
 
 from dtype_engine import events
 from dtype_engine.readings import (
@@ -246,6 +247,8 @@ SCENES: dict[str, Scene] = {
 async def bring_up(name: str, app: DtypeApp, pilot: Pilot[None]) -> None:
     """A scene, still and without passing notices."""
     await SCENES[name](app, pilot)
+    for field in app.screen.query(Input):
+        field.cursor_blink = False
     await pilot.pause(0.35)
     app.clear_notifications()
     await pilot.pause(0.1)

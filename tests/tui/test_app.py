@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -555,7 +554,7 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
 
 async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, dataclasses.replace(ready(app), no_forward="no architecture"))
+        await say(app, pilot, ready(app)._replace(no_forward="no architecture"))
         await pilot.press("g", "t", "f")
         assert engine(app).commands == ["start"]
 

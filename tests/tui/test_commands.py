@@ -121,6 +121,7 @@ async def enter(app: DtypeApp, pilot: object, line: str) -> None:
 async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
         await pilot.press("colon", *"cast *.ml")
         await pilot.press(*"p bf", "tab")
         await pilot.pause()
@@ -137,6 +138,7 @@ async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
 async def test_history_and_leaving() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
         for line in ("go model.layers.2", "sort bytes"):
             await enter(app, pilot, line)
         assert app.query_one(ModuleTree).order == "bytes"
@@ -155,6 +157,7 @@ async def test_history_and_leaving() -> None:
 async def test_tab_walks_through_what_fits_and_back() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
         await pilot.press("colon", *"cast ", "tab")
         field = app.query_one(CommandLine).query_one(Input)
         assert field.value == "cast *"
@@ -167,6 +170,7 @@ async def test_tab_walks_through_what_fits_and_back() -> None:
 async def test_what_is_wrong_stays_in_the_line_or_is_a_notice() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
         await enter(app, pilot, "cast *.mlp bfloat17")
         assert app.query_one(CommandLine).has_class("open")
         assert "did you mean bfloat16" in screen(app)
@@ -184,6 +188,7 @@ async def test_what_is_wrong_stays_in_the_line_or_is_a_notice() -> None:
 async def test_columns_themes_filters_and_actions_by_name() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
         await enter(app, pilot, "columns bytes")
         assert "params" not in lines(app)[0]
         assert "bytes" in lines(app)[0]
@@ -202,7 +207,8 @@ async def test_columns_themes_filters_and_actions_by_name() -> None:
 
 async def test_every_key_without_words_is_a_command() -> None:
     app = make_app()
-    async with app.run_test():
+    async with app.run_test() as pilot:
+        await pilot.pause()
         known = app.query_one(CommandLine).completer.commands
         actions = {command.action for command in known.values()}
         for binding in app.BINDINGS:

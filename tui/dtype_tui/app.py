@@ -15,7 +15,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.screen import Screen
-from textual.widgets import Static
+from textual.widgets import Input, Static
 
 from dtype_engine import dtypes, events, history
 from dtype_engine.errors import UserError
@@ -167,9 +167,6 @@ class DtypeApp(App[None]):
             yield SidePanes(self.experiment)
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
-        yield CastPrompt(self.experiment)
-        yield CommandLine(self.experiment, self._completer())
-        yield FilterPrompt(lambda: len(self.tree_view.matches))
         yield Static(id="too-small", markup=False)
         yield Static(id="message", markup=False)
 
@@ -194,7 +191,14 @@ class DtypeApp(App[None]):
         # The first paint comes first: starting the engine imports torch.
         self.call_after_refresh(self._begin)
 
-    def _begin(self) -> None:
+    async def _begin(self) -> None:
+        await self.mount(
+            CastPrompt(self.experiment),
+            CommandLine(self.experiment, self._completer()),
+            FilterPrompt(lambda: len(self.tree_view.matches)),
+        )
+        for field in self.query(Input):
+            field.cursor_blink = False  # every blink goes over the wire
         if self.begin_keeping is not None:
             self.keeper = self.begin_keeping()
         if self.keeper is not None:
@@ -401,7 +405,7 @@ class DtypeApp(App[None]):
         their keys come before those of widgets, and then only in the tree.
         """
         if action in ("cast", "filter", "command"):
-            return isinstance(self.focused, ModuleTree)
+            return isinstance(self.focused, ModuleTree) and bool(self.query(FilterPrompt))
         return True
 
     # -- keys ----------------------------------------------------------------------------------------------------
