@@ -249,9 +249,9 @@ async def bring_up(name: str, app: DtypeApp, pilot: Pilot[None]) -> None:
     await SCENES[name](app, pilot)
     for field in app.screen.query(Input):
         field.cursor_blink = False
-    await pilot.pause(0.35)
+    await pilot.pause(0.25)
     app.clear_notifications()
-    await pilot.pause(0.1)
+    await pilot.pause()
 
 
 __all__ = ["SCENES", "bring_up", "make_app"]
