@@ -20,6 +20,7 @@ from dtype_engine import Options, Recipe, Rule
 from dtype_engine.model.source import locate
 from dtype_engine.worker import Worker
 from dtype_tui.app import DtypeApp
+from dtype_tui.config import Config
 from dtype_tui.widgets.module_tree import ModuleTree
 
 HERE = Path(__file__).parent
@@ -73,20 +74,63 @@ async def help_(app: DtypeApp, pilot: Pilot[None]) -> None:
     await pilot.pause(0.3)
 
 
-SCENES: dict[str, tuple[Scene, Recipe, tuple[int, int]]] = {
-    "mix-120x36": (mix, MIXED, (120, 36)),
-    "mix-80x24": (mix, MIXED, (80, 24)),
-    "cast-120x36": (cast, AS_STORED, (120, 36)),
-    "details-120x36": (details, MIXED, (120, 36)),
-    "help-120x36": (help_, MIXED, (120, 36)),
+async def flow(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Where dtypes silently change in a forward pass."""
+    await settle(app, pilot)
+    await pilot.press("f")
+    await until(pilot, lambda: len(app.screen_stack) > 1)
+
+
+async def scanned(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """How much every weight matters in bf16, in the tree."""
+    await settle(app, pilot)
+    await pilot.press("s", "enter")
+    await until(pilot, lambda: app.experiment.scan.finished and not app.busy)
+
+
+async def optimise(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The Pareto front, after a scan."""
+    await scanned(app, pilot)
+    await pilot.press("o")
+    await pilot.pause(1)
+    await pilot.press(*["left"] * 12)
+    await pilot.pause(1)
+
+
+async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Drift module by module, while the candidate's pass goes by."""
+    await until(pilot, lambda: len(app.experiment.modules) > 20)
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 120
+    while not condition():
+        if time.monotonic() > end:
+            raise SystemExit("it never came")
+        await pilot.pause(0.02)
+
+
+SCENES: dict[str, tuple[Scene, Recipe, tuple[int, int], str]] = {
+    "mix-120x36": (mix, MIXED, (120, 36), "textual-dark"),
+    "mix-80x24": (mix, MIXED, (80, 24), "textual-dark"),
+    "mix-200x50": (mix, MIXED, (200, 50), "textual-dark"),
+    "mix-light-120x36": (mix, MIXED, (120, 36), "textual-light"),
+    "mix-ansi-120x36": (mix, MIXED, (120, 36), "ansi-dark"),
+    "measuring-120x36": (measuring, MIXED, (120, 36), "textual-dark"),
+    "cast-120x36": (cast, AS_STORED, (120, 36), "textual-dark"),
+    "details-120x36": (details, MIXED, (120, 36), "textual-dark"),
+    "flow-120x36": (flow, MIXED, (120, 36), "textual-dark"),
+    "scan-120x36": (scanned, AS_STORED, (120, 36), "textual-dark"),
+    "optimise-120x36": (optimise, AS_STORED, (120, 36), "textual-dark"),
+    "help-120x36": (help_, MIXED, (120, 36), "textual-dark"),
 }
 
 
-async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], png: bool) -> None:
+async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], theme: str, png: bool) -> None:
     source = locate(None)
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp(source.title, checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(source.title, checkpoint.tree(), lambda emit: Worker(source, Options(), emit), config=Config(theme))
     app.start_with(recipe)
     async with app.run_test(size=size) as pilot:
         await scene(app, pilot)
@@ -108,8 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", action="store_true")
     options = parser.parse_args()
-    for name, (scene, recipe, size) in SCENES.items():
-        asyncio.run(draw(name, scene, recipe, size, options.png))
+    for name, (scene, recipe, size, theme) in SCENES.items():
+        asyncio.run(draw(name, scene, recipe, size, theme, options.png))
 
 
 if __name__ == "__main__":

@@ -178,7 +178,7 @@ def test_models_that_lie_here_are_offered_and_one_is_opened(tmp_path: Path) -> N
         shutil.copytree(DEMO, tmp_path / name)
     os.chdir(tmp_path)
     try:
-        terminal = Terminal()
+        terminal = Terminal(environment={"XDG_STATE_HOME": str(tmp_path / "state")})
     finally:
         os.chdir(Path(__file__).parent)
     try:
