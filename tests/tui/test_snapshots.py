@@ -47,6 +47,10 @@ def test_a_wide_terminal(snapped: Compare) -> None:
     assert snapped("mix", make_app(), (200, 50))
 
 
-@pytest.mark.parametrize("config", [Config("textual-light"), Config("high-contrast"), Config(ascii="always")], ids=str)
+@pytest.mark.parametrize(
+    "config",
+    [Config("textual-light"), Config("high-contrast"), Config(ascii="always")],
+    ids=["light", "high-contrast", "ascii"],
+)
 def test_other_themes_and_ascii(config: Config, snapped: Compare) -> None:
     assert snapped("mix", DtypeApp("demo", demo_tree(), NotingEngine, config=config), (120, 36))

@@ -3,7 +3,7 @@
     theme: high-contrast        # any of Textual's themes, or high-contrast
     ascii: auto                 # always, never; auto looks at the locale
     keys: {cast: "c", measure: "f5"}
-    defaults: {device: cpu, text: [/home/me/calibration.txt]}
+    defaults: {device: cpu, sequences: 8}
 
 `keys` takes the names of the command line's commands (`:` and Tab show them), `defaults` the options of `dtype-tui`.
 """
