@@ -7,9 +7,11 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import struct
 import sys
+import tempfile
 import termios
 import time
 from pathlib import Path
@@ -30,6 +32,7 @@ class Terminal:
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
+        self._state = tempfile.mkdtemp()
         self.started = time.perf_counter()
         # Opened by hand and not by pty.fork, so that the terminal can still be asked after the program has ended.
         self.keyboard, self._terminal = pty.openpty()
@@ -43,8 +46,9 @@ class Terminal:
                 os.dup2(self._terminal, number)
             # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
             given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
-            # Nothing of this machine's: no configuration, no models in a cache.
+            # Nothing of this machine's: no configuration, no models in a cache, no sessions kept by earlier tests.
             own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
+            own["XDG_STATE_HOME"] = self._state
             os.execve(PROGRAM, [PROGRAM, *arguments], given | own | (environment or {}))
 
     def read(self, seconds: float = 0.05) -> int:
@@ -111,3 +115,4 @@ class Terminal:
             break
         os.close(self.keyboard)
         os.close(self._terminal)
+        shutil.rmtree(self._state, ignore_errors=True)

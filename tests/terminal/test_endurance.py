@@ -55,6 +55,17 @@ def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Termin
     terminal.wait_for(seen, 20)
 
 
+def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
+    terminal = Terminal("demo")
+    try:
+        while b"\x1b[?1049h" not in terminal.raw:
+            terminal.read()
+        terminal.press(":cast *.mlp bf16\r")
+        terminal.wait_for(r"\*\.mlp → bf16  18", 20)
+    finally:
+        terminal.close()
+
+
 def test_a_storm_of_resizes_ends_in_the_right_picture(terminal: Terminal) -> None:
     terminal.wait_for("ready")
     chance = random.Random(7)

@@ -15,6 +15,7 @@ from textual.app import App, ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.screen import Screen
+from textual.widget import AwaitMount
 from textual.widgets import Input, Static
 
 from dtype_engine import dtypes, events, history
@@ -158,6 +159,7 @@ class DtypeApp(App[None]):
         self._preset_wanted: str | None = None
         self._after_preset = Recipe()
         self.saving = self.quit_asked = False
+        self._prompts: AwaitMount | None = None
 
     # -- layout --------------------------------------------------------------------------------------------------
 
@@ -180,7 +182,8 @@ class DtypeApp(App[None]):
 
     def on_mount(self) -> None:
         self._fit(self.size.width, self.size.height)
-        self.tree_view.focus()
+        # At once, unlike focus(): a prompt that a key opens in the first moment must not lose the focus again.
+        self.screen.set_focus(self.tree_view)
         self.show_all()
         self.set_interval(_LOOK_EVERY_S, self.look)
         self.find_cursor()
@@ -191,14 +194,20 @@ class DtypeApp(App[None]):
         # The first paint comes first: starting the engine imports torch.
         self.call_after_refresh(self._begin)
 
-    async def _begin(self) -> None:
-        await self.mount(
-            CastPrompt(self.experiment),
-            CommandLine(self.experiment, self._completer()),
-            FilterPrompt(lambda: len(self.tree_view.matches)),
-        )
+    async def _have_prompts(self) -> None:
+        """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
+        if self._prompts is None:
+            self._prompts = self.mount(
+                CastPrompt(self.experiment),
+                CommandLine(self.experiment, self._completer()),
+                FilterPrompt(lambda: len(self.tree_view.matches)),
+            )
+        await self._prompts
         for field in self.query(Input):
             field.cursor_blink = False  # every blink goes over the wire
+
+    async def _begin(self) -> None:
+        await self._have_prompts()
         if self.begin_keeping is not None:
             self.keeper = self.begin_keeping()
         if self.keeper is not None:
@@ -367,7 +376,8 @@ class DtypeApp(App[None]):
             pattern = self.experiment.recipe.rules[place].pattern
             self.say(f"rule {place + 1}: {no_match(self.experiment.tree, pattern, plan.selections[place])}", "warning")
 
-    def action_cast(self) -> None:
+    async def action_cast(self) -> None:
+        await self._have_prompts()
         if self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
@@ -405,7 +415,8 @@ class DtypeApp(App[None]):
         their keys come before those of widgets, and then only in the tree.
         """
         if action in ("cast", "filter", "command"):
-            return isinstance(self.focused, ModuleTree) and bool(self.query(FilterPrompt))
+            # In its first moment nothing has the focus yet.
+            return len(self.screen_stack) == 1 and (self.focused is None or isinstance(self.focused, ModuleTree))
         return True
 
     # -- keys ----------------------------------------------------------------------------------------------------
@@ -567,7 +578,8 @@ class DtypeApp(App[None]):
             here = self.tree_view.current.name
             self.tree_view.go_to(names[(names.index(here) + 1) % len(names)] if here in names else names[0])
 
-    def action_filter(self) -> None:
+    async def action_filter(self) -> None:
+        await self._have_prompts()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
     def action_match(self, step: int) -> None:
@@ -615,7 +627,8 @@ class DtypeApp(App[None]):
         found = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.available_themes)}
         return list(found.get(kind, ()))
 
-    def action_command(self) -> None:
+    async def action_command(self) -> None:
+        await self._have_prompts()
         self.query_one(CommandLine).open()
 
     async def _do(self, command: Command, arguments: tuple[str, ...]) -> None:
