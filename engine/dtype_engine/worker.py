@@ -59,7 +59,7 @@ class Worker:
         """The inputs asked for last, until they are looked at."""
         self._floor_told: Floor | None = None
         self._asked: deque[Task] = deque()
-        self._closed = False
+        self._closing = threading.Event()
         self._stop_now = threading.Event()
         self._gate = Gate(self._stop_now)
         self._stopped_by_user = False
@@ -157,16 +157,21 @@ class Worker:
         exit.
         """
         with self._changed:
-            self._closed = True
+            self._closing.set()
             self._stop_now.set()
             self._changed.notify_all()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(_CLOSE_WAIT_S)
+        self._busy.set()  # wakes the sampler
+        until = time.monotonic() + _CLOSE_WAIT_S
+        for thread in (self._thread, self._sampler):
+            if thread.is_alive() and threading.current_thread() is not thread:
+                thread.join(max(0.0, until - time.monotonic()))
 
     @property
     def alive(self) -> bool:
-        """Whether the thread still runs: after `close`, because an import or a kernel does not look up."""
-        return self._thread.is_alive()
+        """Whether a thread still runs: after `close`, because an import or a kernel does not look up. The interpreter is
+        not to be taken down around one that still holds tensors: freeing them then ends the process with an abort.
+        """
+        return self._thread.is_alive() or self._sampler.is_alive()
 
     def _work(self) -> None:
         self._busy.set()
@@ -235,7 +240,7 @@ class Worker:
                 self._changed.wait()
             self._stopped_by_user = False
             self._stop_now.clear()
-            if self._closed:
+            if self._closing.is_set():
                 return None
             if (line := self._inputs_line) is not None:
                 self._unmeasured, self._waiting = self._unmeasured or self._waiting, False
@@ -249,7 +254,7 @@ class Worker:
             return self._recipe, self._asked.popleft()
 
     def _told_to(self) -> bool:
-        return self._waiting or self._inputs_line is not None or bool(self._asked) or self._closed
+        return self._waiting or self._inputs_line is not None or bool(self._asked) or self._closing.is_set()
 
     def _change_inputs(self, session: Session, recipe: Recipe, line: str) -> None:
         self._emit(events.Working(recipe, "preparing the inputs", 0, 1))
@@ -424,12 +429,11 @@ class Worker:
             self._emit(events.Failed(recipe, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
 
     def _sample(self) -> None:
-        while not self._closed:
+        while not self._closing.wait(_MEMORY_EVERY_S):
             self._busy.wait(1.0)
             session = self._session
-            if session is not None and self._busy.is_set() and not self._closed:
+            if session is not None and self._busy.is_set() and not self._closing.is_set():
                 self._emit(events.Memory(session.recipe, session.memory()))
-            time.sleep(_MEMORY_EVERY_S)
 
 
 class _Throttle:

@@ -35,4 +35,5 @@ def test_memory_of_loading_back(make_llama: Any, tmp_path: Path, recipe: Recipe)
         # Scaled weights are values again, in memory; while that is done some of them are there in float32 too.
         values = 4 * 3 * 2 * 1024 * 4096
         assert left < values + (16 << 20)
-        assert highest < weights + 2 * largest
+        # (how many of them, the allocator decides); a second copy would be twice the values.
+        assert highest < values + 4 * largest < 2 * values
