@@ -16,8 +16,9 @@ lint: $(VENV)/.tests
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Side by side, but in no more processes than have the memory for it: each imports torch.
 unit: $(VENV)/.tests
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
 benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks

@@ -1,4 +1,6 @@
-"""No test touches the state folder of whoever runs it: sessions go to a folder of the test run's own."""
+"""No test touches the state folder of whoever runs it: sessions go to a folder of the test run's own. Tests that run side
+by side have one thread each, and so have the programs they start.
+"""
 
 from __future__ import annotations
 
@@ -6,3 +8,5 @@ import os
 import tempfile
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
