@@ -105,6 +105,14 @@ def test_identical_outputs_do_not_drift() -> None:
     assert (found.sqnr_db, found.cosine, found.top1_agreement, found.log_ratio) == (math.inf, 1, 1, 0)
 
 
+@pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
+def test_the_short_way_for_equal_outputs_gives_the_figures_of_the_long_one(odd: float | None) -> None:
+    reference, _, labels = pair()
+    if odd is not None:
+        reference[3, 2] = odd
+    assert repr(compare(reference, reference.clone(), labels)) == repr(compare(reference, reference.double(), labels))
+
+
 def test_a_reference_of_zeros() -> None:
     found = compare(torch.zeros(3), torch.ones(3), distribution=False)
     assert (found.mean_abs, found.rel_l2, found.sqnr_db) == (1, math.inf, -math.inf)
