@@ -155,7 +155,7 @@ class DtypeApp(App[None]):
         self.keeper: SessionKeeper | None = None
         self.begin_keeping: Callable[[], SessionKeeper] | None = None
         self._cursor_wanted: str | None = None
-        self._cursor_at = ""
+        self._tree: ModuleTree | None = None
         self._preset_wanted: str | None = None
         self._after_preset = Recipe()
         self.saving = self.quit_asked = False
@@ -165,7 +165,8 @@ class DtypeApp(App[None]):
 
     def compose(self) -> ComposeResult:
         with Container(id="main"):
-            yield ModuleTree(self.experiment, id="tree")
+            self._tree = ModuleTree(self.experiment, id="tree")
+            yield self._tree
             yield SidePanes(self.experiment)
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
@@ -215,7 +216,7 @@ class DtypeApp(App[None]):
         self.engine.start()
 
     def on_unmount(self) -> None:
-        self._keep(self._cursor_at)
+        self._keep_now()
         if self.keeper is not None:
             self.keeper.close()
         self.engine.close()
@@ -307,13 +308,13 @@ class DtypeApp(App[None]):
         self._cursor_wanted = saved.cursor
 
     def _keep_now(self) -> None:
-        for tree in self.query(ModuleTree):  # there is none while the app ends
-            self._keep(tree.current.name if tree.rows else "")
-
-    def _keep(self, cursor: str) -> None:
-        if self.keeper is not None and (self.has_tree or self._cursor_wanted is not None):
-            self._cursor_at = cursor
-            self.keeper.note(self.experiment, cursor if self._cursor_wanted is None else self._cursor_wanted)
+        if self.keeper is None or not (self.has_tree or self._cursor_wanted is not None):
+            return
+        cursor = self._cursor_wanted
+        if cursor is None:
+            # The widget itself, which outlives the screen: the last keys count although the app is ending.
+            cursor = self._tree.current.name if self._tree is not None and self._tree.rows else ""
+        self.keeper.note(self.experiment, cursor)
 
     def find_cursor(self) -> None:
         """Go to the node where the session that was taken up stood, once there is a tree with it."""
@@ -702,7 +703,7 @@ class DtypeApp(App[None]):
     # -- messages ------------------------------------------------------------------------------------------------
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
-        self._cursor_at, self._cursor_wanted = message.name, None
+        self._cursor_wanted = None
         self.side.panes[2].show("", message.name)
 
     def on_cast_prompt_previewed(self, message: CastPrompt.Previewed) -> None:
