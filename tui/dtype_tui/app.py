@@ -306,6 +306,7 @@ class DtypeApp(App[None]):
     def take_up(self, saved: SavedSession) -> None:
         """Go on with a session that was kept."""
         self.experiment.take_up(History.of(saved.recipes, saved.at))
+        self.experiment.measured[:] = saved.still_true
         self.engine.set_recipe(self.experiment.recipe)
         self._cursor_wanted = saved.cursor
 
