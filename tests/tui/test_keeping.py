@@ -17,18 +17,15 @@ MEASURED = MeasuredRecipe(
 )
 
 
-async def test_what_was_measured_is_in_the_history_and_goes_back(tmp_path: Path) -> None:
+async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
     app = make_app()
-    app.take_up(
-        SavedSession(
-            None, "demo", Path(DEMO), recipes=(Recipe(), Recipe((Rule("*", "bfloat16"),))), measured=(MEASURED,)
-        )
-    )
+    recipes = (Recipe(), Recipe((Rule("*", "bfloat16"),)))
+    app.take_up(SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         await pilot.press("H")
         await pilot.pause()
-        assert "*.mlp=float16" in screen(app) or "*.mlp → f16" in screen(app)
+        assert "*.mlp" in screen(app)
         await pilot.press("enter")
         await pilot.pause()
         assert app.experiment.recipe.rules == (Rule("*.mlp", "float16"),)
