@@ -54,7 +54,7 @@ def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[f
         if until is not None and until not in opened.text:
             break
         pressed = time.perf_counter()
-        opened.press("j" if (press // 8) % 2 == 0 else "k")
+        opened.press("\x1b[B" if (press // 8) % 2 == 0 else "\x1b[A")
         size = opened.read(2.0)
         times.append(time.perf_counter() - pressed)
         quiet = time.perf_counter()
