@@ -25,7 +25,7 @@ from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
-from . import scan_actions
+from . import command_actions, scan_actions
 from .ascii import AsciiFilter, wants_ascii
 from .cells import bar
 from .commands import Command, Completer, all_commands
@@ -505,10 +505,15 @@ class DtypeApp(App[None]):
             self.engine.look_at(row.tensor.name, LOOKED_AT)
             self.expect("reading the values")
 
-    def action_inputs(self) -> None:
+    def action_inputs(self, line: str = "") -> None:
+        """Run on what the line names; without one, show what the model is run on."""
         experiment = self.experiment
         if not experiment.live:
             self.say(self.open_error or "the inputs are known when the model is there", "information")
+            return
+        if line:
+            self.engine.set_inputs(line)
+            self.expect("preparing the inputs")
             return
         from .inputs_screen import InputsScreen
 
@@ -536,8 +541,11 @@ class DtypeApp(App[None]):
             self.push_screen(PresetsScreen(self.experiment.tree), self._preset_chosen)
 
     def _preset_chosen(self, recipe: Recipe | None) -> None:
-        if recipe is None:
-            return
+        if recipe is not None:
+            self.put_in_force(recipe)
+
+    def put_in_force(self, recipe: Recipe) -> None:
+        """The recipe of a preset, in place of all rules."""
         if self.experiment.push(recipe):
             self.recipe_changed()
         else:
@@ -554,8 +562,12 @@ class DtypeApp(App[None]):
 
     def _wished(self, wish: Wish | None) -> None:
         if wish is not None:
-            self.engine.save(wish)
-            self.expect("writing")
+            self.wish(wish)
+
+    def wish(self, wish: Wish) -> None:
+        """Have the engine write something."""
+        self.engine.save(wish)
+        self.expect("writing")
 
     async def action_quit(self) -> None:
         if self.saving and not self.quit_asked:
@@ -625,6 +637,10 @@ class DtypeApp(App[None]):
         return module.class_name if module is not None else None
 
     def _choices(self, kind: str) -> list[str]:
+        if kind == "preset":
+            from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+
+            return list(PRESETS)
         found = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.available_themes)}
         return list(found.get(kind, ()))
 
@@ -670,6 +686,18 @@ class DtypeApp(App[None]):
                 f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(self.available_themes))}"
             )
         self.theme = name
+
+    def action_export_to(self, folder: str) -> None:
+        command_actions.leave_with(self, "checkpoint", folder)
+
+    def action_save_recipe_to(self, file: str) -> None:
+        command_actions.leave_with(self, "recipe", file)
+
+    def action_save_report_to(self, file: str) -> None:
+        command_actions.leave_with(self, "report", file)
+
+    def action_use_preset(self, name: str) -> None:
+        command_actions.use_preset(self, name)
 
     def action_details(self) -> None:
         from .screens import details
