@@ -119,6 +119,7 @@ class DtypeApp(App[None]):
             Binding("enter", "details", "Details of the node"),
             Binding("escape", "stop", "Stop what the engine does"),
             Binding("question_mark", "help", "Help"),
+            Binding("ctrl+p", "command_palette", "Palette: every action by its name"),
             Binding("ctrl+z", "suspend_process", "Suspend; fg in the shell comes back"),
             Binding("q", "quit", "Quit"),
         ]
@@ -155,6 +156,7 @@ class DtypeApp(App[None]):
         self.keeper: SessionKeeper | None = None
         self.begin_keeping: Callable[[], SessionKeeper] | None = None
         self._cursor_wanted: str | None = None
+        self._worst = ""
         self._tree: ModuleTree | None = None
         self._preset_wanted: str | None = None
         self._after_preset = Recipe()
@@ -264,15 +266,16 @@ class DtypeApp(App[None]):
         else:
             left.append("ready")
         experiment = self.experiment
-        about = " · ".join(
-            part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part
-        )
+        parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]
+        while len(parts) > 1 and left.cell_len + len(" · ".join(parts)) + 2 > width:
+            parts.pop(1)  # the class goes first, then the device
+        about = " · ".join(parts)
         line = Text(no_wrap=True, overflow="ellipsis")
         line.append_text(left)
         line.append(" " * max(1, width - left.cell_len - len(about) - 1))
         line.append(about, style="dim")
         self._put("#status", line)
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy)
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
@@ -587,9 +590,10 @@ class DtypeApp(App[None]):
         names = [reading.name for reading in worst_modules(self.experiment)]
         if not names:
             self.say("no module drifts yet", "information")
-        else:
-            here = self.tree_view.current.name
-            self.tree_view.go_to(names[(names.index(here) + 1) % len(names)] if here in names else names[0])
+            return
+        again = self._worst in names and self._worst == self.tree_view.current.name
+        self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
+        self.tree_view.go_to(self._worst)
 
     async def action_filter(self) -> None:
         await self._have_prompts()
@@ -717,7 +721,7 @@ class DtypeApp(App[None]):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in self.BINDINGS:
-            if isinstance(binding, Binding) and binding.action not in ("quit", "help"):
+            if isinstance(binding, Binding) and binding.action not in ("quit", "help", "command_palette"):
                 yield SystemCommand(
                     binding.description,
                     f"key {on_keyboard(keys_of(binding, self.chosen_keys))}",

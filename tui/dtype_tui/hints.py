@@ -7,8 +7,10 @@ from .experiment import Experiment
 ALWAYS = "? help  q quit"
 
 
-def next_keys(experiment: Experiment, filtered: bool, busy: bool) -> str:
-    """A line of `key what` pairs, two spaces apart, for what is on the screen now."""
+def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) -> str:
+    """A line of `key what` pairs, two spaces apart, for what is on the screen now; as many as `width` cells have room for, and
+    always those for help and quitting.
+    """
     if filtered:
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
     elif experiment.failure:
@@ -21,4 +23,7 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool) -> str:
         keys = "w worst module  u undo  c cast  1-8 dtype  f dtype flow  : command"
     else:
         keys = "u undo  c cast  1-8 dtype  / filter  Enter details  : command"
-    return f" {keys}  {ALWAYS}"
+    pairs = keys.split("  ")
+    while pairs and len(line := f" {'  '.join(pairs)}  {ALWAYS}") > width:
+        pairs.pop()
+    return line if pairs else f" {ALWAYS}"
