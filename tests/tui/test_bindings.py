@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from noting import NotingEngine, make_app
+from noting import engine, make_app
 from rich.cells import cell_len
 from rich.text import Text
 from rows import lines, notices
@@ -65,11 +65,6 @@ class Walk:
 
 
 # -- what to look at ------------------------------------------------------------------------------------------------
-
-
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
 
 
 def asked(app: DtypeApp) -> str:
@@ -187,7 +182,7 @@ def cast(rule: str, scene: Scene = ready) -> Scene:
     return there
 
 
-def until(what: Look, *keys: str) -> Scene:
+def once(what: Look, *keys: str) -> Scene:
     """After the keys, what a thread works out is there."""
 
     async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
@@ -460,7 +455,7 @@ OTHER_PLACES = (
         "Along the front",
         told(ready, scanned, "o"),
         (
-            until(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 2), "pageup", "pageup", *["left"] * 4),
+            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 2), "pageup", "pageup", *["left"] * 4),
             Key("down", scrolled, 1),
             Key("j", scrolled, 2),
             Key("up", scrolled, 1),
@@ -494,7 +489,7 @@ OTHER_PLACES = (
         "In drift over depth",
         told(after(mixed, "d"), many_causes),
         (
-            until(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
+            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
             Key("j", scrolled, 1),
             Key("k", scrolled, 0),
             Key("escape", top, "Screen"),
@@ -528,7 +523,7 @@ OTHER_PLACES = (
         "In the presets",
         ready,
         (
-            until(on(lambda page: len(page._found) == len(PRESETS)), "p"),
+            once(on(lambda page: len(page._found) == len(PRESETS)), "p"),
             Key("down", chosen, "fp16-but-norms"),
             Key("j", chosen, "fp8-linears"),
             Key("tab", chosen, "norms-head-fp32"),

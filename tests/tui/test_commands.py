@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, report
+from noting import NotingEngine, demo_tree, engine, make_app, report
 from rows import lines, notices, screen
+from scenes import ready
 from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -135,18 +136,6 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
     app.query_one(CommandLine).query_one(Input).value = line
     await pilot.pause()
     await pilot.press("enter")
-    await pilot.pause()
-
-
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
-
-
-async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
-    engine(app).emit(events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
-    engine(app).emit(events.Idle())
-    app.look()
     await pilot.pause()
 
 
