@@ -306,6 +306,8 @@ def _compared(reference: torch.Tensor, energy: float, candidate: torch.Tensor) -
     if not math.isfinite(noise):
         nonfinite = int((torch.isfinite(reference) & ~torch.isfinite(candidate)).sum())
         both = torch.isfinite(delta)
+        if not nonfinite and not bool(both.any()):
+            return _Sums(comparable=False)  # nothing is finite on either side: that is no agreement
         noise = math.inf if nonfinite else _energy(delta[both])
         delta = delta[both]
         energy = _energy(reference[torch.isfinite(reference)])

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .history import MeasuredRecipe
 from .options import Options, RunSettings
 from .recipe import Recipe, Rule
 from .text import printable
@@ -37,8 +38,8 @@ class SavedSession:
     """One session as it was last.
 
     model: what to open it by, None for the demo. path: the files behind it, where there are some. folder: where the program
-    was started. recipes: those gone through, the one in force at place `at`. cursor: the node it stood on. measured: a table
-    of recipes that were measured, as plain JSON.
+    was started. recipes: those gone through, the one in force at place `at`. cursor: the node it stood on. measured: the
+    history of what was measured.
     """
 
     model: str | None
@@ -49,13 +50,25 @@ class SavedSession:
     recipes: tuple[Recipe, ...] = (Recipe(),)
     at: int = 0
     cursor: str = ""
-    measured: tuple[Mapping[str, Any], ...] = ()
+    measured: tuple[MeasuredRecipe, ...] = ()
     saved: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
 
     @property
     def recipe(self) -> Recipe:
         """The one in force."""
         return self.recipes[self.at]
+
+    @property
+    def still_true(self) -> tuple[MeasuredRecipe, ...]:
+        """What was measured, if nothing that belongs to the model was written since; nothing where that can't be told."""
+        if self.path is None:
+            return ()
+        try:
+            files = [self.path, *self.path.iterdir()] if self.path.is_dir() else [self.path]
+            newest = max(file.stat().st_mtime for file in files)
+        except OSError:
+            return ()
+        return self.measured if newest <= self.saved.timestamp() else ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +229,9 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         "recipes": [[str(rule) for rule in recipe.rules] for recipe in kept],
         "at": session.at - first,
         "cursor": session.cursor,
-        "measured": list(session.measured),
+        "measured": [
+            {name: _plain(value) for name, value in dataclasses.asdict(entry).items()} for entry in session.measured
+        ],
     }
 
 
@@ -236,9 +251,15 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         recipes=recipes,
         at=at,
         cursor=_of(str, data["cursor"]),
-        measured=tuple(_of(dict, row) for row in data["measured"]),
+        measured=tuple(_measured(row) for row in _of(list, data["measured"])),
         saved=datetime.fromisoformat(_of(str, data["saved"])),
     )
+
+
+def _measured(row: Any) -> MeasuredRecipe:
+    entry = MeasuredRecipe(**_checked(MeasuredRecipe, row))
+    _ = entry.recipe  # rules that can't be read are refused here, and not when somebody goes back to them
+    return entry
 
 
 def _of(kind: type | tuple[type, ...], value: Any) -> Any:

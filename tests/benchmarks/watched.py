@@ -25,19 +25,23 @@ Empty().run()
 """
 
 
-def first_paint(program: str, *arguments: str) -> float:
-    """Seconds from the start of a program to the first word on the screen: the median of three, after a warm-up."""
+def first_paints(*programs: tuple[str, ...]) -> list[float]:
+    """Seconds from the start of each program to the first word of a tree on the screen: medians of seven turns, after one to
+    warm up. They take turns, so that what else the machine does falls on all of them.
+    """
     import terminal
 
-    own, terminal.PROGRAM = terminal.PROGRAM, program
-    times = []
-    for _ in range(4):
-        opened = terminal.Terminal(*arguments)
-        opened.wait_for(r"\w{8}")
-        times.append(time.perf_counter() - opened.started)
-        opened.close()
+    times: list[list[float]] = [[] for _ in programs]
+    own = terminal.PROGRAM
+    for _ in range(8):
+        for (program, *arguments), taken in zip(programs, times, strict=True):
+            terminal.PROGRAM = program
+            opened = terminal.Terminal(*arguments)
+            opened.wait_for("embed_tok")
+            taken.append(time.perf_counter() - opened.started)
+            opened.close()
     terminal.PROGRAM = own
-    return statistics.median(times[1:])
+    return [statistics.median(taken[1:]) for taken in times]
 
 
 def keys(opened: Terminal, pairs: int, until: str | None = None) -> tuple[list[float], list[int]]:

@@ -528,6 +528,12 @@ def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, caps
         said = capsys.readouterr()
         assert said.out
         assert "left out: " in said.err or target in ("torchao", "llm-compressor", "modelopt", "comfyui", "diffusers")
+        written = ["recipe", "convert", file, "--to", target, "-o", str(tmp_path / target)]
+        assert run(cli, "dtype-engine", written) == 0
+        assert capsys.readouterr().out == ""
+        assert (tmp_path / target).read_text() == said.out
+        assert run(cli, "dtype-engine", written) == 2
+        assert "--force" in capsys.readouterr().err
     nameless = recipe_file(tmp_path, "*=bf16")
     assert run(cli, "dtype-engine", ["recipe", "convert", nameless, "--to", "torchao"]) == 2
     assert "add --model" in capsys.readouterr().err

@@ -133,6 +133,15 @@ def test_a_planted_nan_is_counted_where_it_arises() -> None:
     assert first.name == "transformer.h.1.mlp.c_fc"
 
 
+def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
+    module, inputs = zoo.make("gpt2")
+    module.transformer.h[1].mlp.c_fc.bias.data.fill_(math.nan)
+    readings = {reading.name: reading for reading in de.open(module, inputs=inputs).drift().modules}
+    assert readings["transformer.h.0"].sqnr_db == math.inf
+    assert readings["transformer.h.1.mlp.c_fc"].sqnr_db is None
+    assert readings["transformer.h.1"].nonfinite == 0, "the candidate lost nothing that the reference had"
+
+
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
     module, inputs = zoo.make(name)

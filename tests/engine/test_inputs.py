@@ -92,6 +92,13 @@ def test_a_folder_with_weights_alone_has_inputs_from_its_configuration(name: str
     assert 10 < session.drift().output.sqnr_db < 100
 
 
+@pytest.mark.parametrize("name", ["vit", "blip"])
+def test_options_for_text_alone_are_said_to_be_unused_beside_a_picture(name: str, saved: Callable[..., Path]) -> None:
+    reading = opened(saved(name), chat=True, sequences=2).inputs_reading
+    assert reading is not None
+    assert reading.made_of[-1] == "--chat and --sequences not used: they are for models of text alone"
+
+
 def test_a_picture_file_goes_through_the_models_own_processor(saved: Callable[..., Path], picture: Path) -> None:
     for name in ("vit", "blip", "clip", "llava", "qwen2_5_vl"):
         folder = saved(name)

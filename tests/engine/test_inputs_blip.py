@@ -75,19 +75,27 @@ def test_float32_under_autocast_drifts_as_plain_torch_does(folder: Path, picture
     assert report.output.max_abs > 0
 
 
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_both_captions_are_those_of_plain_transformers(folder: Path, picture: Path, autocast: Any) -> None:
+@pytest.mark.parametrize(
+    ("candidate", "autocast"), [("bfloat16", None), ("bfloat16", "bfloat16"), ("float32", "bfloat16")]
+)
+def test_both_captions_are_those_of_plain_transformers(
+    folder: Path, picture: Path, candidate: str, autocast: Any
+) -> None:
     options = de.Options(images=(picture,), prompts=(PROMPT,), settings=de.RunSettings(autocast=autocast))
     session = de.open(str(folder), options=options)
-    session.cast("*", "bfloat16")
+    session.cast("*", candidate)
     (text,) = session.generate(12)
     again = session.generate(12)[0]
     assert (text.reference.ids, text.candidate.ids) == (again.reference.ids, again.candidate.ids)
 
     kwargs = prepared(folder, picture)
-    half = kwargs | {"pixel_values": kwargs["pixel_values"].bfloat16()}
-    for dtype, given, written in ((torch.float32, kwargs, text.reference), (torch.bfloat16, half, text.candidate)):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast) and dtype == torch.bfloat16):
+    wanted = getattr(torch, candidate)
+    cast = kwargs | {"pixel_values": kwargs["pixel_values"].to(wanted)}
+    for written, dtype, given, under in (
+        (text.reference, torch.float32, kwargs, False),
+        (text.candidate, wanted, cast, autocast is not None),
+    ):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=under):
             ids = (
                 plain(folder, dtype)
                 .generate(

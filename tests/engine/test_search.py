@@ -259,6 +259,11 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     assert found["planned_bytes"] <= found["stored_bytes"] // 2
     assert list(map(str, read_recipe(file).rules)) == found["rules"]
     assert found["measured"] > 0
+    again = ["search", folder, *common, "--budget", "50%", "-o", str(file)]
+    assert run(cli, "dtype-engine", again) == 2
+    assert "exists; name another file, or replace it with --force" in capsys.readouterr().err
+    assert run(cli, "dtype-engine", [*again, "--force", "--no-measure"]) == 0
+    capsys.readouterr()
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "1KB"]) == 1
     assert "nothing fits in 1,000 bytes" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "much"]) == 2

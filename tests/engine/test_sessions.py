@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from dtype_engine import Options, Recipe, Rule, RunSettings, dtypes, sessions
 from dtype_engine.errors import UserError
+from dtype_engine.history import MeasuredRecipe
 from dtype_engine.sessions import (
     MOST_STEPS,
     SavedSession,
@@ -49,6 +51,22 @@ def recipe(*casts: str) -> Recipe:
     return Recipe(tuple(map(Rule.parse, casts)))
 
 
+MEASURED = MeasuredRecipe(
+    ("*=bfloat16",), "defaults", "6 prompts", 1_415_616, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
+)
+
+
+def test_what_was_measured_holds_as_long_as_nothing_of_the_model_was_written(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    session = SavedSession("here", "here", tmp_path, measured=(MEASURED,))
+    assert session.still_true == (MEASURED,)
+    later = session.saved.timestamp() + 10
+    os.utime(tmp_path / "model.safetensors", (later, later))
+    assert session.still_true == ()
+    assert dataclasses.replace(session, path=None).still_true == ()
+    assert dataclasses.replace(session, path=tmp_path / "gone").still_true == ()
+
+
 def test_everything_comes_back(tmp_path: Path) -> None:
     session = SavedSession(
         model="org/name",
@@ -62,7 +80,9 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         recipes=(Recipe(), recipe("*=bf16"), recipe("*=bf16", "re:a=b=fp8@tensor", "x.{0..3}=stored")),
         at=1,
         cursor="model.layers.0",
-        measured=({"rules": ["*=bfloat16"], "kl_mean": 1e-5},),
+        measured=(
+            MEASURED, dataclasses.replace(MEASURED, rules=(), sqnr_db=math.inf, kl_mean=None, seconds=None, pinned=True),
+        ),
     )  # fmt: skip
     (path,) = save(0, session)
     assert read_session(path) == session
@@ -147,6 +167,8 @@ def test_a_long_history_keeps_what_is_near() -> None:
         (lambda data: data | {"settings": {"autocast": "int8"}}, "option autocast"),
         (lambda data: {name: value for name, value in data.items() if name != "cursor"}, "no entry 'cursor'"),
         (lambda data: data | {"measured": [1]}, "not what belongs"),
+        (lambda data: data | {"measured": [dataclasses.asdict(MEASURED) | {"rules": ["*=foo"]}]}, "unknown dtype"),
+        (lambda data: data | {"measured": [dataclasses.asdict(MEASURED) | {"sqnr_db": "high"}]}, "option sqnr_db"),
     ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_a_sentence(change: Any, says: str) -> None:

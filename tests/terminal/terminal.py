@@ -23,6 +23,11 @@ PROGRAM = str(Path(sys.executable).with_name("dtype-tui"))
 _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]+|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
 
+def clean(written: bytes) -> bytes:
+    """What a program wrote, without what pyte does not know."""
+    return _UNKNOWN_TO_PYTE.sub(b"", written)
+
+
 class Terminal:
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows)."""
 
@@ -60,7 +65,7 @@ class Terminal:
         except OSError:
             return 0
         self.raw += data
-        self._stream.feed(_UNKNOWN_TO_PYTE.sub(b"", data))
+        self._stream.feed(clean(data))
         return len(data)
 
     @property

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
+from noting import make_app
 from rows import lines, screen
 from textual.widgets import Input, OptionList
 
@@ -69,3 +72,15 @@ async def test_in_ascii() -> None:
 def test_lines_fit(width: int) -> None:
     for offer in (*OFFERS, Offer("x" * 300, "this folder", 10**13, 1.0)):
         assert offer_line(offer, width).cell_len <= max(width, 40)
+
+
+async def test_garbage_is_collected_again_once_the_first_paint_is_done() -> None:
+    gc.disable()
+    try:
+        async with make_app().run_test() as pilot:
+            await pilot.pause()
+            assert gc.isenabled()
+            assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gc.enable()

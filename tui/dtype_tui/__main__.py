@@ -1,5 +1,5 @@
 """`python -m dtype_tui`."""
 
-from .cli import main
+from .start import main
 
 main()

@@ -33,6 +33,7 @@ from .config import Config
 from .experiment import Experiment
 from .hints import next_keys
 from .keys import keys_of, on_keyboard, with_ids
+from .start import collect_again
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
 from .widgets.module_tree import COLUMNS, ORDERS, ModuleTree
@@ -210,6 +211,7 @@ class DtypeApp(App[None]):
             field.cursor_blink = False  # every blink goes over the wire
 
     async def _begin(self) -> None:
+        collect_again()
         await self._have_prompts()
         if self.begin_keeping is not None:
             self.keeper = self.begin_keeping()
@@ -307,6 +309,7 @@ class DtypeApp(App[None]):
     def take_up(self, saved: SavedSession) -> None:
         """Go on with a session that was kept."""
         self.experiment.take_up(History.of(saved.recipes, saved.at))
+        self.experiment.measured[:] = saved.still_true
         self.engine.set_recipe(self.experiment.recipe)
         self._cursor_wanted = saved.cursor
 

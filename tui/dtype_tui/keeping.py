@@ -7,11 +7,11 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import click
 
@@ -20,6 +20,7 @@ from dtype_engine.options import Options, RunSettings
 from dtype_engine.sessions import SavedSession, SessionFile, newest_session, reopened_by
 
 if TYPE_CHECKING:
+    from dtype_engine.history import MeasuredRecipe
     from dtype_engine.recipe import History, Recipe
 
 _REST_S = 1.0
@@ -35,7 +36,7 @@ class Shown:
     at: int
     settings: RunSettings
     cursor: str
-    measured: tuple[Mapping[str, Any], ...] = ()
+    measured: tuple[MeasuredRecipe, ...]
 
 
 class Explored(Protocol):
@@ -43,6 +44,7 @@ class Explored(Protocol):
 
     history: History
     settings: RunSettings
+    measured: list[MeasuredRecipe]
 
 
 class SessionKeeper:
@@ -62,10 +64,10 @@ class SessionKeeper:
         self._trouble: str | None = None
         self.say: Callable[[str], None] = lambda trouble: None
 
-    def note(self, experiment: Explored, cursor: str, measured: tuple[Mapping[str, Any], ...] = ()) -> None:
-        """This is how things stand; called often, and cheap where nothing has changed. `measured`: rows of plain JSON."""
+    def note(self, experiment: Explored, cursor: str) -> None:
+        """This is how things stand; called often, and cheap where nothing has changed."""
         recipes, at = experiment.history.kept
-        shown = Shown(recipes, at, experiment.settings, cursor, measured)
+        shown = Shown(recipes, at, experiment.settings, cursor, tuple(experiment.measured))
         if shown == self._now or self._trouble is not None:
             if self._trouble:
                 self.say(self._trouble)

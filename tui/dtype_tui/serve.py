@@ -10,6 +10,8 @@ import click
 from dtype_engine.errors import UserError
 from dtype_engine.model.source import locate
 
+from .start import collect_again
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option(
@@ -33,6 +35,7 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     shown = f"[{host}]" if ":" in host else host
     print(f"dtype-tui: open http://{shown}:{port} in a browser; Ctrl+C ends it", file=sys.stderr)
     program = [sys.executable, "-m", "dtype_tui", *(arguments if asked["model"] else (*arguments, "demo"))]
+    collect_again()
     try:
         Server(shlex.join(program), host=host, port=port, title="dtype-tui").serve()
     except OSError as error:

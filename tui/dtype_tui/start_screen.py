@@ -19,6 +19,7 @@ from dtype_engine.text import printable
 from .ascii import AsciiFilter, wants_ascii
 from .cells import fit, short_bytes
 from .config import Config
+from .start import collect_again
 from .themes import HIGH_CONTRAST
 
 MOST_SHOWN = 500
@@ -80,6 +81,7 @@ class StartApp(App[str]):
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
         self._fill()
+        self.call_after_refresh(collect_again)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._fill)

@@ -43,16 +43,31 @@ def recipe() -> None:
 @click.option("--to", "target", required=True, type=target_names, help="The tool to write for.")
 @model_option
 @remote_code_option
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="Write it to this file, not to standard output.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
 @json_option
-def convert(file: Path, target: str, model: str | None, trust_remote_code: bool, as_object: bool) -> None:
+def convert(
+    file: Path,
+    target: str,
+    model: str | None,
+    trust_remote_code: bool,
+    output: Path | None,
+    force: bool,
+    as_object: bool,
+) -> None:
     """Write a recipe for another tool: exact for this model, whatever that tool's patterns prefer.
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
     from ..recipe.dialects import dialect, left_out_as_json
+    from ..whole_files import refuse_existing, write_whole
 
+    if output is not None:
+        refuse_existing(output, force)
     context = _from_file(file, model, trust_remote_code)
     written = dialect(target).convert(context)
+    if output is not None:
+        write_whole(output, written.text, replace=force)
     if as_object:
         from .common import print_json
 
@@ -69,7 +84,8 @@ def convert(file: Path, target: str, model: str | None, trust_remote_code: bool,
             }
         )
         return
-    click.echo(written.text, nl=False)
+    if output is None:
+        click.echo(written.text, nl=False)
     for line in _left_out_lines(written):
         click.echo(f"dtype-engine: {line}", err=True)
 

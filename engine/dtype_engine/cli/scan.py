@@ -76,6 +76,7 @@ def scan(
     help="The dtypes allowed for what a pattern takes; may be repeated, the last that matches decides.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
+@click.option("--force", is_flag=True, help="Replace a file that is there.")
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Measure what was found.")
 @with_options(scan_options)
 @with_options(run_options)
@@ -88,6 +89,7 @@ def search(
     together: tuple[str, ...],
     only: tuple[str, ...],
     output: Path | None,
+    force: bool,
     measure: bool,
     dtype_names: str | None,
     draws: int | None,
@@ -98,7 +100,10 @@ def search(
 ) -> int:
     """The best recipe for a budget, by a scan; predicted drift beside measured."""
     from ..search import Constraints
+    from ..whole_files import refuse_existing, write_whole
 
+    if output is not None:
+        refuse_existing(output, force)
     if (budget is None) == (max_drift is None):
         raise UserError("give either --budget or --max-kl")
     if budget is not None:
@@ -117,10 +122,7 @@ def search(
         from ..recipe.file import write_recipe
 
         text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model)
-        try:
-            output.write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"can't write the recipe {output}: {error.strerror}") from None
+        write_whole(output, text, replace=force)
     if as_object:
         print_json(as_json(report) | {"met": True})
     else:

@@ -57,7 +57,7 @@ def _made(model: LiveModel, options: Options) -> Inputs:
         return _picture_and_text(model, options)
     if picture and not options.audio:
         _refuse_text(model, options)
-        return picture_inputs(model, options)
+        return _saying_what_is_not_used(picture_inputs(model, options), options)
     if sound is not None and (not text or main == sound or options.audio or is_contrastive(model)):
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
     if text:
@@ -72,7 +72,7 @@ def _made(model: LiveModel, options: Options) -> Inputs:
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
     """Both; the text alone for a language model whose picture can't be made, unless the user gave one."""
     try:
-        return picture_and_text_inputs(model, options)
+        return _saying_what_is_not_used(picture_and_text_inputs(model, options), options)
     except NoForward as error:
         if options.images or getattr(model.module, "main_input_name", "") != "input_ids" or is_contrastive(model):
             raise
@@ -92,3 +92,17 @@ def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
 def _refuse_text(model: LiveModel, options: Options) -> None:
     if options.prompts or options.texts:
         raise UserError(f"{model.title} takes pictures and no text; leave the prompts and texts out")
+
+
+def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
+    """Beside a picture there is one prompt, whole. No error: the options may be those of a configuration for all models."""
+    told = (
+        ("--chat", options.chat),
+        ("--sequence-length", options.sequence_length),
+        ("--sequences", options.sequences),
+    )
+    unused = [name for name, given in told if given]
+    if not unused:
+        return inputs
+    words = f"{' and '.join(unused)} not used: {'they are' if len(unused) > 1 else 'it is'} for models of text alone"
+    return dataclasses.replace(inputs, made_of=(*inputs.made_of, words))

@@ -1,0 +1,33 @@
+"""A session that is taken up again, in the app."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from noting import make_app
+from rows import screen
+
+from dtype_engine.history import MeasuredRecipe
+from dtype_engine.model.source import DEMO
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.sessions import SavedSession
+
+MEASURED = MeasuredRecipe(
+    ("*.mlp=float16",), "defaults", "6 prompts", 1_934_208, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
+)
+
+
+async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
+    app = make_app()
+    recipes = (Recipe(), Recipe((Rule("*", "bfloat16"),)))
+    app.take_up(SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        await pilot.press("H")
+        await pilot.pause()
+        assert "*.mlp" in screen(app)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert app.experiment.recipe.rules == (Rule("*.mlp", "float16"),)
+        await pilot.press("u")
+        assert app.experiment.recipe.rules == (Rule("*", "bfloat16"),)
