@@ -201,6 +201,18 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         assert engine(app).wishes[-1] == RecipeWish(Path("demo.recipe.yaml"), True, measured)
 
 
+async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("e")
+        for path, says in (("~nobody-of-this-name/x", "can't write ~nobody"), ("x" * 300, "File name too long")):
+            app.screen.query_one(Input).value = path
+            await pilot.press("enter")
+            await pilot.pause()
+            assert says in notices(app)[-1]
+            assert isinstance(app.screen, LeavingScreen)
+        assert engine(app).wishes == []
+
+
 class Recorded:
     """A worker on a small model, with all that it says."""
 
