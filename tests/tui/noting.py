@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+
+from textual.pilot import Pilot
 
 from dtype_engine import events
 from dtype_engine.model.source import locate
@@ -84,6 +87,27 @@ def demo_tree() -> Tree:
 
 def make_app(tree: Tree | None = None, title: str = "demo") -> DtypeApp:
     return DtypeApp(title, tree if tree is not None else demo_tree(), NotingEngine)
+
+
+@asynccontextmanager
+async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
+    """The app in a terminal of this size, past its first paint."""
+    async with app.run_test(size=size) as pilot:
+        await pilot.pause()
+        yield pilot
+
+
+def engine(app: DtypeApp) -> NotingEngine:
+    assert isinstance(app.engine, NotingEngine)
+    return app.engine
+
+
+async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
+    """The engine says this, and the app takes it in."""
+    for event in said:
+        engine(app).emit(event)
+    app.look()
+    await pilot.pause()
 
 
 def report(

@@ -1,10 +1,13 @@
-"""What stands on the screen of an app under test."""
+"""What stands on the screen of an app under test, and waiting for it."""
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 from textual.app import App
+from textual.pilot import Pilot
 
 
 def lines(app: App[Any]) -> list[str]:
@@ -19,3 +22,11 @@ def screen(app: App[Any]) -> str:
 
 def notices(app: App[Any]) -> list[str]:
     return [notification.message for notification in app._notifications]
+
+
+async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 60) -> None:
+    """Wait for what a thread works out; fails with the screen."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, screen(pilot.app)
+        await pilot.pause(0.05)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable
 
-from noting import NotingEngine, make_app, report
+from noting import make_app, report, say
 from textual.pilot import Pilot
 from textual.widgets import Input
 
@@ -38,14 +38,6 @@ MIXED = Recipe(
 )  # fmt: skip
 DOWN = "model.layers.1.mlp.down_proj"
 MIB = 1 << 20
-
-
-async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    assert isinstance(app.engine, NotingEngine)
-    for event in said:
-        app.engine.emit(event)
-    app.look()
-    await pilot.pause()
 
 
 def modules() -> tuple[ModuleDrift, ...]:

@@ -1,13 +1,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, report
+from noting import NotingEngine, demo_tree, engine, make_app, report, running, say
+from rows import lines, notices, screen
 from textual.binding import Binding
-from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine import dtypes, events
@@ -41,46 +39,12 @@ def app() -> DtypeApp:
     return make_app()
 
 
-@asynccontextmanager
-async def running(app: DtypeApp, size: tuple[int, int] = WIDE) -> AsyncIterator[Pilot[None]]:
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield pilot
-
-
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
-
-
-async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    for event in said:
-        engine(app).emit(event)
-    app.look()
-    await pilot.pause()
-
-
 def ready(app: DtypeApp) -> events.ModelReady:
     return events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
 
 
-def lines(app: DtypeApp) -> list[str]:
-    """What stands on the screen, line by line."""
-    width, height = app.size
-    strips = app.screen._compositor.render_strips()
-    return ["".join(segment.text for segment in strip) for strip in strips][:height] or [" " * width]
-
-
-def screen(app: DtypeApp) -> str:
-    return "\n".join(lines(app))
-
-
 def tree_of(app: DtypeApp) -> ModuleTree:
     return app.query_one(ModuleTree)
-
-
-def notices(app: DtypeApp) -> list[str]:
-    return [notification.message for notification in app._notifications]
 
 
 async def test_the_tree_is_there_before_the_engine_has_said_anything(app: DtypeApp) -> None:

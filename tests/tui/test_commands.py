@@ -5,15 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import demo_tree, make_app
+from noting import NotingEngine, demo_tree, engine, make_app, report
 from rows import lines, notices, screen
+from scenes import ready
 from textual.binding import Binding
+from textual.pilot import Pilot
 from textual.widgets import Input
 
+from dtype_engine import events
 from dtype_engine.errors import UserError
-from dtype_engine.recipe import Rule, generalisations
+from dtype_engine.recipe import Recipe, Rule, generalisations
+from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
 from dtype_tui.app import DtypeApp
 from dtype_tui.commands import Completer, all_commands, parse
+from dtype_tui.inputs_screen import InputsScreen
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -23,7 +29,7 @@ COMPLETE = Completer(
     COMMANDS,
     lambda: TREE.names[0],
     lambda: generalisations("model.layers.3.mlp", "LlamaMLP"),
-    lambda kind: {"order": ["model", "bytes", "drift"]}.get(kind, []),
+    lambda kind: {"order": ["model", "bytes", "drift"], "preset": list(PRESETS)}.get(kind, []),
 )
 
 
@@ -40,6 +46,9 @@ COMPLETE = Completer(
         ("filter", "filter", ()),
         ("filter down proj", "filter", ("down proj",)),
         ("go model.layers.1", "go", ("model.layers.1",)),
+        ("export my folder/cast", "export", ("my folder/cast",)),
+        ("inputs", "inputs", ()),
+        ("inputs def main( -> None:", "inputs", ("def main( -> None:",)),
     ],
 )
 def test_lines_are_read(line: str, name: str, arguments: tuple[str, ...]) -> None:
@@ -57,6 +66,8 @@ def test_lines_are_read(line: str, name: str, arguments: tuple[str, ...]) -> Non
         ("cast", "write cast PATTERN DTYPE"),
         ("cast *.mlp", "write cast PATTERN DTYPE"),
         ("go", "write go NODE"),
+        ("export", "write export FOLDER"),
+        ("preset ", "write preset PRESET"),
         ("\x1b[31m", "no command"),
     ],
 )
@@ -78,6 +89,8 @@ def test_what_can_not_be_read_is_a_sentence(line: str, says: str) -> None:
         ("go model.norm.", ["go model.norm.weight"]),
         ("cast *.mlp fp8", ["cast *.mlp fp8", "cast *.mlp fp8e5", "cast *.mlp fp8@t"]),
         ("sort b", ["sort bytes"]),
+        ("preset ", [f"preset {name}" for name in PRESETS]),
+        ("preset fp8", ["preset fp8-linears"]),
         ("undo ", []),
         ("nothing ", []),
     ],
@@ -98,24 +111,135 @@ def test_every_completion_of_a_name_can_be_gone_to() -> None:
         begun = fitting[0] + "."
 
 
-def test_files_complete_by_folder(tmp_path: Path) -> None:
-    (tmp_path / "recipes").mkdir()
-    (tmp_path / "recipe.yaml").touch()
-    (tmp_path / ".hidden").touch()
-    from dtype_tui.commands import _paths
+def test_paths_complete_by_folder_spaces_and_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "recipes" / "my own").mkdir(parents=True)
+    (tmp_path / "recipes" / "my own" / "b.yaml").touch()
+    for name in ("recipe.yaml", ".hidden", "evil\x1b[2J"):
+        (tmp_path / name).touch()
+    assert COMPLETE(f"recipe {tmp_path}/rec") == [f"recipe {tmp_path}/recipe.yaml", f"recipe {tmp_path}/recipes/"]
+    assert COMPLETE(f"report {tmp_path}/") == [f"report {tmp_path}/recipe.yaml", f"report {tmp_path}/recipes/"]
+    assert COMPLETE(f"export {tmp_path}/") == [f"export {tmp_path}/recipes/"]
+    assert COMPLETE(f"recipe {tmp_path}/.h") == [f"recipe {tmp_path}/.hidden"]
+    assert COMPLETE(f"recipe {tmp_path}/missing/x") == []
+    assert COMPLETE("recipe ~nobody-of-this-name/") == []
+    monkeypatch.chdir(tmp_path)
+    assert COMPLETE("export ") == ["export recipes/"]
+    assert COMPLETE("recipe recipes/my o") == ["recipe recipes/my own/"]
+    assert COMPLETE("recipe recipes/my own/") == ["recipe recipes/my own/b.yaml"]
+    assert COMPLETE("inputs recipe.yaml rec") == ["inputs recipe.yaml recipe.yaml", "inputs recipe.yaml recipes/"]
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert COMPLETE("recipe ~/recipe.") == ["recipe ~/recipe.yaml"]
 
-    assert _paths(f"{tmp_path}/rec") == [f"{tmp_path}/recipe.yaml", f"{tmp_path}/recipes/"]
-    assert _paths(f"{tmp_path}/") == [f"{tmp_path}/recipe.yaml", f"{tmp_path}/recipes/"]
-    assert _paths(f"{tmp_path}/.h") == [f"{tmp_path}/.hidden"]
-    assert _paths(f"{tmp_path}/missing/x") == []
 
-
-async def enter(app: DtypeApp, pilot: object, line: str) -> None:
-    await pilot.press("colon")  # type: ignore[attr-defined]
+async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
+    await pilot.press("colon")
     app.query_one(CommandLine).query_one(Input).value = line
-    await pilot.pause()  # type: ignore[attr-defined]
-    await pilot.press("enter")  # type: ignore[attr-defined]
-    await pilot.pause()  # type: ignore[attr-defined]
+    await pilot.pause()
+    await pilot.press("enter")
+    await pilot.pause()
+
+
+async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("casts", "of today").mkdir(parents=True)
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await ready(app, pilot)
+        await pilot.press("colon", *"expo", "tab", *"ca", "tab", "tab")
+        await pilot.pause()
+        assert app.query_one(CommandLine).query_one(Input).value == "export casts/of today/"
+        await pilot.press(*"bf16", "enter")
+        await pilot.pause()
+        assert engine(app).wishes == [ExportWish(Path("casts/of today/bf16"))]
+        assert "writing" in screen(app)
+
+
+async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_path: Path) -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("2")
+        await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
+        app.experiment.report = measured = report(app.experiment.recipe)
+        await enter(app, pilot, f"recipe {tmp_path}/c.yaml")
+        await enter(app, pilot, f"report {tmp_path}/r.html")
+        (tmp_path / "empty").mkdir()
+        await enter(app, pilot, f"export {tmp_path}/empty")
+        assert engine(app).wishes == [
+            RecipeWish(tmp_path / "a b.yaml"),
+            RecipeWish(tmp_path / "c.yaml", drift=measured),
+            ReportWish(tmp_path / "r.html", drift=measured),
+            ExportWish(tmp_path / "empty"),
+        ]
+
+
+async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("mine")
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        for line in (
+            f"export {tmp_path}/full", f"export {tmp_path}/full/mine", f"recipe {tmp_path}/full/mine",
+            f"report {tmp_path}/full",
+        ):  # fmt: skip
+            await enter(app, pilot, line)
+            assert (
+                notices(app)[-1]
+                == f"{line.partition(' ')[2]} is there already: e asks before it replaces what is there"
+            )
+        await enter(app, pilot, "recipe ~nobody-of-this-name/r.yaml")
+        assert notices(app)[-1].startswith("can't write ~nobody-of-this-name/r.yaml: ")
+        await enter(app, pilot, f"report {tmp_path}/{'x' * 300}.html")
+        assert "File name too long" in notices(app)[-1]
+        assert engine(app).wishes == []
+
+
+async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await pilot.press("3", "colon", *"preset all", "tab", "enter")
+        await pilot.pause()
+        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
+        for line, says in (
+            ("preset all-bf16", "in force already"),
+            ("preset fp8-linears", "goes by module classes"),
+            ("preset all-bf15", "did you mean all-bf16?"),
+        ):
+            await enter(app, pilot, line)
+            assert says in notices(app)[-1]
+        await pilot.press("u")
+        assert app.experiment.recipe == Recipe((Rule("*", "float16"),))
+
+
+async def test_inputs_are_asked_for_in_a_line() -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        await enter(app, pilot, "inputs import os")
+        assert "known when the model is there" in notices(app)[-1]
+        await ready(app, pilot)
+        await enter(app, pilot, "inputs import os, sys")
+        assert engine(app).lines == ["import os, sys"]
+        assert "preparing the inputs" in screen(app)
+        engine(app).emit(events.InputsRefused("there is no os"))
+        app.look()
+        await pilot.pause()
+        assert notices(app)[-1] == "there is no os"
+        await enter(app, pilot, "inputs")
+        assert isinstance(app.screen, InputsScreen)
+
+
+async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path) -> None:
+    app = DtypeApp("x.py:Y", None, NotingEngine)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.pause()
+        for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not there yet")):
+            await enter(app, pilot, line)
+            assert says in notices(app)[-1]
+        assert engine(app).wishes == engine(app).recipes == []
 
 
 async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:

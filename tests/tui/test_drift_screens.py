@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, make_app, report
+from noting import engine, make_app, report, running, say
+from rows import screen, until
 from textual.pilot import Pilot
 
 from dtype_engine import events
@@ -29,26 +27,6 @@ from dtype_tui.widgets.module_tree import ModuleTree
 WIDE, SMALL = (120, 36), (80, 24)
 BF16 = Recipe((Rule("*", "bfloat16"),))
 DOWN = "model.layers.1.mlp.down_proj"
-
-
-@asynccontextmanager
-async def running(app: DtypeApp, size: tuple[int, int]) -> AsyncIterator[Pilot[None]]:
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield pilot
-
-
-async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    assert isinstance(app.engine, NotingEngine)
-    for event in said:
-        app.engine.emit(event)
-    app.look()
-    await pilot.pause()
-
-
-def screen(app: DtypeApp) -> str:
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
 
 
 def modules() -> tuple[ModuleDrift, ...]:
@@ -81,8 +59,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await measured(app, pilot)
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
-        assert isinstance(app.engine, NotingEngine)
-        assert app.engine.commands[-1] == "causes"
+        assert engine(app).commands[-1] == "causes"
         await say(app, pilot, events.Working(BF16, "running each module as cast by itself", 12, 48))
         await pilot.pause(0.3)
         assert "25 %" in screen(app)
@@ -95,13 +72,13 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         assert "41.00 dB" in text
         assert "layers.1" in text
         await pilot.press("escape")
-        assert app.engine.commands[-1] == "causes"  # told already: nothing to stop
+        assert engine(app).commands[-1] == "causes"  # told already: nothing to stop
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
         assert app.experiment.causes is None
         await pilot.press("d")
         await say(app, pilot, events.Working(app.experiment.recipe, "running each module as cast by itself", 1, 48))
         await pilot.press("escape")
-        assert app.engine.commands[-2:] == ["causes", "cancel"]
+        assert engine(app).commands[-2:] == ["causes", "cancel"]
         assert not isinstance(app.screen, CausesScreen)
 
 
@@ -130,8 +107,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
     app = make_app()
     async with running(app, size) as pilot:
         await pilot.press("a")
-        assert isinstance(app.engine, NotingEngine)
-        assert app.engine.recipes == []
+        assert engine(app).recipes == []
         await measured(app, pilot)
         found = Nonfinite(
             "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=bfloat16"
@@ -178,8 +154,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.pause()
         assert not isinstance(app.screen, HistoryScreen)
         assert app.experiment.recipe == BF16
-        assert isinstance(app.engine, NotingEngine)
-        assert app.engine.recipes[-1] == BF16
+        assert engine(app).recipes[-1] == BF16
         await pilot.press("u")
         assert len(app.experiment.recipe) == 2
 
@@ -196,13 +171,6 @@ def llama_with_a_large_weight(folder: Path) -> None:
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = 1e5
     model.save_pretrained(folder)
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end, screen(pilot.app)  # type: ignore[arg-type]
-        await pilot.pause(0.05)
 
 
 async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tmp_path: Path) -> None:

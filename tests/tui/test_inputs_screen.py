@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, report
+from noting import demo_tree, engine, make_app, report, say
+from rows import screen, until
 from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -29,23 +30,6 @@ PICTURE = InputBatch(
 READING = InputsReading("your picture cat.png", ("pictures: your files", "text: yours"), 3, (PICTURE,))
 
 
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
-
-
-async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    for event in said:
-        engine(app).emit(event)
-    app.look()
-    await pilot.pause()
-
-
-def screen_text(app: DtypeApp) -> str:
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
-
 @asynccontextmanager
 async def opened(
     size: tuple[int, int] = (120, 36), reading: InputsReading = READING
@@ -64,7 +48,7 @@ async def opened(
 async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int]) -> None:
     async with opened(size) as (app, _):
         assert isinstance(app.screen, InputsScreen)
-        text = screen_text(app)
+        text = screen(app)
         for part in (
             "your picture cat.png", "pictures: your files", "text: yours", "3 tokens", "cat.png, 640 x 480: a picture of",
             "pixel_values 1×3×32×32 f32", "input_ids 1×3 i64",
@@ -79,13 +63,13 @@ async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[in
     async with opened(size, many) as (app, pilot):
         line = app.screen.query_one(Input)
         assert 0 < line.region.y < size[1] - 1
-        assert "and 5 more" not in screen_text(app)
+        assert "and 5 more" not in screen(app)
         rows = app.screen.query_one(VerticalScroll)
         await pilot.press("pagedown", "down")
         assert rows.scroll_y == 9
         rows.scroll_end(animate=False)
         await pilot.pause()
-        assert "and 5 more" in screen_text(app)
+        assert "and 5 more" in screen(app)
         assert line.has_focus
 
 
@@ -93,18 +77,18 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
     async with opened() as (app, pilot):
         await pilot.press(*"dog", "space", *"q", "enter")
         assert engine(app).lines == ["dog q"]
-        assert "preparing" in screen_text(app)
+        assert "preparing" in screen(app)
         await say(app, pilot, events.InputsRefused("there is no dog"))
-        assert "there is no dog. The inputs above stay in force." in screen_text(app)
+        assert "there is no dog. The inputs above stay in force." in screen(app)
         assert [notification.message for notification in app._notifications] == ["there is no dog"]
         assert app.screen.query_one(Input).value == "dog q", "it stays to be mended"
         other = InputsReading("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))
         await say(app, pilot, events.InputsReady(other))
-        assert "1 sequence of your prompts" in screen_text(app)
+        assert "1 sequence of your prompts" in screen(app)
         assert app.screen.query_one(Input).value == ""
         assert app.experiment.inputs == "1 sequence of your prompts"
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
-        assert "outputs compared at 973" in screen_text(app)
+        assert "outputs compared at 973" in screen(app)
         await pilot.press("escape")
         await pilot.pause()
         assert not isinstance(app.screen, InputsScreen)
@@ -129,17 +113,9 @@ async def test_before_the_model_is_there_the_key_says_so() -> None:
 async def test_names_from_files_are_text() -> None:
     row = InputBatch("[red]a[/red]\x1b[2Jb.png", None, ())
     async with opened(reading=InputsReading("[b]x[/b]", ("[i]y[/i]",), None, (row,))) as (app, _):
-        text = screen_text(app)
+        text = screen(app)
         for part in ("[red]a[/red]\\x1b[2Jb.png", "[b]x[/b]", "[i]y[/i]"):
             assert part in text
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    for _ in range(2400):
-        if condition():
-            return
-        await pilot.pause(0.025)
-    raise AssertionError("it never came")
 
 
 async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
@@ -157,9 +133,9 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         assert after is not None
         assert after.inputs.startswith("1 sequence of your prompts")
         assert after.output.positions is not None
-        assert f"outputs compared at {after.output.positions}" in screen_text(app)
+        assert f"outputs compared at {after.output.positions}" in screen(app)
         app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
         await pilot.press("enter")
-        await until(pilot, lambda: "stay in force" in screen_text(app))
+        await until(pilot, lambda: "stay in force" in screen(app))
         assert app.experiment.report is after
         assert app.experiment.inputs == after.inputs

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, report
-from textual.pilot import Pilot
+from noting import demo_tree, engine, make_app, report, running
+from rows import notices, screen, until
 from textual.widgets import Input
 
 from dtype_engine import Options, Recipe, Rule, RunSettings, events
@@ -45,34 +44,6 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def app() -> DtypeApp:
     tree = demo_tree()
     return make_app(Tree(tree.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in tree.modules}))
-
-
-@asynccontextmanager
-async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    async with app.run_test(size=size) as pilot:
-        await pilot.pause()
-        yield pilot
-
-
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
-
-
-def screen(app: DtypeApp) -> str:
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
-
-def notices(app: DtypeApp) -> list[str]:
-    return [notification.message for notification in app._notifications]
-
-
-async def until(pilot: Pilot[None], what: Any, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not what():
-        assert time.monotonic() < end, screen(pilot.app)  # type: ignore[arg-type]
-        await pilot.pause(0.05)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -228,6 +199,18 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")
         assert engine(app).wishes[-1] == RecipeWish(Path("demo.recipe.yaml"), True, measured)
+
+
+async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("e")
+        for path, says in (("~nobody-of-this-name/x", "can't write ~nobody"), ("x" * 300, "File name too long")):
+            app.screen.query_one(Input).value = path
+            await pilot.press("enter")
+            await pilot.pause()
+            assert says in notices(app)[-1]
+            assert isinstance(app.screen, LeavingScreen)
+        assert engine(app).wishes == []
 
 
 class Recorded:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
-from noting import NotingEngine, make_app, report
+from noting import make_app, report, say
 from rows import notices, screen
 from textual.pilot import Pilot
 
@@ -22,12 +22,10 @@ def tree_of(app: DtypeApp) -> ModuleTree:
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) -> None:
-    engine = app.engine
-    assert isinstance(engine, NotingEngine)
-    engine.emit(events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()))
-    engine.emit(events.Measured(app.experiment.recipe, report(app.experiment.recipe, modules=readings)))
-    app.look()
-    await pilot.pause()
+    ready = events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+    await say(
+        app, pilot, ready, events.Measured(app.experiment.recipe, report(app.experiment.recipe, modules=readings))
+    )
 
 
 async def test_parents_and_closing_everything() -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, report
+from noting import demo_tree, engine, make_app, report, say
+from rows import notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
@@ -48,27 +48,6 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
             events.Idle(),
         )
         yield pilot
-
-
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
-    return app.engine
-
-
-async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
-    for event in said:
-        engine(app).emit(event)
-    app.look()
-    await pilot.pause()
-
-
-def screen(app: DtypeApp) -> str:
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip) for strip in strips)
-
-
-def notices(app: DtypeApp) -> list[str]:
-    return [notification.message for notification in app._notifications]
 
 
 async def test_s_asks_for_dtypes_and_scans() -> None:
@@ -226,7 +205,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert view.place == first - 1
         await pilot.press("home")
         assert view.place == 0
-        await rules_there(pilot, view)
+        await until(pilot, lambda: view.recipe is not None)
         assert view.recipe is not None
         planned = make_plan(app.experiment.tree, view.recipe)
         assert set(planned.dtypes.values()) == {"int8"}
@@ -245,12 +224,6 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert app.experiment.recipe == Recipe()
         await pilot.press("escape")
         assert not isinstance(app.screen, OptimiseScreen)
-
-
-async def rules_there(pilot: Pilot[None], view: OptimiseScreen) -> None:
-    until = time.monotonic() + 20
-    while view.recipe is None and time.monotonic() < until:
-        await pilot.pause(0.02)
 
 
 async def test_limits_are_typed_and_respected() -> None:
@@ -295,23 +268,16 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     assert checkpoint is not None
     app = DtypeApp("demo", checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
-
-        async def until(what: str, condition: object) -> None:
-            end = time.monotonic() + 120
-            while not condition():  # type: ignore[operator]
-                assert time.monotonic() < end, what
-                await pilot.pause(0.05)
-
-        await until("idle", lambda: app.experiment.report is not None and not app.busy)
+        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):
             await pilot.press("space", "down")  # only int8 is left
         await pilot.press("enter")
-        await until("an estimate", lambda: app.experiment.scan.report is not None)
+        await until(pilot, lambda: app.experiment.scan.report is not None)
         app.add_rule(Rule("*.mlp", "int8"))
-        await until("measured", lambda: app.experiment.report is not None)
-        await until("finished", lambda: app.experiment.scan.finished)
+        await until(pilot, lambda: app.experiment.report is not None)
+        await until(pilot, lambda: app.experiment.scan.finished)
         found = app.experiment.scan.prediction(app.experiment.tree, app.experiment.plan)
         assert found is not None
         assert app.experiment.report is not None

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import shlex
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual import events as textual_events
@@ -18,26 +17,27 @@ from textual.screen import Screen
 from textual.widget import AwaitMount
 from textual.widgets import Input, Static
 
-from dtype_engine import dtypes, events, history
+from dtype_engine import events
 from dtype_engine.errors import UserError
 from dtype_engine.options import RunSettings
-from dtype_engine.recipe import History, Recipe, Rule, generalisations, no_match
+from dtype_engine.recipe import History, Recipe, Rule, generalisations
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
 
-from . import scan_actions
+from . import command_actions, node_actions, recipe_actions, scan_actions, screen_actions
+from .app_keys import DIGITS, KEYS
 from .ascii import AsciiFilter, wants_ascii
-from .cells import bar
-from .commands import Command, Completer, all_commands
+from .commands import Command
 from .config import Config
+from .engine import Engine
 from .experiment import Experiment
-from .hints import next_keys
-from .keys import keys_of, on_keyboard, with_ids
+from .hints import next_keys, status_line
+from .keys import keys_of, on_keyboard
 from .start import collect_again
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
-from .widgets.module_tree import COLUMNS, ORDERS, ModuleTree
-from .widgets.panes import SidePanes, worst_modules
+from .widgets.module_tree import ORDERS, ModuleTree
+from .widgets.panes import SidePanes
 from .widgets.prompts import CastPrompt, FilterPrompt
 
 if TYPE_CHECKING:
@@ -46,39 +46,14 @@ if TYPE_CHECKING:
 
     from .keeping import SessionKeeper
 
-DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
-LOOKED_AT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+__all__ = ["DIGITS", "DtypeApp", "Engine"]
+
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
 GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
 _KEEP_EVERY_S = 0.2
 _ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
-
-
-def _digit_words(dtype: str) -> str:
-    return "Put the node back as stored" if dtype == dtypes.STORED else f"Cast the node to {dtype}"
-
-
-class Engine(Protocol):
-    """What the app asks of the worker."""
-
-    def start(self) -> None: ...
-    def set_recipe(self, recipe: Recipe) -> None: ...
-    def measure(self) -> None: ...
-    def set_settings(self, settings: RunSettings) -> None: ...
-    def set_inputs(self, line: str) -> None: ...
-    def flow(self) -> None: ...
-    def causes(self) -> None: ...
-    def generate(self, tokens: int) -> None: ...
-    def speed(self) -> None: ...
-    def plan_export(self) -> None: ...
-    def save(self, wish: Wish) -> None: ...
-    def scan(self, dtypes: tuple[str, ...]) -> None: ...
-    def pause(self, waiting: bool) -> None: ...
-    def look_at(self, name: str, targets: tuple[str, ...]) -> None: ...
-    def cancel(self) -> None: ...
-    def close(self) -> None: ...
 
 
 class DtypeApp(App[None]):
@@ -88,42 +63,7 @@ class DtypeApp(App[None]):
     TITLE = "dtype-tui"
     ENABLE_COMMAND_PALETTE = True
 
-    BINDINGS: ClassVar[list[BindingType]] = with_ids(
-        [
-            Binding("c", "cast", "Cast by pattern", priority=True),
-            *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
-            Binding("u", "undo", "Undo"),
-            Binding("ctrl+r", "redo", "Redo"),
-            Binding("x", "drop_rules", "Drop the node's rules"),
-            Binding("m", "measure", "Measure again"),
-            Binding("d", "causes", "Drift over depth, and the modules that it arises in"),
-            Binding("a", "remedy", "Apply what makes the output finite"),
-            Binding("H", "history", "History: every measured recipe, to compare and go back to"),
-            Binding("f", "flow", "Dtype flow: where dtypes silently change"),
-            Binding("g", "generate", "Generate text with both, side by side"),
-            Binding("t", "speed", "Time forward passes"),
-            Binding("s", "scan", "Scan: how much every weight matters in every dtype"),
-            Binding("o", "optimise", "Optimise: the best recipe for a budget, by the scan"),
-            Binding("p", "presets", "Presets: what each would do to this model"),
-            Binding("e", "leave_with", "Leave with a checkpoint, a recipe, a report"),
-            Binding("i", "inputs", "Inputs: what the model is run on, and others"),
-            Binding("comma", "settings", "Settings of a run: autocast, inputs"),
-            Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
-            Binding("w", "worst", "Go to the module that drifts most"),
-            Binding("slash", "filter", "Filter by name", priority=True),
-            Binding("n", "match(1)", "Next match", show=False),
-            Binding("N", "match(-1)", "Previous match", show=False),
-            Binding("colon", "command", "Command line", priority=True),
-            Binding("z", "next_order", "Order of children: the model's, by bytes, by drift"),
-            Binding("y", "copy_name", "Copy the node's name"),
-            Binding("Y", "copy_rules", "Copy the rules as --cast options"),
-            Binding("enter", "details", "Details of the node"),
-            Binding("escape", "stop", "Stop what the engine does"),
-            Binding("question_mark", "help", "Help"),
-            Binding("ctrl+z", "suspend_process", "Suspend; fg in the shell comes back"),
-            Binding("q", "quit", "Quit"),
-        ]
-    )
+    BINDINGS: ClassVar[list[BindingType]] = KEYS
 
     def __init__(
         self,
@@ -156,9 +96,11 @@ class DtypeApp(App[None]):
         self.keeper: SessionKeeper | None = None
         self.begin_keeping: Callable[[], SessionKeeper] | None = None
         self._cursor_wanted: str | None = None
+        self.worst = ""
+        """Where the key to the worst module last went."""
         self._tree: ModuleTree | None = None
-        self._preset_wanted: str | None = None
-        self._after_preset = Recipe()
+        self.preset_wanted: str | None = None
+        self.after_preset = Recipe()
         self.saving = self.quit_asked = False
         self._prompts: AwaitMount | None = None
 
@@ -201,7 +143,7 @@ class DtypeApp(App[None]):
         if self._prompts is None:
             self._prompts = self.mount(
                 CastPrompt(self.experiment),
-                CommandLine(self.experiment, self._completer()),
+                CommandLine(self.experiment, command_actions.completer(self)),
                 FilterPrompt(lambda: len(self.tree_view.matches)),
             )
         await self._prompts
@@ -252,29 +194,14 @@ class DtypeApp(App[None]):
         node = self.tree_view.current.name if self.tree_view.rows else ""
         self.side.show(self.activity if self.busy else "", node)
 
+    def doing(self) -> tuple[str, float | None]:
+        """What the engine does ("" while nothing), and how much of it is done."""
+        return (self.activity, self.share) if self.busy else ("", None)
+
     def show_status(self) -> None:
-        width = self.size.width
-        left = Text(" ")
-        if self.busy:
-            left.append(self.activity)
-            if self.share is not None:
-                left.append(f" {100 * self.share:3.0f} % ")
-                left.append(bar(self.share, 12), style="bold")
-            left.append("  Esc stops", style="dim")
-        elif self.open_error:
-            left.append("no engine: planning only")
-        else:
-            left.append("ready")
-        experiment = self.experiment
-        about = " · ".join(
-            part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part
-        )
-        line = Text(no_wrap=True, overflow="ellipsis")
-        line.append_text(left)
-        line.append(" " * max(1, width - left.cell_len - len(about) - 1))
-        line.append(about, style="dim")
-        self._put("#status", line)
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy)
+        experiment, width = self.experiment, self.size.width
+        self._put("#status", status_line(experiment, self.doing(), self.open_error is not None, width))
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
@@ -330,30 +257,11 @@ class DtypeApp(App[None]):
 
     def start_with(self, recipe: Recipe, preset: str | None = None) -> None:
         """Begin with a recipe (from the command line), after the rules of a preset where one was asked for."""
-        if self.experiment.push(recipe):
-            self.engine.set_recipe(recipe)
-        self._preset_wanted, self._after_preset = preset, recipe
-        if preset is None:
-            return
-        from dtype_engine.recipe.presets import PRESETS
-
-        if self.experiment.tree.has_classes or (not PRESETS[preset].needs_classes and self.has_tree):
-            self.start_with_preset()
+        recipe_actions.start_with(self, recipe, preset)
 
     def start_with_preset(self) -> None:
         """Put the preset in force that the command line asks for; most wait for module classes to be known."""
-        if self._preset_wanted is None:
-            return
-        from dtype_engine.recipe.presets import PRESETS
-
-        name, self._preset_wanted = self._preset_wanted, None
-        try:
-            made = PRESETS[name].recipe(self.experiment.tree)
-        except UserError as error:
-            self.say(str(error), "warning")
-            return
-        if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
-            self.engine.set_recipe(self.experiment.recipe)
+        recipe_actions.start_with_preset(self)
 
     def recipe_changed(self) -> None:
         """The recipe in force is another: tell the engine, and show what is known at once."""
@@ -364,21 +272,10 @@ class DtypeApp(App[None]):
 
     def add_rule(self, rule: Rule) -> None:
         """Put one more rule in force."""
-        if not self.experiment.push(self.experiment.recipe.then(rule)):
-            self.say(f"{rule} is in force already", "information")
-            return
-        self.recipe_changed()
-        self.warn_unmatched()
-        broken = self.experiment.broken_islands(len(self.experiment.recipe) - 1)
-        if broken:
-            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            self.say(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+        recipe_actions.add(self, rule)
 
     def warn_unmatched(self) -> None:
-        plan = self.experiment.plan
-        for place in plan.unmatched:
-            pattern = self.experiment.recipe.rules[place].pattern
-            self.say(f"rule {place + 1}: {no_match(self.experiment.tree, pattern, plan.selections[place])}", "warning")
+        recipe_actions.warn_unmatched(self)
 
     async def action_cast(self) -> None:
         await self._have_prompts()
@@ -401,18 +298,7 @@ class DtypeApp(App[None]):
             self.say("nothing to redo", "information")
 
     def action_drop_rules(self) -> None:
-        node = self.tree_view.current.name
-        inside, beyond = self.experiment.rules_within(node)
-        if inside:
-            self.experiment.push(self.experiment.recipe.without(inside))
-            self.recipe_changed()
-        elif beyond:
-            self.say(
-                f"rule {beyond[-1] + 1} reaches beyond this node; go to a node above it, or cast this one (8: as stored)",
-                "warning",
-            )
-        else:
-            self.say("no rule takes this node", "information")
+        recipe_actions.drop(self)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """The three prompts open before the next key is looked at: what is typed ahead, on a slow line say, is theirs. So
@@ -431,49 +317,22 @@ class DtypeApp(App[None]):
         self.show_all()
 
     def action_flow(self) -> None:
-        self._ask_engine("tracing casts", self.engine.flow)
+        self.ask_engine("tracing casts", self.engine.flow)
 
     def action_causes(self) -> None:
-        if self.experiment.report is None:
-            self.say(self.experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
-            return
-        if self.experiment.causes is None:
-            self._ask_engine("running each module as cast by itself", self.engine.causes)
-        from .drift_screens import CausesScreen  # the plots' library is not for the first paint
-
-        self.push_screen(CausesScreen(self.experiment, self._under_way, self.action_stop))
-
-    def _under_way(self) -> tuple[str, float | None]:
-        return (self.activity, self.share) if self.busy else ("", None)
+        screen_actions.causes(self)
 
     def action_remedy(self) -> None:
-        found = self.experiment.nonfinite
-        if found is not None and found.remedy is not None:
-            self.add_rule(Rule.parse(found.remedy))
-        else:
-            self.say(found.reason if found is not None else "there is nothing to mend", "information")
+        recipe_actions.remedy(self)
 
     def action_history(self) -> None:
-        if self.experiment.measured:
-            from .history_screen import HistoryScreen
-
-            self.push_screen(HistoryScreen(self.experiment), self._go_back_to)
-        else:
-            self.say("nothing was measured yet", "information")
-
-    def _go_back_to(self, chosen: history.MeasuredRecipe | None) -> None:
-        if chosen is None:
-            return
-        if chosen.settings != str(self.experiment.settings):
-            self.say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
-        if self.experiment.push(chosen.recipe):
-            self.recipe_changed()
+        screen_actions.measured(self)
 
     def action_generate(self) -> None:
-        self._ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
+        self.ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
 
     def action_speed(self) -> None:
-        self._ask_engine("timing", self.engine.speed)
+        self.ask_engine("timing", self.engine.speed)
 
     def action_scan(self) -> None:
         scan_actions.scan(self)
@@ -484,7 +343,7 @@ class DtypeApp(App[None]):
     def action_optimise(self) -> None:
         scan_actions.optimise(self)
 
-    def _ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
+    def ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
         """Ask for something that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
             self.say(self.experiment.no_forward, "warning")
@@ -501,24 +360,11 @@ class DtypeApp(App[None]):
             self.show_status()
 
     def action_values(self) -> None:
-        row = self.tree_view.current
-        if row.tensor is None:
-            self.say("values are those of a tensor: go to one", "information")
-        else:
-            self.engine.look_at(row.tensor.name, LOOKED_AT)
-            self.expect("reading the values")
+        node_actions.values(self)
 
-    def action_inputs(self) -> None:
-        experiment = self.experiment
-        if not experiment.live:
-            self.say(self.open_error or "the inputs are known when the model is there", "information")
-            return
-        from .inputs_screen import InputsScreen
-
-        compared = experiment.report.output.positions if experiment.report is not None else None
-        self.push_screen(
-            InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, self.engine.set_inputs)
-        )
+    def action_inputs(self, line: str = "") -> None:
+        """Run on what the line names; without one, show what the model is run on."""
+        screen_actions.inputs(self, line)
 
     def action_settings(self) -> None:
         from .settings_screen import SettingsScreen
@@ -533,32 +379,15 @@ class DtypeApp(App[None]):
         self.show_all()
 
     def action_presets(self) -> None:
-        from .presets_screen import PresetsScreen
-
-        if self.has_tree:
-            self.push_screen(PresetsScreen(self.experiment.tree), self._preset_chosen)
-
-    def _preset_chosen(self, recipe: Recipe | None) -> None:
-        if recipe is None:
-            return
-        if self.experiment.push(recipe):
-            self.recipe_changed()
-        else:
-            self.say("this preset is in force already", "information")
+        screen_actions.presets(self)
 
     def action_leave_with(self) -> None:
-        experiment = self.experiment
-        if not self.has_tree:
-            return
-        from .leaving_screen import LeavingScreen
+        screen_actions.leave_with(self)
 
-        self.push_screen(LeavingScreen(experiment.title, len(experiment.recipe), experiment.report), self._wished)
-        self.engine.plan_export()
-
-    def _wished(self, wish: Wish | None) -> None:
-        if wish is not None:
-            self.engine.save(wish)
-            self.expect("writing")
+    def wish(self, wish: Wish) -> None:
+        """Have the engine write something."""
+        self.engine.save(wish)
+        self.expect("writing")
 
     async def action_quit(self) -> None:
         if self.saving and not self.quit_asked:
@@ -575,12 +404,7 @@ class DtypeApp(App[None]):
             self.engine.cancel()
 
     def action_worst(self) -> None:
-        names = [reading.name for reading in worst_modules(self.experiment)]
-        if not names:
-            self.say("no module drifts yet", "information")
-        else:
-            here = self.tree_view.current.name
-            self.tree_view.go_to(names[(names.index(here) + 1) % len(names)] if here in names else names[0])
+        node_actions.go_to_worst(self)
 
     async def action_filter(self) -> None:
         await self._have_prompts()
@@ -594,42 +418,12 @@ class DtypeApp(App[None]):
         self.action_sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_copy_name(self) -> None:
-        self._copy(self.tree_view.current.name or "*", "the name")
+        node_actions.copy(self, self.tree_view.current.name or "*", "the name")
 
     def action_copy_rules(self) -> None:
-        rules = self.experiment.recipe.rules
-        self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
-
-    def _copy(self, text: str, what: str) -> None:
-        """To the clipboard of the terminal, which over SSH is the one of the person who looks at it (OSC 52)."""
-        if text:
-            self.copy_to_clipboard(text)
-            self.say(f"copied {what}: {text}", "information")
-        else:
-            self.say("no rules to copy: every tensor is as stored", "information")
+        node_actions.copy_rules(self)
 
     # -- the command line ----------------------------------------------------------------------------------------
-
-    def _completer(self) -> Completer:
-        actions = [
-            (binding.action, binding.description)
-            for binding in self.BINDINGS
-            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
-        ]
-        return Completer(
-            all_commands(actions),
-            lambda: self.experiment.tree.names[0],
-            lambda: generalisations(self.tree_view.current.name, self._class_here()),
-            self._choices,
-        )
-
-    def _class_here(self) -> str | None:
-        module = self.experiment.tree.modules.get(self.tree_view.current.name)
-        return module.class_name if module is not None else None
-
-    def _choices(self, kind: str) -> list[str]:
-        found = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.available_themes)}
-        return list(found.get(kind, ()))
 
     async def action_command(self) -> None:
         await self._have_prompts()
@@ -645,54 +439,45 @@ class DtypeApp(App[None]):
         self.add_rule(Rule.make(pattern, dtype))
 
     def action_filter_by(self, text: str = "") -> None:
-        self.tree_view.set_filter(text)
-        if self.tree_view.matches:
-            self.tree_view.next_match(1)
-        elif text:
-            self.say(f"no name has {text} in it", "information")
+        command_actions.filter_by(self, text)
 
     def action_go_to(self, name: str) -> None:
-        if not self.tree_view.go_to(name):
-            raise UserError(f"there is no {printable(name, 200)} in this model")
+        command_actions.go_to(self, name)
 
     def action_sort_by(self, order: str) -> None:
-        if order not in ORDERS:
-            raise UserError(f"children are sorted by {', '.join(ORDERS)}")
-        self.tree_view.sort_by(order)
-        self.say(f"children in order of {'the model' if order == 'model' else order}", "information")
+        command_actions.sort_by(self, order)
 
     def action_show_columns(self, words: str = "") -> None:
-        wanted = words.replace(",", " ").split() or list(COLUMNS)
-        if not set(wanted) <= set(COLUMNS):
-            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
-        self.tree_view.hide(frozenset(COLUMNS) - set(wanted))
+        command_actions.show_columns(self, words)
 
     def action_use_theme(self, name: str) -> None:
-        if name not in self.available_themes:
-            raise UserError(
-                f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(self.available_themes))}"
-            )
-        self.theme = name
+        command_actions.use_theme(self, name)
+
+    def action_export_to(self, folder: str) -> None:
+        command_actions.leave_with(self, "checkpoint", folder)
+
+    def action_save_recipe_to(self, file: str) -> None:
+        command_actions.leave_with(self, "recipe", file)
+
+    def action_save_report_to(self, file: str) -> None:
+        command_actions.leave_with(self, "report", file)
+
+    def action_use_preset(self, name: str) -> None:
+        command_actions.use_preset(self, name)
 
     def action_details(self) -> None:
-        from .screens import details
-
-        self.push_screen(details(self.experiment, self.tree_view.current.name))
+        screen_actions.details(self)
 
     def action_next_pane(self) -> None:
         self.side.next_pane()
         self._show_panes()
 
     def action_help(self) -> None:
-        from .help import sections
-        from .screens import help_screen
-
-        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
-        self.push_screen(help_screen(*sections(self.BINDINGS, self.chosen_keys, words)))
+        screen_actions.help(self)
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         for binding in self.BINDINGS:
-            if isinstance(binding, Binding) and binding.action not in ("quit", "help"):
+            if isinstance(binding, Binding) and binding.action not in ("quit", "help", "command_palette"):
                 yield SystemCommand(
                     binding.description,
                     f"key {on_keyboard(keys_of(binding, self.chosen_keys))}",

@@ -6,6 +6,7 @@ What a key does without further words is a command under its action's name, so t
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,10 @@ from dtype_engine.errors import UserError
 from dtype_engine.text import printable
 
 MOST_COMPLETIONS = 200
+PATHS = ("folder", "file")
+"""Kinds of arguments that are one path, spaces and all."""
+WITH_PATHS = (*PATHS, "line")
+"""These, and what is words or paths."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ WITH_ARGUMENTS = (
     Command("sort", "sort_by", ("order",), "Children in this order"),
     Command("columns", "show_columns", ("columns",), "Show these columns; nothing shows all", 0),
     Command("theme", "use_theme", ("theme",), "Colours"),
+    Command("export", "export_to", ("folder",), "Write a checkpoint in the dtypes of now"),
+    Command("recipe", "save_recipe_to", ("file",), "Write the rules, and what was measured"),
+    Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
+    Command("preset", "use_preset", ("preset",), "Put a preset in force, in place of all rules"),
+    Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; nothing shows the inputs of now", 0),
 )
 """Commands that take words after them, beside those that are a key's action."""
 
@@ -97,15 +107,16 @@ class Completer:
         if command is None or not command.arguments:
             return []
         place = min(len(words) - 2, len(command.arguments) - 1)
-        before, begun = " ".join(words[:-1]), words[-1]
+        first = place + 1 if command.arguments[place] in PATHS else len(words) - 1
+        before, begun = " ".join(words[:first]), " ".join(words[first:])
         return [f"{before} {word}" for word in self._words(command.arguments[place], begun)][:MOST_COMPLETIONS]
 
     def _words(self, kind: str, begun: str) -> list[str]:
         if kind == "dtype":
             words = [*map(dtypes.badge, dtypes.TARGETS), dtypes.STORED]
             return [word for word in words if word.startswith(begun)]
-        if kind == "path":
-            return _paths(begun)
+        if kind in WITH_PATHS:
+            return _paths(begun, only_folders=kind == "folder")
         if kind in ("pattern", "node"):
             general = [pattern for pattern in self.patterns() if pattern.startswith(begun)] if kind == "pattern" else []
             return list(dict.fromkeys((*general, *_next_parts(self.names(), begun))))
@@ -127,17 +138,21 @@ def _next_parts(names: Sequence[str], begun: str) -> list[str]:
     return list(found)
 
 
-def _paths(begun: str) -> list[str]:
-    typed = Path(begun).expanduser()
-    folder = typed if begun.endswith("/") or not begun else typed.parent
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError:
-        return []
+def _paths(begun: str, only_folders: bool = False) -> list[str]:
+    """Paths that begin so, folders with a slash at the end; no hidden ones until their dot is typed."""
     head = begun[: begun.rfind("/") + 1]
     last = begun[len(head) :]
+    try:
+        with os.scandir(Path(head).expanduser()) as entries:
+            found = [
+                entry.name + ("/" if entry.is_dir() else "")
+                for entry in entries
+                if entry.name.startswith(last) and entry.name.isprintable()
+            ]
+    except (OSError, RuntimeError):  # not there, not readable; ~ of nobody
+        return []
     return [
-        head + entry.name + ("/" if entry.is_dir() else "")
-        for entry in entries
-        if entry.name.startswith(last) and (last.startswith(".") or not entry.name.startswith("."))
+        head + name
+        for name in sorted(found)
+        if (name.endswith("/") or not only_folders) and (last.startswith(".") or not name.startswith("."))
     ]

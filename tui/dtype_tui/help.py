@@ -6,16 +6,18 @@ from collections.abc import Iterable, Mapping
 
 from textual.binding import BindingType
 
+from .drift_screens import CausesScreen
 from .history_screen import HistoryScreen
 from .inputs_screen import InputsScreen
 from .keys import described
 from .leaving_screen import LeavingScreen
 from .presets_screen import PresetsScreen
-from .scan_screens import FRONT_KEYS, ScanScreen
+from .scan_screens import FRONT_KEYS, ScanScreen, ScanSetup
+from .screens import Overlay
 from .settings_screen import SettingsScreen
 from .widgets.command_line import CommandLine
 from .widgets.module_tree import ModuleTree
-from .widgets.prompts import CastPrompt
+from .widgets.prompts import CastPrompt, FilterPrompt
 
 Section = tuple[str, list[tuple[str, str]]]
 
@@ -28,14 +30,18 @@ def sections(
         ("Casting and measuring", of_the_app),
         ("In the tree", ModuleTree.BINDINGS),
         ("In the cast prompt", CastPrompt.BINDINGS),
+        ("In the filter", FilterPrompt.BINDINGS),
         ("In the command line", CommandLine.BINDINGS),
         ("In the settings", SettingsScreen.BINDINGS),
         ("In the inputs", InputsScreen.BINDINGS),
+        ("In the dtypes to scan", ScanSetup.BINDINGS),
         ("In the scan", ScanScreen.BINDINGS),
         ("Along the front", FRONT_KEYS),
+        ("In drift over depth", CausesScreen.BINDINGS),
         ("In the history", HistoryScreen.BINDINGS),
         ("In the presets", PresetsScreen.BINDINGS),
         ("In what to leave with", LeavingScreen.BINDINGS),
+        ("In a box of text", Overlay.BINDINGS),
     )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
     return [(title, list(described(bindings, chosen))) for title, bindings in places], explained

@@ -1,14 +1,21 @@
-"""The line of keys at the bottom: what one can do next from here, the likeliest first."""
+"""The two lines at the bottom: what the engine does to what, and what one can do next from here, the likeliest first."""
 
 from __future__ import annotations
 
+from rich.text import Text
+
+from dtype_engine.text import printable
+
+from .cells import bar
 from .experiment import Experiment
 
 ALWAYS = "? help  q quit"
 
 
-def next_keys(experiment: Experiment, filtered: bool, busy: bool) -> str:
-    """A line of `key what` pairs, two spaces apart, for what is on the screen now."""
+def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) -> str:
+    """A line of `key what` pairs, two spaces apart, for what is on the screen now; as many as `width` cells have room for, and
+    always those for help and quitting.
+    """
     if filtered:
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
     elif experiment.failure:
@@ -21,4 +28,28 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool) -> str:
         keys = "w worst module  u undo  c cast  1-8 dtype  f dtype flow  : command"
     else:
         keys = "u undo  c cast  1-8 dtype  / filter  Enter details  : command"
-    return f" {keys}  {ALWAYS}"
+    pairs = keys.split("  ")
+    while pairs and len(line := f" {'  '.join(pairs)}  {ALWAYS}") > width:
+        pairs.pop()
+    return line if pairs else f" {ALWAYS}"
+
+
+def status_line(experiment: Experiment, doing: tuple[str, float | None], planning_only: bool, width: int) -> Text:
+    """What the engine does and how much of that is done, and at the right as much as fits of: model, class, device."""
+    activity, share = doing
+    line = Text(" ", no_wrap=True, overflow="ellipsis")
+    if activity:
+        line.append(activity)
+        if share is not None:
+            line.append(f" {100 * share:3.0f} % ")
+            line.append(bar(share, 12), style="bold")
+        line.append("  Esc stops", style="dim")
+    else:
+        line.append("no engine: planning only" if planning_only else "ready")
+    parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]
+    while len(parts) > 1 and line.cell_len + len(" · ".join(parts)) + 2 > width:
+        parts.pop(1)  # the class goes first, then the device
+    about = " · ".join(parts)
+    line.append(" " * max(1, width - line.cell_len - len(about) - 1))
+    line.append(about, style="dim")
+    return line

@@ -15,6 +15,7 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from dtype_engine import dtypes
+from dtype_engine.errors import UserError
 from dtype_engine.events import ExportPlanned
 from dtype_engine.readings import DriftReport
 from dtype_engine.report_text import human_bytes
@@ -162,24 +163,45 @@ class LeavingScreen(ModalScreen[Wish | None]):
         said = self.query_one(Input).value.strip()
         if not said:
             return
-        path = Path(said).expanduser()
-        taken = any(path.iterdir()) if path.is_dir() else path.exists()
+        try:
+            path, taken = where(said)
+        except UserError as error:
+            self.notify(str(error), severity="error", markup=False)
+            return
         if taken and self._warned != said:
             self._warned = said
             self._draw()
             return
-        self.dismiss(self._wish(path, replace=taken))
-
-    def _wish(self, path: Path, replace: bool) -> Wish:
-        match self._kind:
-            case "checkpoint":
-                return ExportWish(path, replace)
-            case "recipe":
-                return RecipeWish(path, replace, self._drift)
-            case "report":
-                return ReportWish(path, replace, self._drift)
-            case target:
-                return ConvertWish(path, target, replace)
+        self.dismiss(wish_for(self._kind, path, taken, self._drift))
 
     def action_leave(self) -> None:
         self.dismiss(None)
+
+
+def where(said: str) -> tuple[Path, bool]:
+    """The path that was typed, and whether something is in its way: a file, or a folder that holds something.
+
+    Raises UserError where that can't be found out.
+    """
+    try:
+        path = Path(said).expanduser()
+        return path, any(path.iterdir()) if path.is_dir() else path.exists()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: the home of nobody; ValueError: a null character
+        raise UserError(f"can't write {printable(said, 200)}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def wish_for(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> Wish:
+    """The wish for one of `KINDS`; `drift`: the figures on the screen, where there are some."""
+    match kind:
+        case "checkpoint":
+            return ExportWish(path, replace)
+        case "recipe":
+            return RecipeWish(path, replace, drift)
+        case "report":
+            return ReportWish(path, replace, drift)
+        case target:
+            return ConvertWish(path, target, replace)

@@ -16,7 +16,7 @@ from dtype_engine.errors import UserError
 from dtype_engine.recipe import Rule
 from dtype_engine.text import printable
 
-from ..commands import Command, Completer, parse
+from ..commands import WITH_PATHS, Command, Completer, parse
 from ..experiment import Experiment, Preview
 from .prompts import describe
 
@@ -153,10 +153,13 @@ class CommandLine(Vertical):
             words.append(f" {command.usage}", style="bold")
             words.append(f"  {command.meaning}", style="dim")
         fitting = self._fitting if self._at >= 0 else self.completer(line)
+        paths = command is not None and bool(command.arguments) and command.arguments[-1] in WITH_PATHS
         for place, whole in enumerate(fitting):
-            last = printable(whole.rpartition(" ")[2], 80)
+            last = whole.rpartition(" ")[2]
+            if paths:  # the folders above it stand in the line already
+                last = last[last.rstrip("/").rfind("/") + 1 :]
             words.append("  ")
-            words.append(last, style="reverse" if place == self._at else "dim")
+            words.append(printable(last, 80), style="reverse" if place == self._at else "dim")
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()

@@ -6,14 +6,9 @@ move repaints two lines, and children are made when a node opens, so 90 000 tens
 
 from __future__ import annotations
 
-import math
-import re
 from dataclasses import dataclass
-from fnmatch import translate
 from typing import TYPE_CHECKING, ClassVar
 
-from rich.segment import Segment
-from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -21,68 +16,18 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from dtype_engine import dtypes
-from dtype_engine.report_text import human_count
-from dtype_engine.tree import Module, TensorInfo, ancestors
+from dtype_engine.tree import ancestors
 
-from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
 from ..keys import with_ids
+from .tree_drawing import COLUMNS, CURSOR, CURSOR_AWAY, DIM, PLAIN, Look, columns_for, heading, row_segments
+from .tree_rows import MOST_MATCHES, ORDERS, Row, filtered_rows, first_opened, matching, open_rows
 
 if TYPE_CHECKING:
-    from dtype_engine.readings import ModuleDrift
-
     from ..experiment import Experiment, Preview
 
-ORDERS = ("model", "bytes", "drift")
-"""Of a node's children: as the model has them, the largest first, those that drift most first."""
-COLUMNS = ("params", "bytes", "drift")
-"""Columns that can be left out; the name and the dtype are always there."""
+__all__ = ["COLUMNS", "MOST_MATCHES", "MOST_OPENED", "ORDERS", "ModuleTree"]
+
 MOST_OPENED = 20_000
-MOST_MATCHES = 1000
-"""Matches of a filter that are shown: nobody walks through more, and they come after every key."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A visible line: a module, or one tensor of it (`tensor` set; `alias` when it is tied to a tensor elsewhere)."""
-
-    name: str
-    depth: int
-    module: Module
-    tensor: TensorInfo | None = None
-
-    @property
-    def label(self) -> str:
-        return self.name.rpartition(".")[2]
-
-    @property
-    def alias(self) -> bool:
-        return self.tensor is not None and self.tensor.name != self.name
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """Widths in cells; 0 leaves a column out."""
-
-    name: int
-    dtype: int
-    parameters: int
-    size: int
-    drift: int
-    scan: int = 0
-
-
-def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False) -> Columns:
-    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. With a scan its column
-    comes, at the cost of the same. Those in `hidden` never come.
-    """
-    scan = 13 if scanned and width >= 50 else 0
-    dtype = 24 if width - scan >= 76 else 13
-    parameters = 8 if width - 2 * scan >= 60 and "params" not in hidden else 0
-    size = 10 if "bytes" not in hidden else 0
-    drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
-    room = width - dtype - parameters - size - drift - scan - 1
-    return Columns(max(10, room), dtype, parameters, size, drift, scan)
 
 
 class ModuleTree(ScrollView, can_focus=True):
@@ -134,25 +79,18 @@ class ModuleTree(ScrollView, can_focus=True):
         self.hidden: frozenset[str] = frozenset()
         self._match_set: frozenset[str] = frozenset()
         self._painted: dict[int, Strip] = {}
-        self._opened: set[str] = {""}
-        self._open_first_levels()
+        self._opened = first_opened(experiment.tree)
         self.rebuild()
 
     # -- what is visible -----------------------------------------------------------------------------------------
 
-    def _open_first_levels(self) -> None:
-        """Open from the root down while there is only one way to go, and one level more."""
-        node = self.experiment.tree.root
-        while len(node.children) == 1 and not node.tensors:
-            node = next(iter(node.children.values()))
-            self._opened.add(node.name)
-        if len(node.children) <= 12:
-            self._opened |= {child.name for child in node.children.values() if 0 < len(child.children) <= 64}
-
     def rebuild(self) -> None:
         """Make the rows anew, the cursor staying on its node, or on the nearest one above that is still there."""
         name = self.rows[self.cursor].name if self.rows else ""
-        self.rows = self._filtered_rows() if self.filter_text else self._open_rows()
+        if self.filter_text:
+            self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
+        else:
+            self.rows = open_rows(self.experiment, self._opened, self.order)
         places = {row.name: place for place, row in enumerate(self.rows)}
         while name not in places and name:
             name = name.rpartition(".")[0]
@@ -160,25 +98,6 @@ class ModuleTree(ScrollView, can_focus=True):
         self.virtual_size = Size(0, len(self.rows) + 1)
         self.refresh()
         self._show_cursor()
-
-    def _open_rows(self) -> list[Row]:
-        rows: list[Row] = []
-        stack: list[tuple[Module, int]] = [(self.experiment.tree.root, 0)]
-        while stack:
-            node, depth = stack.pop()
-            rows.append(Row(node.name, depth, node))
-            if node.name in self._opened:
-                rows.extend(_tensor_rows(node, depth + 1))
-                stack.extend((child, depth + 1) for child in reversed(self._ordered(node)))
-        return rows
-
-    def _ordered(self, node: Module) -> list[Module]:
-        children = list(node.children.values())
-        if self.order == "bytes":
-            children.sort(key=lambda child: -self.experiment.totals[child.name].total_bytes)
-        elif self.order == "drift":
-            children.sort(key=lambda child: _drift_key(self.experiment.modules.get(child.name)))
-        return children
 
     def sort_by(self, order: str) -> None:
         """Children in one of `ORDERS`; the cursor stays on its node."""
@@ -190,35 +109,10 @@ class ModuleTree(ScrollView, can_focus=True):
         self.hidden = columns
         self.refresh()
 
-    def _filtered_rows(self) -> list[Row]:
-        """The first nodes that match, and those above them."""
-        shown: set[str] = {""}
-        for name in self.matches[:MOST_MATCHES]:
-            while name not in shown:
-                shown.add(name)
-                name = name.rpartition(".")[0]
-        rows: list[Row] = []
-        stack: list[tuple[Module, int]] = [(self.experiment.tree.root, 0)]
-        while stack:
-            node, depth = stack.pop()
-            rows.append(Row(node.name, depth, node))
-            rows.extend(row for row in _tensor_rows(node, depth + 1) if row.name in shown)
-            stack.extend((child, depth + 1) for child in reversed(node.children.values()) if child.name in shown)
-        return rows
-
     def set_filter(self, text: str) -> None:
         """Show only nodes whose name has `text` in it, or matches it as a glob; empty shows all."""
         self.filter_text = text.strip()
-        if not self.filter_text:
-            self.matches = []
-        else:
-            wanted = self.filter_text.lower()
-            names, lowered = self.experiment.tree.names
-            if any(character in wanted for character in "*?["):
-                found = re.compile(translate(wanted)).match
-                self.matches = [name for name, low in zip(names, lowered, strict=True) if found(low)]
-            else:
-                self.matches = [name for name, low in zip(names, lowered, strict=True) if wanted in low]
+        self.matches = matching(self.experiment.tree, self.filter_text)
         self._match_set = frozenset(self.matches)
         self.rebuild()
 
@@ -241,7 +135,7 @@ class ModuleTree(ScrollView, can_focus=True):
         opened = self._opened
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
-            self._open_first_levels()
+            self._opened = first_opened(self.experiment.tree)
         self.set_filter(self.filter_text)
 
     # -- the cursor ----------------------------------------------------------------------------------------------
@@ -399,61 +293,21 @@ class ModuleTree(ScrollView, can_focus=True):
         scan = self.experiment.scan
         columns = columns_for(width, self.hidden, scan.report is not None)
         if y == 0:
-            return _heading(columns, scan.heading).adjust_cell_length(width, _DIM)
+            return heading(columns, scan.heading).adjust_cell_length(width, DIM)
         place = y - 1 + self.scroll_offset.y
         if place >= len(self.rows):
-            return Strip.blank(width, _PLAIN)
+            return Strip.blank(width, PLAIN)
         row = self.rows[place]
-        segments = self._row_segments(row, columns)
-        strip = Strip(segments).adjust_cell_length(width, _PLAIN)
+        look = Look(
+            here=place == self.cursor,
+            lit=self._lit(row),
+            match=row.name in self._match_set,
+            opened=row.name in self._opened or bool(self.filter_text),
+        )
+        strip = Strip(row_segments(self.experiment, row, columns, look)).adjust_cell_length(width, PLAIN)
         if place == self.cursor:
-            return strip.apply_style(_CURSOR if self.has_focus else _CURSOR_AWAY)
+            return strip.apply_style(CURSOR if self.has_focus else CURSOR_AWAY)
         return strip
-
-    def _row_segments(self, row: Row, columns: Columns) -> list[Segment]:
-        experiment = self.experiment
-        lit = self._lit(row)
-        marker = "•" if lit else "❯" if self.rows[self.cursor] is row else " "
-        indent = "  " * row.depth
-        room = columns.name - len(indent) - 4
-        if row.tensor is None:
-            expandable = bool(row.module.children or row.module.tensors)
-            opened = row.name in self._opened or bool(self.filter_text)
-            twist = ("▾ " if opened else "▸ ") if expandable else "  "
-            label = name_cell(row.label or experiment.title, room)
-            failed = "failed here" if row.name and row.name == experiment.failed_module else ""
-            island = "keep f32" if row.module.island else ""
-            beside = " ".join(word for word in (failed, island, row.module.class_name) if word)
-        else:
-            twist = "  "
-            label = name_cell(row.label, room)
-            shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
-            beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
-        room_beside = room - len(label) - 2
-        beside = name_cell(beside, room_beside) if room_beside >= min(len(beside), 5) else ""
-        style = _LIT if lit else _MATCH if row.name in self._match_set else _BOLD if row.depth == 0 else _PLAIN
-        segments = [Segment(f"{marker}{indent}{twist}", _DIM if not lit else _LIT), Segment(label, style)]
-        used = 1 + len(indent) + 2 + len(label)
-        if beside:
-            segments.append(Segment(f"  {beside}", _DIM))
-            used += 2 + len(beside)
-        segments.append(Segment(" " * max(0, columns.name - used), _PLAIN))
-        segments += _dtype_segments(experiment, row, columns.dtype)
-        if row.tensor is None:
-            totals = experiment.totals[row.name]
-            elements, size = totals.total_elements, totals.total_bytes
-        else:
-            elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
-        counted = elements > 0 and not row.alias and not (experiment.partial and row.tensor is None)
-        if columns.parameters:
-            segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", _PLAIN))
-        if columns.size:
-            segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", _PLAIN))
-        if columns.drift:
-            segments.append(_drift_segment(experiment, row, columns.drift))
-        if columns.scan:
-            segments.append(_scan_segment(experiment, row, columns.scan))
-        return segments
 
     def _lit(self, row: Row) -> bool:
         if self.preview is None:
@@ -461,80 +315,3 @@ class ModuleTree(ScrollView, can_focus=True):
         if row.tensor is not None:
             return row.tensor.name in self.preview.tensors
         return row.name in self.preview.modules or any(name in self.preview.modules for name in ancestors(row.name))
-
-
-_PLAIN = Style()  # never None: without colours Textual asks every segment for its style
-_DIM = Style(dim=True)
-_BOLD = Style(bold=True)
-_LIT = Style(bold=True, color="yellow")
-_MATCH = Style(underline=True)
-_CURSOR = Style(reverse=True)
-_CURSOR_AWAY = Style(underline=True)
-
-
-def _heading(columns: Columns, scan: str = "") -> Strip:
-    text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
-    if columns.parameters:
-        text += f"{'params':>{columns.parameters}}"
-    if columns.size:
-        text += f"{'bytes':>{columns.size}}"
-    if columns.drift:
-        text += f"{'SQNR dB':>{columns.drift - 4}}    "
-    if columns.scan:
-        text += f"{scan:>{columns.scan - 4}}"
-    return Strip([Segment(text, _DIM)])
-
-
-def _drift_key(reading: ModuleDrift | None) -> tuple[float, float]:
-    """Sorts the worst first; what was not measured comes last."""
-    if reading is None or reading.sqnr_db is None:
-        return (0.0, math.inf)
-    return (-float(reading.nonfinite), reading.sqnr_db)
-
-
-def _tensor_rows(node: Module, depth: int) -> list[Row]:
-    prefix = f"{node.name}." if node.name else ""
-    return [Row(prefix + local, depth, node, tensor) for local, tensor in node.tensors.items()]
-
-
-def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed."""
-    pieces: list[tuple[str, str]]
-    if row.tensor is None:
-        pieces = mix_cell(experiment.totals[row.name], width - 1)
-    else:
-        planned = experiment.plan.dtypes[row.tensor.name]
-        if planned == row.tensor.dtype:
-            pieces = [(dtypes.badge(planned), planned)]
-        else:
-            pieces = [(f"{dtypes.badge(row.tensor.dtype)}→", ""), (dtypes.badge(planned), planned)]
-        if not row.tensor.persistent:
-            pieces.append((" not saved", ""))
-    segments: list[Segment] = []
-    used = 0
-    for text, dtype in pieces:
-        text = text[: max(0, width - 1 - used)]
-        used += len(text)
-        segments.append(Segment(text, Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else _DIM))
-    segments.append(Segment(" " * max(0, width - used), _PLAIN))
-    return segments
-
-
-def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    reading = experiment.modules.get(row.name) if row.tensor is None else None
-    if not row.name and experiment.report is not None:
-        from dtype_engine.readings import ModuleDrift  # there is nothing to show of it at the first paint
-
-        output = experiment.report.output
-        reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
-    number, drawn = drift_cell(reading)
-    text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
-    bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))
-    return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else _PLAIN)
-
-
-def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    """The node's sensitivity in the dtype that the scan shows: figure and heat."""
-    number, drawn, heat = experiment.scan.cell(row.name)
-    colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
-    return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))

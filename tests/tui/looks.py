@@ -1,0 +1,179 @@
+"""What a test of a key looks at in the app, and how it gets to where the key is."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from noting import engine
+from rows import lines
+from scenes import DOWN, Scene, causes, inputs, ready, scanned
+from textual.containers import VerticalScroll
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input
+
+from dtype_engine import events
+from dtype_engine.readings_drift import Nonfinite
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+MLP = "model.layers.3.mlp"
+Look = Callable[[DtypeApp], Any]
+
+# -- what to look at ------------------------------------------------------------------------------------------------
+
+
+def asked(app: DtypeApp) -> str:
+    return engine(app).commands[-1]
+
+
+def cursor(app: DtypeApp) -> str:
+    return app.query_one(ModuleTree).current.name
+
+
+def line(app: DtypeApp) -> int:
+    return app.query_one(ModuleTree).cursor
+
+
+def opened(app: DtypeApp) -> set[str]:
+    """Names in the tree below the node under the cursor."""
+    tree = app.query_one(ModuleTree)
+    return {row.name for row in tree.rows if row.name.startswith(f"{tree.current.name}.")}
+
+
+def rules(app: DtypeApp) -> list[str]:
+    return [str(rule) for rule in app.experiment.recipe.rules]
+
+
+def last_rule(app: DtypeApp) -> str:
+    return rules(app)[-1] if rules(app) else ""
+
+
+def top(app: DtypeApp) -> str:
+    return type(app.screen).__name__
+
+
+def title(app: DtypeApp) -> str:
+    boxes = [str(box.border_title) for box in app.screen.query(VerticalScroll) if box.border_title]
+    return boxes[0] if boxes else ""
+
+
+def focus(app: DtypeApp) -> str | None:
+    return app.focused.id if app.focused is not None else None
+
+
+def typed(app: DtypeApp) -> str:
+    """In the line that has the focus."""
+    return app.focused.value if isinstance(app.focused, Input) else "no line"
+
+
+def typing(app: DtypeApp) -> bool:
+    return isinstance(app.focused, Input)
+
+
+def here(app: DtypeApp) -> str:
+    """The line with the mark of what is chosen."""
+    (line,) = (line for line in lines(app) if "›" in line and "‹" not in line)
+    return " ".join(line[line.index("›") :].partition("│")[0].split())
+
+
+def chosen(app: DtypeApp) -> str:
+    return here(app).split()[1]
+
+
+def row(app: DtypeApp) -> int:
+    return app.screen.query_one(DataTable).cursor_row
+
+
+def scrolled(app: DtypeApp) -> float:
+    return next(iter(app.screen.query(VerticalScroll))).scroll_y
+
+
+def pane(app: DtypeApp) -> str:
+    return next(str(pane.border_title) for pane in app.side.panes if pane.display)
+
+
+def point(app: DtypeApp) -> int:
+    """Of the front; the last is -1."""
+    view: Any = app.screen
+    return -1 if view.place == len(view.front.points) - 1 else view.place
+
+
+def on(page: Callable[[Any], Any]) -> Look:
+    """Something of the screen that is in front."""
+    return lambda app: page(app.screen)
+
+
+def bottom(words: str) -> Look:
+    """Whether the last line has these words."""
+    return lambda app: words in lines(app)[-1]
+
+
+# -- how to get there -----------------------------------------------------------------------------------------------
+
+
+def press(*keys: str) -> Scene:
+    async def scene(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await pilot.press(*keys)
+        await pilot.pause()
+
+    return scene
+
+
+def at(node: str, scene: Scene = ready) -> Scene:
+    async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await scene(app, pilot)
+        assert app.query_one(ModuleTree).go_to(node)
+        await pilot.pause()
+
+    return there
+
+
+def cast(rule: str, scene: Scene = ready) -> Scene:
+    async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await scene(app, pilot)
+        app.query_one(ModuleTree).go_to(rule)
+        await pilot.press("2")
+
+    return there
+
+
+def once(what: Look, *keys: str) -> Scene:
+    """After the keys, what a thread works out is there."""
+
+    async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
+        await pilot.press(*keys)
+        await wait(app, pilot, what, True)
+
+    return there
+
+
+async def wait(app: DtypeApp, pilot: Pilot[None], look: Look, seen: Any) -> None:
+    for _ in range(400):
+        if look(app) == seen:
+            return
+        await pilot.pause(0.01)
+
+
+def not_finite(app: DtypeApp) -> events.Event:
+    found = Nonfinite("activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, f"{MLP}=bfloat16")
+    return events.NonfiniteFound(app.experiment.recipe, found)
+
+
+def many_inputs(app: DtypeApp) -> events.Event:
+    few = inputs(app)
+    assert isinstance(few, events.InputsReady)
+    return events.InputsReady(dataclasses.replace(few.reading, batches=few.reading.batches * 20))
+
+
+def many_causes(app: DtypeApp) -> events.Event:
+    few = causes(app)
+    assert isinstance(few, events.CausesTold)
+    return events.CausesTold(few.recipe, dataclasses.replace(few.report, causes=few.report.causes * 20))
+
+
+def half_scanned(app: DtypeApp) -> events.Event:
+    found = scanned(app)
+    assert isinstance(found, events.Scanned)
+    return events.Scanned(found.report, False)

@@ -1,0 +1,205 @@
+"""The keys that the help names, pressed; the same actions from the palette and the command line.
+
+Before a key, what it is to bring about must not be there yet, so one that does nothing fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from looks import MLP, Look, cursor, rules, top, wait
+from noting import engine, make_app
+from rows import notices
+from scenes import ready
+from textual.binding import Binding
+from textual.drivers.headless_driver import HeadlessDriver
+from textual.pilot import Pilot
+from textual.widgets import Input
+from walks import IN_MAIN, MAIN, OTHER_PLACES, Key, Walk
+
+import dtype_tui
+from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
+from dtype_tui.app import DtypeApp
+from dtype_tui.commands import WITH_ARGUMENTS
+from dtype_tui.help import sections
+from dtype_tui.keys import on_keyboard
+from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.module_tree import ModuleTree
+
+SMALL = (80, 24)
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where files are written to."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_DOWNLOAD_DIR", str(tmp_path))
+
+
+Way = Callable[[DtypeApp, "Pilot[None]", str], Awaitable[None]]
+
+
+async def by_key(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
+    await pilot.press(key)
+
+
+async def by_palette(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
+    """What the palette offers under the words of the key."""
+    binding = of_the_app(key)
+    (found,) = (command for command in app.get_system_commands(app.screen) if command.title == binding.description)
+    found.callback()
+
+
+async def by_command(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
+    """The `:` command of the key's action."""
+    name = of_the_app(key).action.replace("_", "-")
+    await enter(app, pilot, name)
+
+
+async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
+    await pilot.press("colon")
+    app.query_one(CommandLine).query_one(Input).value = line
+    await pilot.pause()
+    await pilot.press("enter")
+
+
+def of_the_app(key: str) -> Binding:
+    (found,) = (binding for binding in DtypeApp.BINDINGS if isinstance(binding, Binding) and binding.key == key)
+    return found
+
+
+async def take(walk: Walk, way: Way = by_key, only: Callable[[str], bool] = lambda key: True) -> None:
+    """Press the keys of a walk, those that are `only` of another way in that way."""
+    app = make_app()
+    async with app.run_test(size=SMALL) as pilot:
+        await walk.scene(app, pilot)
+        for step in walk.steps:
+            if not isinstance(step, Key):
+                await step(app, pilot)
+                continue
+            assert step.look(app) != step.seen, f"before {step.key}"
+            await (way if only(step.key) else by_key)(app, pilot, step.key)
+            await pilot.pause()
+            await wait(app, pilot, step.look, step.seen)
+            assert step.look(app) == step.seen, (step.key, notices(app))
+
+
+def named(walk: Walk) -> str:
+    return f"{walk.place}: {' '.join(step.key for step in walk.steps if isinstance(step, Key))}"[:60]
+
+
+@pytest.mark.parametrize("walk", [*IN_MAIN, *OTHER_PLACES], ids=named)
+async def test_every_key_does_what_the_help_says(walk: Walk) -> None:
+    await take(walk)
+
+
+def by_no_palette(key: str) -> bool:
+    return of_the_app(key).action in ("quit", "help", "command_palette")
+
+
+def by_no_command(key: str) -> bool:
+    action = of_the_app(key).action
+    return "(" in action or action in ("command", "filter", "cast")
+
+
+@pytest.mark.parametrize("walk", IN_MAIN, ids=named)
+async def test_the_palette_does_the_same(walk: Walk) -> None:
+    await take(walk, by_palette, lambda key: not by_no_palette(key))
+
+
+@pytest.mark.parametrize("walk", IN_MAIN, ids=named)
+async def test_the_command_line_does_the_same(walk: Walk) -> None:
+    await take(walk, by_command, lambda key: not by_no_command(key))
+
+
+async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal arrives; tests/terminal has a process that really stops, and goes on."""
+    monkeypatch.setattr(HeadlessDriver, "can_suspend", True)
+    stopped: list[int] = []
+    before = signal.signal(signal.SIGTSTP, lambda number, _: stopped.append(number))
+    try:
+        app = make_app()
+        async with app.run_test(size=SMALL) as pilot:
+            await pilot.press("ctrl+z")
+            assert stopped == [signal.SIGTSTP]
+    finally:
+        signal.signal(signal.SIGTSTP, before)
+
+
+def test_every_row_of_the_help_is_walked_and_no_other() -> None:
+    shown, _ = sections(DtypeApp.BINDINGS, {}, ())
+    named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
+    walked = {
+        (walk.place, on_keyboard(step.key))
+        for walk in (*IN_MAIN, *OTHER_PLACES)
+        for step in walk.steps
+        if isinstance(step, Key)
+    }
+    assert named_by_the_help == walked | {(MAIN, "Ctrl+z")}
+    assert all(what for _, rows in shown for _, what in rows)
+
+
+def test_every_place_with_keys_is_in_the_help() -> None:
+    """Each class of the app that binds keys of its own, but for the screen to choose a model in and what leads to the tree's."""
+    bound = {
+        found.__name__
+        for module in pkgutil.walk_packages(dtype_tui.__path__, "dtype_tui.")
+        if module.name != "dtype_tui.__main__"
+        for found in vars(importlib.import_module(module.name)).values()
+        if isinstance(found, type) and found.__module__.startswith("dtype_tui") and "BINDINGS" in vars(found)
+    }
+    shown, _ = sections(DtypeApp.BINDINGS, {}, ())
+    assert len(bound - {"StartApp", "SidePanes"}) == len(shown)
+
+
+WORDS: dict[str, tuple[Look, Any]] = {
+    f"cast {MLP} f16": (rules, [f"{MLP}=float16"]),
+    "filter up_proj": (cursor, "model.layers.0.mlp.up_proj"),
+    f"go {MLP}": (cursor, MLP),
+    "sort bytes": (lambda app: app.query_one(ModuleTree).order, "bytes"),
+    "columns bytes": (lambda app: app.query_one(ModuleTree).hidden, {"params", "drift"}),
+    "theme high-contrast": (lambda app: app.theme, "high-contrast"),
+    "export out": (lambda app: engine(app).wishes[-1:], [ExportWish(Path("out"))]),
+    "recipe r.yaml": (lambda app: engine(app).wishes[-1:], [RecipeWish(Path("r.yaml"))]),
+    "report r.md": (lambda app: engine(app).wishes[-1:], [ReportWish(Path("r.md"))]),
+    "preset all-bf16": (rules, ["*=bfloat16"]),
+    "inputs import os": (lambda app: engine(app).lines, ["import os"]),
+}
+
+
+async def test_every_command_with_words_does_something() -> None:
+    assert [line.split()[0] for line in WORDS] == [command.name for command in WITH_ARGUMENTS]
+    app = make_app()
+    async with app.run_test(size=SMALL) as pilot:
+        await ready(app, pilot)
+        for line, (look, seen) in WORDS.items():
+            assert look(app) != seen, f"before {line}"
+            await enter(app, pilot, line)
+            await wait(app, pilot, look, seen)
+            assert look(app) == seen, (line, notices(app))
+
+
+async def test_what_the_palette_has_beside_the_keys_works() -> None:
+    app = make_app()
+    async with app.run_test(size=SMALL) as pilot:
+        await ready(app, pilot)
+        keys = {binding.description for binding in app.BINDINGS if isinstance(binding, Binding)}
+        more = {command.title: command for command in app.get_system_commands(app.screen) if command.title not in keys}
+        assert set(more) == {"Theme", "Keys", "Maximize", "Screenshot"}
+        for name, look, seen in (
+            ("Maximize", lambda app: app.screen.maximized is not None, True),
+            ("Theme", top, "CommandPalette"),
+            ("Keys", lambda app: len(app.screen.query("HelpPanel")), 1),
+            ("Screenshot", lambda app: len(list(Path().glob("*.svg"))), 1),
+        ):
+            assert look(app) != seen
+            more[name].callback()
+            await wait(app, pilot, look, seen)
+            assert look(app) == seen, name
+            await pilot.press("escape")

@@ -1,0 +1,61 @@
+"""Every screen at 80 x 24: nothing reaches beyond it, and no line is cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from looks import many_causes, many_inputs
+from noting import make_app
+from rich.cells import cell_len
+from rich.text import Text
+from rows import lines
+from scenes import SCENES, Scene, after, mixed, ready, scanned, told
+from textual.containers import ScrollableContainer, VerticalScroll
+from textual.widget import Widget
+from textual.widgets import Static
+
+from dtype_tui.app import DtypeApp
+
+SMALL = (80, 24)
+MORE_SCENES: dict[str, Scene] = {
+    "map": told(ready, scanned, "s", "m"),
+    "all dtypes": told(ready, scanned, "s", "a"),
+    "compare": after(SCENES["history"], "c", "j", "c"),
+    "limits": told(ready, scanned, "o", "slash"),
+    "many inputs": told(ready, many_inputs, "i"),
+    "many causes": told(after(mixed, "d"), many_causes),
+    "palette": after(ready, "ctrl+p"),
+    "paths": after(ready, "colon", *"export "),
+}
+
+
+def overflowing(app: DtypeApp) -> Iterator[str]:
+    """What does not fit: widgets that reach beyond the screen or their box, lines and titles that are cut."""
+    for widget in app.screen.walk_children(Widget):
+        if not widget.display or not widget.region:
+            continue
+        name = f"{type(widget).__name__} #{widget.id}"
+        scrolls = any(isinstance(above, ScrollableContainer) for above in widget.ancestors)
+        if not scrolls and not app.screen.region.contains_region(widget.region):
+            yield f"{name} reaches beyond the screen: {widget.region}"
+        if isinstance(widget, VerticalScroll) and widget.max_scroll_x and not app.screen.has_class("map"):
+            yield f"{name} is {widget.max_scroll_x} cells too wide"
+        for words in (widget.border_title, widget.border_subtitle):
+            if words and cell_len(str(words)) > widget.region.width - 4:
+                yield f"{name}: {words!r} is cut"
+        words = widget.content if isinstance(widget, Static) and widget.region.height == 1 else None
+        if widget.id == "command-says":
+            continue  # completions, as many as there is room for
+        if isinstance(words, Text) and words.cell_len > widget.region.width:
+            yield f"{name}: {words.plain!r} is cut"
+
+
+@pytest.mark.parametrize("name", [*SCENES, *MORE_SCENES])
+async def test_every_screen_fits_80_x_24(name: str) -> None:
+    app = make_app()
+    async with app.run_test(size=SMALL) as pilot:
+        await (SCENES | MORE_SCENES)[name](app, pilot)
+        await pilot.pause()
+        assert list(overflowing(app)) == []
+        assert all(cell_len(line) <= SMALL[0] for line in lines(app))

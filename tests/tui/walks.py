@@ -1,0 +1,412 @@
+"""Every key that the help names, place by place, with what it does. A walk brings a place up and presses its keys one after
+the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from looks import (
+    MLP,
+    Look,
+    asked,
+    at,
+    bottom,
+    cast,
+    chosen,
+    cursor,
+    focus,
+    half_scanned,
+    here,
+    last_rule,
+    line,
+    many_causes,
+    many_inputs,
+    not_finite,
+    on,
+    once,
+    opened,
+    pane,
+    point,
+    press,
+    row,
+    rules,
+    scrolled,
+    title,
+    top,
+    typed,
+    typing,
+)  # fmt: skip
+from noting import engine
+from scenes import SCENES, Scene, after, measuring, mixed, ready, scanned, told
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable
+
+from dtype_engine.recipe.presets import PRESETS
+from dtype_tui.app import DIGITS
+from dtype_tui.widgets.module_tree import ModuleTree
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key, what to look at, and what is to be seen there after it, and not before."""
+
+    key: str
+    look: Look
+    seen: Any
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Keys of one place, one after the other; a Scene among them only gets there."""
+
+    place: str
+    scene: Scene
+    steps: tuple[Key | Scene, ...]
+
+
+back = press("escape")
+MAIN = "Casting and measuring"
+IN_MAIN = (
+    Walk(
+        MAIN,
+        at(MLP),
+        (
+            *(Key(str(number), last_rule, f"{MLP}={dtype}") for number, dtype in enumerate(DIGITS, 1)),
+            Key("u", last_rule, f"{MLP}=int8"),
+            Key("ctrl+r", last_rule, f"{MLP}=stored"),
+            Key("x", rules, []),
+        ),
+    ),
+    Walk(
+        MAIN,
+        mixed,
+        (
+            Key("w", cursor, "model.layers.5.mlp.down_proj"),
+            Key("z", lambda app: app.query_one(ModuleTree).order, "bytes"),
+            Key("y", lambda app: app.clipboard, "model.layers.5.mlp.down_proj"),
+            Key(
+                "Y",
+                lambda app: app.clipboard,
+                "--cast '*=bfloat16' --cast '*norm*=float32' --cast 'model.layers.{4..5}.mlp=float8_e4m3fn'",
+            ),
+            Key("d", top, "CausesScreen"),
+            back,
+            Key("H", top, "HistoryScreen"),
+            back,
+            Key("p", top, "PresetsScreen"),
+            back,
+            Key("e", top, "LeavingScreen"),
+            back,
+            Key("i", top, "InputsScreen"),
+            back,
+            Key("comma", top, "SettingsScreen"),
+            back,
+            Key("question_mark", title, "Help"),
+            back,
+            Key("ctrl+p", top, "CommandPalette"),
+            back,
+            Key("enter", title, "down_proj"),
+            back,
+            Key("f", asked, "flow"),
+            Key("g", asked, "generate 48"),
+            Key("t", asked, "speed"),
+            Key("m", asked, "measure"),
+        ),
+    ),
+    Walk(
+        MAIN,
+        at("model.embed_tokens.weight"),
+        (
+            Key("v", asked, "look at model.embed_tokens.weight"),
+            Key("s", top, "ScanSetup"),
+            back,
+            told(press(), scanned),
+            Key("o", top, "OptimiseScreen"),
+        ),
+    ),
+    Walk(
+        MAIN,
+        told(cast(MLP), not_finite),
+        (press("3"), told(press(), not_finite), Key("a", last_rule, f"{MLP}=bfloat16")),
+    ),
+    Walk(
+        MAIN,
+        at(MLP),
+        (
+            Key("c", typed, f"{MLP}=bf16"),
+            back,
+            Key("slash", focus, "filter-input"),
+            press(*"mlp.up_proj.weight", "enter"),
+            Key("n", cursor, "model.layers.4.mlp.up_proj.weight"),
+            Key("N", cursor, "model.layers.3.mlp.up_proj.weight"),
+            Key("colon", focus, "command-input"),
+        ),
+    ),
+    Walk(MAIN, measuring, (Key("escape", asked, "cancel"),)),
+    Walk(MAIN, ready, (Key("q", lambda app: app._exit, True),)),
+)
+OTHER_PLACES = (
+    Walk(
+        "In the tree",
+        at("model.layers.3"),
+        (
+            Key("up", cursor, "model.layers.2"),
+            Key("k", cursor, "model.layers.1"),
+            Key("down", cursor, "model.layers.2"),
+            Key("j", cursor, "model.layers.3"),
+            Key("right", lambda app: MLP in opened(app), True),
+            Key("l", cursor, "model.layers.3.input_layernorm"),
+            Key("left", cursor, "model.layers.3"),
+            Key("h", opened, set()),
+            Key("space", lambda app: MLP in opened(app), True),
+            Key("right_square_bracket", cursor, "model.layers.4"),
+            Key("left_square_bracket", cursor, "model.layers.3"),
+            Key("P", cursor, "model.layers"),
+            Key("backspace", cursor, "model"),
+            Key("E", lambda app: "model.layers.5.mlp.down_proj.weight" in opened(app), True),
+            Key("W", opened, set()),
+            Key("tab", pane, "Memory"),
+        ),
+    ),
+    Walk(
+        "In the tree",
+        after(ready, "E"),
+        (
+            Key("pagedown", line, 9),
+            Key("ctrl+f", line, 18),
+            Key("pageup", line, 9),
+            Key("ctrl+b", cursor, ""),
+            Key("end", cursor, "model.norm.weight"),
+            Key("home", cursor, ""),
+            Key("G", cursor, "model.norm.weight"),
+            Key("less_than_sign", cursor, ""),
+            Key("greater_than_sign", cursor, "model.norm.weight"),
+        ),
+    ),
+    Walk(
+        "In the tree",
+        cast("model.layers.2.mlp", cast("model.layers.1", cast("model.layers.4"))),
+        (
+            Key("right_curly_bracket", cursor, "model.layers.4"),
+            Key("left_curly_bracket", cursor, "model.layers.2.mlp"),
+        ),
+    ),
+    Walk(
+        "In the cast prompt",
+        after(at(MLP), "c"),
+        (
+            Key("tab", typed, "model.layers.*.mlp=bf16"),
+            Key("shift+tab", typed, f"{MLP}=bf16"),
+            Key("escape", focus, "tree"),
+        ),
+    ),
+    Walk(
+        "In the filter",
+        after(ready, "slash", *"up_proj"),
+        (Key("escape", lambda app: app.query_one(ModuleTree).filter_text, ""),),
+    ),
+    Walk(
+        "In the command line",
+        after(ready, "colon", *"sort bytes", "enter", "colon"),
+        (
+            Key("up", typed, "sort bytes"),
+            Key("down", typed, ""),
+            press(*"go model.layers."),
+            Key("tab", typed, "go model.layers.0"),
+            press("tab"),
+            Key("shift+tab", typed, "go model.layers.0"),
+            Key("escape", focus, "tree"),
+        ),
+    ),
+    Walk(
+        "In the settings",
+        after(ready, "comma"),
+        (
+            Key("up", chosen, "storage-only"),
+            Key("k", chosen, "floating"),
+            Key("shift+tab", chosen, "autocast"),
+            Key("down", chosen, "floating"),
+            Key("j", chosen, "storage-only"),
+            Key("tab", chosen, "autocast"),
+            Key("right", here, "› autocast off [bf16] f16"),
+            Key("l", here, "› autocast off bf16 [f16]"),
+            Key("space", here, "› autocast [off] bf16 f16"),
+            Key("left", here, "› autocast off bf16 [f16]"),
+            Key("h", here, "› autocast off [bf16] f16"),
+            Key("enter", lambda app: [settings.autocast for settings in engine(app).settings], ["bfloat16"]),
+            press("comma"),
+            Key("escape", top, "Screen"),
+            press("comma"),
+            Key("q", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In the inputs",
+        told(ready, many_inputs, "i"),
+        (
+            Key("down", scrolled, 1),
+            Key("pagedown", scrolled, 9),
+            Key("up", scrolled, 8),
+            Key("pageup", scrolled, 0),
+            Key("escape", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In the dtypes to scan",
+        after(ready, "s"),
+        (
+            Key("up", here, "› [ ] i8@t int8@tensor"),
+            Key("k", here, "› [x] i8 int8"),
+            Key("down", here, "› [ ] i8@t int8@tensor"),
+            Key("j", here, "› [x] bf16 bfloat16"),
+            Key("space", here, "› [ ] bf16 bfloat16"),
+            Key("escape", top, "Screen"),
+            press("s"),
+            Key("q", top, "Screen"),
+            press("s", "space"),
+            Key("enter", asked, "scan float16,float8_e4m3fn,float8_e5m2,int8"),
+        ),
+    ),
+    Walk(
+        "In the scan",
+        told(ready, scanned, "s"),
+        (
+            Key("right", lambda app: app.experiment.scan.dtype, "float8_e4m3fn"),
+            Key("l", lambda app: app.experiment.scan.dtype, "int8"),
+            Key("left", lambda app: app.experiment.scan.dtype, "float8_e4m3fn"),
+            Key("h", lambda app: app.experiment.scan.dtype, "bfloat16"),
+            Key("j", row, 1),
+            Key("k", row, 0),
+            Key("b", bottom("b by score"), True),
+            Key("a", on(lambda page: page.query_one(DataTable).row_count), 3 * 56),
+            Key("m", bottom("m ranking"), True),
+            Key("m", bottom("m map"), True),
+            Key("escape", top, "Screen"),
+            press("s"),
+            Key("q", top, "Screen"),
+            press("s"),
+            Key("s", top, "ScanSetup"),
+            press("escape", "s"),
+            Key("enter", top, "Screen"),
+        ),
+    ),
+    Walk("In the scan", told(after(ready, "s", "enter"), half_scanned, "s"), (Key("space", asked, "pause"),)),
+    Walk(
+        "Along the front",
+        told(ready, scanned, "o"),
+        (
+            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 2), "pageup", "pageup", *["left"] * 4),
+            Key("down", scrolled, 1),
+            Key("j", scrolled, 2),
+            Key("up", scrolled, 1),
+            Key("k", scrolled, 0),
+            Key("enter", lambda app: app.experiment.recipe == app.screen.recipe, True),  # type: ignore[attr-defined]
+            Key("u", rules, []),
+            Key("home", point, 0),
+            Key("right", point, 1),
+            Key("l", point, 2),
+            Key("left", point, 1),
+            Key("h", point, 0),
+            Key("pagedown", point, 10),
+            Key("ctrl+f", point, 20),
+            Key("pageup", point, 10),
+            Key("ctrl+b", point, 0),
+            Key("end", point, -1),
+            Key("less_than_sign", point, 0),
+            Key("greater_than_sign", point, -1),
+            Key("slash", typing, True),
+            Key("escape", typing, False),
+            Key("colon", typing, True),
+            back,
+            Key("i", typing, True),
+            back,
+            Key("escape", top, "Screen"),
+            press("o"),
+            Key("q", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In drift over depth",
+        told(after(mixed, "d"), many_causes),
+        (
+            once(on(lambda page: page.query_one(VerticalScroll).max_scroll_y > 0)),
+            Key("j", scrolled, 1),
+            Key("k", scrolled, 0),
+            Key("escape", top, "Screen"),
+            press("d"),
+            Key("q", top, "Screen"),
+            press("d"),
+            Key("d", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In the history",
+        SCENES["history"],
+        (
+            Key("p", lambda app: [entry.pinned for entry in app.experiment.measured], [False, False, False, True]),
+            Key("j", row, 1),
+            Key("k", row, 0),
+            Key("c", on(lambda page: str(page.query_one(DataTable).get_cell_at((0, 0)))), "4*c"),
+            press("j"),
+            Key("c", title, "Two recipes side by side"),
+            back,
+            Key("enter", rules, ["*=float16"]),
+            press("H"),
+            Key("escape", top, "Screen"),
+            press("H"),
+            Key("q", top, "Screen"),
+            press("H"),
+            Key("H", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In the presets",
+        ready,
+        (
+            once(on(lambda page: len(page._found) == len(PRESETS)), "p"),
+            Key("down", chosen, "fp16-but-norms"),
+            Key("j", chosen, "fp8-linears"),
+            Key("tab", chosen, "norms-head-fp32"),
+            Key("up", chosen, "fp8-linears"),
+            Key("k", chosen, "fp16-but-norms"),
+            Key("shift+tab", chosen, "all-bf16"),
+            Key("enter", rules, ["*=bfloat16"]),
+            press("p"),
+            Key("escape", top, "Screen"),
+            press("p"),
+            Key("q", top, "Screen"),
+            press("p"),
+            Key("p", top, "Screen"),
+        ),
+    ),
+    Walk(
+        "In what to leave with",
+        after(ready, "e"),
+        (
+            Key("down", chosen, "recipe"),
+            Key("tab", chosen, "report"),
+            Key("up", chosen, "recipe"),
+            Key("shift+tab", chosen, "checkpoint"),
+            Key("escape", top, "Screen"),
+            press("e"),
+            Key("enter", asked, "save"),
+        ),
+    ),
+    Walk(
+        "In a box of text",
+        after(ready, "question_mark"),
+        (
+            Key("j", scrolled, 1),
+            Key("k", scrolled, 0),
+            Key("escape", top, "Screen"),
+            press("question_mark"),
+            Key("q", top, "Screen"),
+            press("question_mark"),
+            Key("enter", top, "Screen"),
+            press("question_mark"),
+            Key("question_mark", top, "Screen"),
+        ),
+    ),
+)

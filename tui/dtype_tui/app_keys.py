@@ -1,0 +1,54 @@
+"""The keys of the main screen, wherever its cursor is."""
+
+from __future__ import annotations
+
+from textual.binding import Binding, BindingType
+
+from dtype_engine import dtypes
+
+from .keys import with_ids
+
+DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
+
+
+def _digit_words(dtype: str) -> str:
+    return "Put the node back as stored" if dtype == dtypes.STORED else f"Cast the node to {dtype}"
+
+
+KEYS: list[BindingType] = with_ids(
+    [
+        Binding("c", "cast", "Cast by pattern", priority=True),
+        *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
+        Binding("u", "undo", "Undo"),
+        Binding("ctrl+r", "redo", "Redo"),
+        Binding("x", "drop_rules", "Drop the node's rules"),
+        Binding("m", "measure", "Measure again"),
+        Binding("d", "causes", "Drift over depth, and the modules that it arises in"),
+        Binding("a", "remedy", "Apply what makes the output finite"),
+        Binding("H", "history", "History: every measured recipe, to compare and go back to"),
+        Binding("f", "flow", "Dtype flow: where dtypes silently change"),
+        Binding("g", "generate", "Generate text with both, side by side"),
+        Binding("t", "speed", "Time forward passes"),
+        Binding("s", "scan", "Scan: how much every weight matters in every dtype"),
+        Binding("o", "optimise", "Optimise: the best recipe for a budget, by the scan"),
+        Binding("p", "presets", "Presets: what each would do to this model"),
+        Binding("e", "leave_with", "Leave with a checkpoint, a recipe, a report"),
+        Binding("i", "inputs", "Inputs: what the model is run on, and others"),
+        Binding("comma", "settings", "Settings of a run: autocast, inputs"),
+        Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
+        Binding("w", "worst", "Go to the module that drifts most"),
+        Binding("slash", "filter", "Filter by name", priority=True),
+        Binding("n", "match(1)", "Next match", show=False),
+        Binding("N", "match(-1)", "Previous match", show=False),
+        Binding("colon", "command", "Command line", priority=True),
+        Binding("z", "next_order", "Order of children: the model's, by bytes, by drift"),
+        Binding("y", "copy_name", "Copy the node's name"),
+        Binding("Y", "copy_rules", "Copy the rules as --cast options"),
+        Binding("enter", "details", "Details of the node"),
+        Binding("escape", "stop", "Stop what the engine does"),
+        Binding("question_mark", "help", "Help"),
+        Binding("ctrl+p", "command_palette", "Palette: every action by its name"),
+        Binding("ctrl+z", "suspend_process", "Suspend; fg in the shell comes back"),
+        Binding("q", "quit", "Quit"),
+    ]
+)

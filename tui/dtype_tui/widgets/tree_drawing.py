@@ -1,0 +1,169 @@
+"""How a line of the module tree looks: its columns, and the cells in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rich.segment import Segment
+from rich.style import Style
+from textual.strip import Strip
+
+from dtype_engine import dtypes
+from dtype_engine.report_text import human_count
+
+from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
+from .tree_rows import Row
+
+if TYPE_CHECKING:
+    from ..experiment import Experiment
+
+COLUMNS = ("params", "bytes", "drift")
+"""Columns that can be left out; the name and the dtype are always there."""
+PLAIN = Style()  # never None: without colours Textual asks every segment for its style
+DIM = Style(dim=True)
+CURSOR = Style(reverse=True)
+CURSOR_AWAY = Style(underline=True)
+_BOLD = Style(bold=True)
+_LIT = Style(bold=True, color="yellow")
+_MATCH = Style(underline=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """Widths in cells; 0 leaves a column out."""
+
+    name: int
+    dtype: int
+    parameters: int
+    size: int
+    drift: int
+    scan: int = 0
+
+
+def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False) -> Columns:
+    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. With a scan its column
+    comes, at the cost of the same. Those in `hidden` never come.
+    """
+    scan = 13 if scanned and width >= 50 else 0
+    dtype = 24 if width - scan >= 76 else 13
+    parameters = 8 if width - 2 * scan >= 60 and "params" not in hidden else 0
+    size = 10 if "bytes" not in hidden else 0
+    drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
+    room = width - dtype - parameters - size - drift - scan - 1
+    return Columns(max(10, room), dtype, parameters, size, drift, scan)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """How a row stands: under the cursor, lit up by a preview, a match of the filter, open."""
+
+    here: bool
+    lit: bool
+    match: bool
+    opened: bool
+
+
+def heading(columns: Columns, scan: str = "") -> Strip:
+    text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
+    if columns.parameters:
+        text += f"{'params':>{columns.parameters}}"
+    if columns.size:
+        text += f"{'bytes':>{columns.size}}"
+    if columns.drift:
+        text += f"{'SQNR dB':>{columns.drift - 4}}    "
+    if columns.scan:
+        text += f"{scan:>{columns.scan - 4}}"
+    return Strip([Segment(text, DIM)])
+
+
+def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look) -> list[Segment]:
+    """A row, cell by cell."""
+    twist, label, beside = _name(experiment, row, columns.name, look)
+    indent = "  " * row.depth
+    marker = "•" if look.lit else "❯" if look.here else " "
+    style = _LIT if look.lit else _MATCH if look.match else _BOLD if row.depth == 0 else PLAIN
+    segments = [Segment(f"{marker}{indent}{twist}", DIM if not look.lit else _LIT), Segment(label, style)]
+    used = 1 + len(indent) + 2 + len(label)
+    if beside:
+        segments.append(Segment(f"  {beside}", DIM))
+        used += 2 + len(beside)
+    segments.append(Segment(" " * max(0, columns.name - used), PLAIN))
+    segments += _dtype_segments(experiment, row, columns.dtype)
+    if row.tensor is None:
+        totals = experiment.totals[row.name]
+        elements, size = totals.total_elements, totals.total_bytes
+    else:
+        elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
+    counted = elements > 0 and not row.alias and not (experiment.partial and row.tensor is None)
+    if columns.parameters:
+        segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", PLAIN))
+    if columns.size:
+        segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", PLAIN))
+    if columns.drift:
+        segments.append(_drift_segment(experiment, row, columns.drift))
+    if columns.scan:
+        segments.append(_scan_segment(experiment, row, columns.scan))
+    return segments
+
+
+def _name(experiment: Experiment, row: Row, width: int, look: Look) -> tuple[str, str, str]:
+    """The mark of an open node, the name, and what stands beside it: class, shape, what it is tied to."""
+    room = width - 2 * row.depth - 4
+    if row.tensor is None:
+        expandable = bool(row.module.children or row.module.tensors)
+        twist = ("▾ " if look.opened else "▸ ") if expandable else "  "
+        label = name_cell(row.label or experiment.title, room)
+        failed = "failed here" if row.name and row.name == experiment.failed_module else ""
+        island = "keep f32" if row.module.island else ""
+        beside = " ".join(word for word in (failed, island, row.module.class_name) if word)
+    else:
+        twist = "  "
+        label = name_cell(row.label, room)
+        shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
+        beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
+    room -= len(label) + 2
+    return twist, label, name_cell(beside, room) if room >= min(len(beside), 5) else ""
+
+
+def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
+    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed."""
+    pieces: list[tuple[str, str]]
+    if row.tensor is None:
+        pieces = mix_cell(experiment.totals[row.name], width - 1)
+    else:
+        planned = experiment.plan.dtypes[row.tensor.name]
+        if planned == row.tensor.dtype:
+            pieces = [(dtypes.badge(planned), planned)]
+        else:
+            pieces = [(f"{dtypes.badge(row.tensor.dtype)}→", ""), (dtypes.badge(planned), planned)]
+        if not row.tensor.persistent:
+            pieces.append((" not saved", ""))
+    segments: list[Segment] = []
+    used = 0
+    for text, dtype in pieces:
+        text = text[: max(0, width - 1 - used)]
+        used += len(text)
+        segments.append(Segment(text, Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else DIM))
+    segments.append(Segment(" " * max(0, width - used), PLAIN))
+    return segments
+
+
+def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    reading = experiment.modules.get(row.name) if row.tensor is None else None
+    if not row.name and experiment.report is not None:
+        from dtype_engine.readings import ModuleDrift  # there is nothing to show of it at the first paint
+
+        output = experiment.report.output
+        reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
+    number, drawn = drift_cell(reading)
+    text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
+    bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))
+    return Segment(f"{text:<{width}}", Style(bold=True, color="red") if bad else PLAIN)
+
+
+def _scan_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    """The node's sensitivity in the dtype that the scan shows: figure and heat."""
+    number, drawn, heat = experiment.scan.cell(row.name)
+    colour_name = "red" if heat > 0.75 else "yellow" if heat > 0.5 else "default"
+    return Segment(f"{number:>{width - 4}} {drawn:<3}"[:width].ljust(width), Style(color=colour_name))
