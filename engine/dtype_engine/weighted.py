@@ -9,7 +9,7 @@ architectures.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -316,47 +316,27 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._held = 0
 
-    def of(self, operation: Operation, weight: str, dtype: str) -> list[torch.Tensor]:
-        """The local error of each output: what the operation gives with `weight` in `dtype` and everything else as in the
-        reference, less what it gave. Same shapes, the reference's dtype.
+    def of(self, operation: Operation, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
+        """The local errors of each output, [dtypes, elements]: what the operation gives with `weight` in each of the dtypes
+        `names` and everything else as in the reference, less what it gave. In the reference's dtype.
 
-        Raises KernelError where there is no kernel for the dtype.
+        Raises KernelError where there is no kernel for a dtype.
         """
-        floating = any(
-            tensor.is_floating_point() and id(tensor) not in operation.sources
-            for tensor in _tensors(operation.args, operation.kwargs)
-        )
+        found = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
+                 for before in operation.outputs]  # fmt: skip
         with torch.no_grad():
-            new: dict[int, torch.Tensor] = {}
-            known: dict[int, Weight] = {}
-            for key, source in operation.sources.items():
-                cast = source.weight == weight
-                value = self._in(weight, dtype) if cast else self._stored(source.weight)
-                if cast and dtype in dtypes.STORAGE_ONLY and not (source.itself and floating):
-                    value = value.to(self.compute)  # rule 4: no activation says which dtype it comes back to
-                new[key] = source.remake(value)
-                if new[key].untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                    known[id(new[key])] = Weight(self.weights[source.weight].info, new[key], new[key], dtype)
-            args, kwargs = _replaced(operation.args, operation.kwargs, new)
-            if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
-                args = (args[0].clone(), *args[1:])
-            rules = MixedDtypes(known, self.compute, self.device)
-            rules.module = operation.module
-            func = operation.func
-            if self.device.type == "cpu" and operation.name in _PRODUCTS:
-                func = _summed_in_float32(func)
-            found: list[torch.Tensor] = []
-            _outputs(rules.__torch_function__(func, (), args, kwargs), found)
-            floats = [tensor for tensor in found if tensor.is_floating_point()]
-            return [
-                tensor.to(before.dtype).sub(before) for tensor, before in zip(floats, operation.outputs, strict=True)
-            ]
+            again = _Again(operation, weight, self)
+            for row, dtype in enumerate(names):
+                for errors, before, after in zip(found, operation.outputs, again.outputs(dtype), strict=True):
+                    torch.sub(after.to(before.dtype), before, out=errors[row])
+        return [errors.flatten(1) if errors.ndim > 1 else errors[:, None] for errors in found]
 
-    def _stored(self, name: str) -> torch.Tensor:
+    def stored(self, name: str) -> torch.Tensor:
+        """A weight's values in the reference."""
         weight = self.weights[name]
         return weight.original.to(self.device, _reference_dtype(weight))
 
-    def _in(self, name: str, dtype: str) -> torch.Tensor:
+    def cast(self, name: str, dtype: str) -> torch.Tensor:
         """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
         key = (name, dtype)
         if key in self._cast:
@@ -376,6 +356,55 @@ class LocalErrors:
             _, oldest = self._cast.popitem(last=False)
             self._held -= oldest.nbytes
         return values
+
+
+class _Again:
+    """One operation, to be run again with one of its weights in one dtype after the other."""
+
+    def __init__(self, operation: Operation, weight: str, errors: LocalErrors) -> None:
+        self.operation = operation
+        self.weight = weight
+        self.errors = errors
+        activations = [
+            tensor for tensor in _tensors(operation.args, operation.kwargs) if id(tensor) not in operation.sources
+        ]
+        self.floating = any(tensor.is_floating_point() for tensor in activations)
+        self.func = operation.func
+        if errors.device.type == "cpu" and operation.name in _PRODUCTS:
+            self.func = _summed_in_float32(operation.func)
+        self.cast = {key: source for key, source in operation.sources.items() if source.weight == weight}
+        self.new: dict[int, torch.Tensor] = {}
+        self.known: dict[int, Weight] = {}
+        for key, source in operation.sources.items():
+            if source.weight != weight:
+                self._take(key, source, errors.stored(source.weight), "float32")
+
+    def _take(self, key: int, source: Source, value: torch.Tensor, dtype: str) -> int:
+        """Put `value` of a weight in the place of the argument `key`."""
+        made = self.new[key] = source.remake(value)
+        if made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
+        return id(made)
+
+    def outputs(self, dtype: str) -> list[torch.Tensor]:
+        """The floating outputs with the weight in `dtype`."""
+        operation, errors = self.operation, self.errors
+        taken = []
+        for key, source in self.cast.items():
+            value = errors.cast(self.weight, dtype)
+            if dtype in dtypes.STORAGE_ONLY and not (source.itself and self.floating):
+                value = value.to(errors.compute)  # rule 4: no activation says which dtype it comes back to
+            taken.append(self._take(key, source, value, dtype))
+        args, kwargs = _replaced(operation.args, operation.kwargs, self.new)
+        if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
+            args = (args[0].clone(), *args[1:])
+        rules = MixedDtypes(self.known, errors.compute, errors.device)
+        rules.module = operation.module
+        found: list[torch.Tensor] = []
+        _outputs(rules.__torch_function__(self.func, (), args, kwargs), found)
+        for made in taken:
+            self.known.pop(made, None)
+        return [tensor for tensor in found if tensor.is_floating_point()]
 
 
 def _summed_in_float32(func: Any) -> Any:
