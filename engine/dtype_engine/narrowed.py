@@ -13,6 +13,7 @@ import torch
 
 from .execution import Arguments, MixedDtypes, Widened, _replaced, _tensors
 from .model.live import Weight
+from .scan_errors import PRODUCTS, summed_in_float32
 from .storage import torch_dtype
 
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -58,6 +59,8 @@ class OneNarrowed(Widened):
                 values[id(tensor)] = self.value if weight.info.name == self.name else self._values(weight)
         args, kwargs = _replaced(args, kwargs, values)
         self.rules.module = self.module
+        if self.device.type == "cpu" and func.__name__ in PRODUCTS:
+            func = summed_in_float32(func)
         return self.rules.__torch_function__(func, types, args, kwargs)
 
     def _one(self, tensor: object) -> bool:

@@ -32,12 +32,12 @@ from .model.live import LiveModel, Weight
 from .options import RunSettings
 from .readings import ScanReport, WeightScore
 from .recipe import tensor_bytes
+from .scan_errors import LocalErrors
 from .scan_file import Fingerprint
 from .scan_scores import OneSequence, scores_of
 from .scan_sequence import SequenceScan
 from .sensitivity import is_free
 from .storage import torch_dtype
-from .weighted import LocalErrors
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24

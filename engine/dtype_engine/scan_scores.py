@@ -91,7 +91,7 @@ def _drawn_together(
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
     # The variance of the ratios within a weight, relative to its mean, beyond that of the sampling.
-    spreads = [statistics.variance(ratios.values()) / statistics.fmean(ratios.values()) ** 2 for ratios in groups]
+    spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
     beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
     own = beyond / (beyond + variance)
     for ratios in groups:
@@ -103,3 +103,9 @@ def _drawn_together(
                     score * (own + (1 - own) * mean / ratio),
                     None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
                 )
+
+
+def _relative_variance(values: Sequence[float]) -> float:
+    """The variance over the square of the mean. (`statistics.variance` computes in fractions, which takes many times as long.)"""
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

@@ -18,9 +18,10 @@ from .inputs import Batch
 from .model.live import LiveModel
 from .narrowed import OneNarrowed, looked_at
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
+from .scan_errors import LocalErrors
 from .scan_scores import OneSequence
 from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
-from .weighted import LocalErrors, Operation, WeightedOperations
+from .weighted import Operation, WeightedOperations
 
 
 @dataclass
