@@ -113,6 +113,7 @@ class Scan:
         costly = {
             name: tuple(dtype for dtype in asked if not self._free(name, dtype)) for name, asked in self.wanted.items()
         }
+        report: ScanReport | None = None
         local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.room // 2)
         with Passes(self.model, settings, cancelled, watch=False) as passes:
             for index in range(len(self.done), len(self.inputs.batches)):
@@ -141,8 +142,9 @@ class Scan:
                 self.scan_seconds += time.perf_counter() - started
                 if self.save is not None:
                     self._write(self.save)
-                on_estimate(self.report())
-        return self.report()
+                report = self.report()
+                on_estimate(report)
+        return report or self.report()
 
     def report(self) -> ScanReport:
         """The estimate so far."""

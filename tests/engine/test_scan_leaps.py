@@ -91,6 +91,17 @@ def test_a_mixture_of_experts_over_many_tokens() -> None:
     assert 0.7 <= ratio <= 1.4
 
 
+def test_a_mixture_of_experts_whose_routers_are_decided_is_as_any_other_model() -> None:
+    module, ids, margin = zoo.decided("mixtral", 4, 64)
+    assert margin > 0.05
+    session = de.open(module, inputs=[{"input_ids": row[None]} for row in ids])
+    kinds = ["float8_e5m2", "int8"]
+    rank, ratio, count = compared(session.scan(kinds, draws=12), session.scan(kinds, exact=True))
+    assert count >= 40
+    assert rank >= 0.98
+    assert 0.8 <= ratio <= 1.25
+
+
 def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
     """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
     module, _ = zoo.make("llama")
