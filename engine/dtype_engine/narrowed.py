@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .execution import Arguments, MixedDtypes, Widened, _replaced, _tensors
+from .execution import Arguments, MixedDtypes, Widened, _call, _replaced, _tensors
 from .model.live import Weight
 from .scan_errors import PRODUCTS, summed_in_float32
 from .storage import torch_dtype
@@ -52,15 +52,18 @@ class OneNarrowed(Widened):
             return func(self.value, *args[1:])
         if func.__name__ in ("__get__", "__set__", "is_floating_point"):
             return super().__torch_function__(func, types, args, kwargs)
+        tensors = _tensors(args, kwargs)
         values: dict[int, torch.Tensor] = {}
-        for tensor in _tensors(args, kwargs):
+        for tensor in tensors:
             weight = self._weight(tensor)
             if weight is not None:
                 values[id(tensor)] = self.value if weight.info.name == self.name else self._values(weight)
-        args, kwargs = _replaced(args, kwargs, values)
-        self.rules.module = self.module
         if self.device.type == "cpu" and func.__name__ in PRODUCTS:
             func = summed_in_float32(func)
+        if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
+            return _call(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
+        args, kwargs = _replaced(args, kwargs, values)
+        self.rules.module = self.module
         return self.rules.__torch_function__(func, types, args, kwargs)
 
     def _one(self, tensor: object) -> bool:

@@ -43,6 +43,8 @@ class SequenceScan:
     on_measured: Callable[[int, int], None]
     cancelled: Callable[[], bool]
     unit: str = ""
+    elements: int = 1
+    """Of the main output."""
     _sums: dict[str, torch.Tensor] = field(default_factory=dict)
     _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[SelectionSample] = field(default_factory=list)
@@ -59,6 +61,7 @@ class SequenceScan:
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward("the output does not depend on any weight through operations that have a gradient")
+        self.elements = max(1, main.numel())
         distribution = is_distribution(name, main)
         drawn = Directions(main.detach(), distribution, self.draws, seed=index)
         self.unit = (NATS if main.ndim > 2 else NATS_PER_EXAMPLE) if distribution else SQUARED
