@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from . import dtypes
-from .execution import MixedDtypes, _in_place, _reference_dtype, _replaced, _tensors
+from .execution import MixedDtypes, _call, _in_place, _reference_dtype, _replaced, _tensors
 from .model.live import Weight
 from .storage import bring_back, convert, torch_dtype
 from .weighted import Operation, Source, _outputs
@@ -127,7 +127,11 @@ class _Again:
         if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
             args = (args[0].clone(), *args[1:])
         found: list[torch.Tensor] = []
-        _outputs(self.rules.__torch_function__(self.func, (), args, kwargs), found)
+        if len({tensor.dtype for tensor in _tensors(args, kwargs) if tensor.is_floating_point()}) < 2:
+            again = _call(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
+        else:
+            again = self.rules.__torch_function__(self.func, (), args, kwargs)
+        _outputs(again, found)
         for made in taken:
             self.known.pop(made, None)
         return [tensor for tensor in found if tensor.is_floating_point()]

@@ -126,7 +126,12 @@ class WeightedOperations(Widened):
         if name == "is_floating_point" and self._weight(args[0]) is not None:
             return True
         tensors = _tensors(args, kwargs)
-        sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
+        sources = {}
+        for tensor in tensors:
+            if (id(tensor) in self._made or id(tensor) in self.weights) and (
+                source := self._source(tensor)
+            ) is not None:
+                sources[id(tensor)] = source
         values = {key: self._values(self.weights[key]) for key, source in sources.items() if source.itself}
         given, named = _replaced(args, kwargs, values) if values else (args, kwargs)
         if name not in _EXPLICIT and not _in_place(name):
