@@ -25,11 +25,15 @@ def looked_at(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
-    read. Where there are sequences enough they take turns, so that it costs one pass each.
+    read. Where there are sequences enough they take turns, and nothing has its turn after them, so that it costs less than a
+    pass each.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
-    return [keys[sequence % len(keys)]] if keys and sequences >= 2 * len(keys) else keys
+    if not keys or sequences < 2 * (len(keys) + 1):
+        return keys
+    turn = sequence % (len(keys) + 1)
+    return keys[turn : turn + 1]
 
 
 class OneNarrowed(Widened):

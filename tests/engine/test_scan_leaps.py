@@ -119,7 +119,7 @@ def test_with_sequences_enough_they_take_turns() -> None:
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["bfloat16", "float16"]
     scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
-    assert [len(one.measured) for one in session._scan.done] == [1] * 8
+    assert [len(one.measured) for one in session._scan.done] == [1, 1, 0, 1, 1, 0, 1, 1]
     for kind in kinds:
         weight = "model.embed_tokens.weight"
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
