@@ -40,8 +40,9 @@ def scores_of(
 ) -> Scores:
     """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
     sums = [sequence.sums for sequence in done]
+    masses = [sequence.mass for sequence in done]
     found: Scores = {
-        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, (name, dtype))
+        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, masses, (name, dtype))
         for name, asked in wanted.items()
         for dtype in asked
     }
@@ -55,14 +56,18 @@ def scores_of(
             found[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
     for key in set().union(*(sequence.measured for sequence in done)) & found.keys():
         those = [sequence for sequence in done if key in sequence.measured]
-        score, error = _score(those, [sequence.measured for sequence in those], key)
+        score, error = _score(
+            those, [sequence.measured for sequence in those], [sequence.mass for sequence in those], key
+        )
         found[key] = score, error if len(those) > 1 else None
     return found
 
 
-def _score(done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], key: Key) -> tuple[float, float | None]:
+def _score(
+    done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], masses: Sequence[float], key: Key
+) -> tuple[float, float | None]:
     """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
-    parts, masses = [each.get(key, 0.0) for each in sums], [sequence.mass for sequence in done]
+    parts = [each.get(key, 0.0) for each in sums]
     mass, count = sum(masses), len(masses)
     score = sum(parts) / mass if mass else math.inf
     if not math.isfinite(score):
