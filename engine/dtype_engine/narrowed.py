@@ -44,9 +44,8 @@ class OneNarrowed(Widened):
         self.name = name
         weight = next(weight for weight in weights.values() if weight.info.name == name)
         self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
-        self.rules = MixedDtypes(
-            {id(self.value): Weight(weight.info, self.value, self.value, dtype)}, torch.float32, device
-        )
+        self.own = {id(self.value): Weight(weight.info, self.value, self.value, dtype)}
+        self.rules = MixedDtypes(self.own, torch.float32, device)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -58,16 +57,20 @@ class OneNarrowed(Widened):
             return super().__torch_function__(func, types, args, kwargs)
         tensors = _tensors(args, kwargs)
         values: dict[int, torch.Tensor] = {}
+        known = dict(self.own)  # the others have their say, too: of several weights the largest dtype decides
         for tensor in tensors:
             weight = self._weight(tensor)
-            if weight is not None:
-                values[id(tensor)] = self.value if weight.info.name == self.name else self._values(weight)
+            if weight is not None and weight.info.name == self.name:
+                values[id(tensor)] = self.value
+            elif weight is not None:
+                value = values[id(tensor)] = self._values(weight)
+                known[id(value)] = Weight(weight.info, value, value, "float32")
         if self.device.type == "cpu" and func.__name__ in PRODUCTS:
             func = summed_in_float32(func)
         if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
             return _call(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
         args, kwargs = _replaced(args, kwargs, values)
-        self.rules.module = self.module
+        self.rules.module, self.rules.weights = self.module, known
         return self.rules.__torch_function__(func, types, args, kwargs)
 
     def _one(self, tensor: object) -> bool:

@@ -138,6 +138,18 @@ def test_one_narrowed_is_the_candidate_itself() -> None:
     assert float((ours.double() - reference.double()).abs().max()) == pytest.approx(drift.max_abs, rel=1e-6)
 
 
+def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
+    """A LayerNorm whose bias alone is in bfloat16 computes in float32: next to nothing drifts."""
+    module, inputs = zoo.make("bert")
+    session = de.open(module, inputs=inputs)
+    weight = "bert.embeddings.LayerNorm.bias"
+    with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+        ours = main_output(module(**inputs))[1]
+    assert ours.dtype == torch.float32
+    reference = main_output(_reference("bert", inputs))[1]
+    assert float((ours - reference).abs().max()) < 1e-5
+
+
 def _reference(name: str, inputs: Any) -> Any:
     module, _ = zoo.make(name)
     with torch.no_grad():
