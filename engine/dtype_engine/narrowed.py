@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .execution import Arguments, MixedDtypes, Widened, _replaced, _tensors
+from .execution import Arguments, MixedDtypes, Widened, _call, _replaced, _tensors
 from .model.live import Weight
+from .scan_errors import PRODUCTS, summed_in_float32
 from .storage import torch_dtype
 
 SIXTEEN_BITS = ("bfloat16", "float16")
@@ -24,11 +25,15 @@ def looked_at(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
-    read. Where there are sequences enough they take turns, so that it costs one pass each.
+    read. Where there are sequences enough they take turns, and nothing has its turn after them, so that it costs less than a
+    pass each.
     """
     few = [name for name in dict.fromkeys(read) if name in wanted][:MOST]
     keys = [(name, dtype) for name in few for dtype in wanted[name] if dtype in SIXTEEN_BITS]
-    return [keys[sequence % len(keys)]] if keys and sequences >= 2 * len(keys) else keys
+    if not keys or sequences < 2 * (len(keys) + 1):
+        return keys
+    turn = sequence % (len(keys) + 1)
+    return keys[turn : turn + 1]
 
 
 class OneNarrowed(Widened):
@@ -39,9 +44,8 @@ class OneNarrowed(Widened):
         self.name = name
         weight = next(weight for weight in weights.values() if weight.info.name == name)
         self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
-        self.rules = MixedDtypes(
-            {id(self.value): Weight(weight.info, self.value, self.value, dtype)}, torch.float32, device
-        )
+        self.own = {id(self.value): Weight(weight.info, self.value, self.value, dtype)}
+        self.rules = MixedDtypes(self.own, torch.float32, device)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -51,13 +55,22 @@ class OneNarrowed(Widened):
             return func(self.value, *args[1:])
         if func.__name__ in ("__get__", "__set__", "is_floating_point"):
             return super().__torch_function__(func, types, args, kwargs)
+        tensors = _tensors(args, kwargs)
         values: dict[int, torch.Tensor] = {}
-        for tensor in _tensors(args, kwargs):
+        known = dict(self.own)  # the others have their say, too: of several weights the largest dtype decides
+        for tensor in tensors:
             weight = self._weight(tensor)
-            if weight is not None:
-                values[id(tensor)] = self.value if weight.info.name == self.name else self._values(weight)
+            if weight is not None and weight.info.name == self.name:
+                values[id(tensor)] = self.value
+            elif weight is not None:
+                value = values[id(tensor)] = self._values(weight)
+                known[id(value)] = Weight(weight.info, value, value, "float32")
+        if self.device.type == "cpu" and func.__name__ in PRODUCTS:
+            func = summed_in_float32(func)
+        if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
+            return _call(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
         args, kwargs = _replaced(args, kwargs, values)
-        self.rules.module = self.module
+        self.rules.module, self.rules.weights = self.module, known
         return self.rules.__torch_function__(func, types, args, kwargs)
 
     def _one(self, tensor: object) -> bool:

@@ -32,15 +32,17 @@ from .model.live import LiveModel, Weight
 from .options import RunSettings
 from .readings import ScanReport, WeightScore
 from .recipe import tensor_bytes
+from .scan_errors import LocalErrors
 from .scan_file import Fingerprint
 from .scan_scores import OneSequence, scores_of
 from .scan_sequence import SequenceScan
 from .sensitivity import is_free
 from .storage import torch_dtype
-from .weighted import LocalErrors
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
+TIMED = 4
+"""A plain forward pass is timed on one in so many sequences; on the others it is taken to be as long for its size."""
 
 OnProgress = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
@@ -113,12 +115,16 @@ class Scan:
         costly = {
             name: tuple(dtype for dtype in asked if not self._free(name, dtype)) for name, asked in self.wanted.items()
         }
+        report: ScanReport | None = None
+        pace: float | None = None
         local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.room // 2)
         with Passes(self.model, settings, cancelled, watch=False) as passes:
             for index in range(len(self.done), len(self.inputs.batches)):
                 batch = passes.reference_batch(self.inputs.batches[index])
                 started = time.perf_counter()
-                _, seconds = passes.as_reference(lambda batch=batch: self.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+                seconds = None
+                if pace is None or index % TIMED == 0:
+                    _, seconds = passes.as_reference(lambda batch=batch: self.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
                 count = len(self.inputs.batches)
 
                 def measured(done: int, of: int, before: int = index, count: int = count) -> None:
@@ -137,12 +143,15 @@ class Scan:
                 )
                 self.done.append(one.run(batch, index, count))
                 self.unit = one.unit
-                self.forward_seconds += seconds
+                if pace is None or seconds is not None:
+                    pace = (seconds or 0.0) / one.elements
+                self.forward_seconds += pace * one.elements
                 self.scan_seconds += time.perf_counter() - started
                 if self.save is not None:
                     self._write(self.save)
-                on_estimate(self.report())
-        return self.report()
+                report = self.report()
+                on_estimate(report)
+        return report or self.report()
 
     def report(self) -> ScanReport:
         """The estimate so far."""

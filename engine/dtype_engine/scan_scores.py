@@ -40,8 +40,9 @@ def scores_of(
 ) -> Scores:
     """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
     sums = [sequence.sums for sequence in done]
+    masses = [sequence.mass for sequence in done]
     found: Scores = {
-        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, (name, dtype))
+        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, masses, (name, dtype))
         for name, asked in wanted.items()
         for dtype in asked
     }
@@ -55,14 +56,18 @@ def scores_of(
             found[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
     for key in set().union(*(sequence.measured for sequence in done)) & found.keys():
         those = [sequence for sequence in done if key in sequence.measured]
-        score, error = _score(those, [sequence.measured for sequence in those], key)
+        score, error = _score(
+            those, [sequence.measured for sequence in those], [sequence.mass for sequence in those], key
+        )
         found[key] = score, error if len(those) > 1 else None
     return found
 
 
-def _score(done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], key: Key) -> tuple[float, float | None]:
+def _score(
+    done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], masses: Sequence[float], key: Key
+) -> tuple[float, float | None]:
     """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
-    parts, masses = [each.get(key, 0.0) for each in sums], [sequence.mass for sequence in done]
+    parts = [each.get(key, 0.0) for each in sums]
     mass, count = sum(masses), len(masses)
     score = sum(parts) / mass if mass else math.inf
     if not math.isfinite(score):
@@ -91,7 +96,7 @@ def _drawn_together(
         if len(ratios) > 1 and any(ratios.values()):
             groups.append(ratios)
     # The variance of the ratios within a weight, relative to its mean, beyond that of the sampling.
-    spreads = [statistics.variance(ratios.values()) / statistics.fmean(ratios.values()) ** 2 for ratios in groups]
+    spreads = [_relative_variance(list(ratios.values())) for ratios in groups]
     beyond = max(0.0, statistics.median(spreads) - variance) if spreads else 0.0
     own = beyond / (beyond + variance)
     for ratios in groups:
@@ -103,3 +108,9 @@ def _drawn_together(
                     score * (own + (1 - own) * mean / ratio),
                     None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
                 )
+
+
+def _relative_variance(values: Sequence[float]) -> float:
+    """The variance over the square of the mean. (`statistics.variance` computes in fractions, which takes many times as long.)"""
+    mean = math.fsum(values) / len(values)
+    return math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1) / mean**2

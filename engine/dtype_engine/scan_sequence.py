@@ -18,9 +18,10 @@ from .inputs import Batch
 from .model.live import LiveModel
 from .narrowed import OneNarrowed, looked_at
 from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
+from .scan_errors import LocalErrors
 from .scan_scores import OneSequence
 from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
-from .weighted import LocalErrors, Operation, WeightedOperations
+from .weighted import Operation, WeightedOperations
 
 
 @dataclass
@@ -42,8 +43,10 @@ class SequenceScan:
     on_measured: Callable[[int, int], None]
     cancelled: Callable[[], bool]
     unit: str = ""
-    _sums: dict[Key, torch.Tensor] = field(default_factory=dict)
-    _independent: dict[Key, float] = field(default_factory=dict)
+    elements: int = 1
+    """Of the main output."""
+    _sums: dict[str, torch.Tensor] = field(default_factory=dict)
+    _independent: dict[str, torch.Tensor] = field(default_factory=dict)
     _samples: list[SelectionSample] = field(default_factory=list)
     _operations: list[Operation] = field(default_factory=list)
     _column: int = 0
@@ -58,6 +61,7 @@ class SequenceScan:
         name, main = main_output(output)
         if not main.requires_grad:
             raise NoForward("the output does not depend on any weight through operations that have a gradient")
+        self.elements = max(1, main.numel())
         distribution = is_distribution(name, main)
         drawn = Directions(main.detach(), distribution, self.draws, seed=index)
         self.unit = (NATS if main.ndim > 2 else NATS_PER_EXAMPLE) if distribution else SQUARED
@@ -88,19 +92,24 @@ class SequenceScan:
 
     def _found(self, drawn: Directions, half: float, measured: dict[Key, float]) -> OneSequence:
         sums: dict[Key, float] = {}
+        independent: dict[Key, float] = {}
         errors: dict[Key, float] = {}
-        for key, products in self._sums.items():
-            squares = [half * product * product for product in products[: self._count].tolist()]
-            whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
-            sums[key] = whole if drawn.complete else whole / len(squares)
-            if not drawn.complete and len(squares) > 1 and math.isfinite(whole):
-                errors[key] = math.sqrt(
-                    sum((square - sums[key]) ** 2 for square in squares) / (len(squares) - 1) / len(squares)
-                )
-            for sample, product in zip(self._samples, products[self._count :].tolist(), strict=True):
-                if key in sample.independent:
-                    sample.squares[key] = product * product if math.isfinite(product) else math.inf
-        independent = {key: half * value for key, value in self._independent.items()}
+        for weight, products in self._sums.items():
+            rows = products.square().tolist()
+            apart = self._independent[weight].tolist()
+            for dtype, row, own in zip(self.costly[weight], rows, apart, strict=True):
+                key = (weight, dtype)
+                squares = [half * square for square in row[: self._count]]
+                whole = math.fsum(squares) if all(map(math.isfinite, squares)) else math.inf
+                sums[key] = whole if drawn.complete else whole / len(squares)
+                independent[key] = half * own[0] / self._count
+                if not drawn.complete and len(squares) > 1 and math.isfinite(whole):
+                    errors[key] = math.sqrt(
+                        sum((square - sums[key]) ** 2 for square in squares) / (len(squares) - 1) / len(squares)
+                    )
+                for sample, square, each in zip(self._samples, row[self._count :], own[1:], strict=True):
+                    sample.squares[key] = square if math.isfinite(square) else math.inf
+                    sample.independent[key] = each
         return OneSequence(drawn.mass, sums, independent, errors, drawn.complete, self._samples, measured)
 
     def _call(self, batch: Batch, mode: Widened) -> Any:
@@ -164,43 +173,58 @@ class SequenceScan:
         """Products of an operation's local errors with the gradients heard; these are forgotten."""
         if self.cancelled():
             raise Cancelled
-        heard = [list(each) for each in operation.gradients]
+        heard = [_Heard.of(each, self._count) if each else None for each in operation.gradients]
         for each in operation.gradients:
             each.clear()
         for weight in operation.weights:
             costly = self.costly.get(weight, ())
             if not costly:
                 continue
-            errors = [self.local.of(operation, weight, dtype) for dtype in costly]
-            for place, gradients in enumerate(heard):
-                if gradients:
-                    deltas = torch.stack([error[place].reshape(-1) for error in errors]).to(gradients[0][1].dtype)
-                    self._add(weight, costly, deltas, gradients)
+            for gradients, errors in zip(heard, self.local.of(operation, weight, costly), strict=True):
+                if gradients is not None:
+                    self._add(weight, errors, gradients)
         self._measured += 1
         self.on_measured(self._measured, len(self._operations))
 
-    def _add(
-        self, weight: str, costly: tuple[str, ...], deltas: torch.Tensor, gradients: list[tuple[int, torch.Tensor]]
-    ) -> None:
-        """deltas: [dtypes, elements]. gradients: of as many elements each, with their columns."""
-        columns = [column for column, _ in gradients]
-        stacked = torch.stack([gradient for _, gradient in gradients])
-        products = torch.mm(deltas, stacked.T).double().cpu()
-        drawn = [row for row, column in enumerate(columns) if column < self._count]
-        looked = [row for row, column in enumerate(columns) if column >= self._count]
-        # Squares of those drawn as one; of each that belongs to a selection by itself.
-        squares = torch.stack([stacked[drawn].square().sum(0), *(stacked[row].square() for row in looked)])
-        apart = torch.mm(deltas.square_(), squares.T).double().cpu()
-        for row, dtype in enumerate(costly):
-            key = (weight, dtype)
-            if key not in self._sums:
-                self._sums[key] = torch.zeros(self._count + len(self._samples), dtype=torch.float64)
-            self._sums[key][columns] += products[row]
-            values = apart[row].tolist()
-            self._independent[key] = self._independent.get(key, 0.0) + values[0] / self._count
-            for place, value in zip(looked, values[1:], strict=True):
-                sample = self._samples[columns[place] - self._count]
-                sample.independent[key] = sample.independent.get(key, 0.0) + value
+    def _add(self, weight: str, errors: torch.Tensor, heard: _Heard) -> None:
+        """errors: [dtypes, elements], overwritten. heard: gradients of as many elements each."""
+        if weight not in self._sums:
+            shape = len(errors), self._count + len(self._samples)
+            self._sums[weight] = torch.zeros(shape, dtype=torch.float64)
+            self._independent[weight] = torch.zeros(shape[0], 1 + len(self._samples), dtype=torch.float64)
+        errors = errors.to(heard.stacked.dtype)
+        self._sums[weight].index_add_(1, heard.columns, torch.mm(errors, heard.stacked.T).double().cpu())
+        apart = torch.mm(errors.square_(), heard.squares.T).double().cpu()
+        self._independent[weight].index_add_(1, heard.apart, apart)
+
+
+@dataclass(slots=True)
+class _Heard:
+    """Gradients of one output of an operation. stacked: [gradients, elements], and `columns` the number of each.
+
+    squares: those of the directions drawn as one, and of each that belongs to a selection by itself, with their places in `apart`.
+    """
+
+    stacked: torch.Tensor
+    columns: torch.Tensor
+    squares: torch.Tensor
+    apart: torch.Tensor
+
+    @classmethod
+    def of(cls, gradients: list[tuple[int, torch.Tensor]], count: int) -> _Heard:
+        """`count`: of the directions; what has a number from there on belongs to a selection."""
+        looked = [(column, gradient) for column, gradient in gradients if column >= count]
+        # Summed one after the other: torch takes ten times as long over a first dimension of four.
+        drawn = torch.zeros_like(gradients[0][1])
+        for column, gradient in gradients:
+            if column < count:
+                drawn.addcmul_(gradient, gradient)
+        return cls(
+            torch.stack([gradient for _, gradient in gradients]),
+            torch.tensor([column for column, _ in gradients]),
+            torch.stack([drawn, *(gradient.square() for _, gradient in looked)]),
+            torch.tensor([0, *(1 + column - count for column, _ in looked)]),
+        )
 
 
 class _Reference:

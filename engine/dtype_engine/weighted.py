@@ -1,27 +1,22 @@
 """The weighted operations of a reference pass: every torch call that takes a weight or a view of one.
 
 A pass under `WeightedOperations` computes what the reference does, with a graph: each weighted operation is noted with
-its arguments, and a hook on its output hears the gradient on the way back. `LocalErrors` runs one of them again with one
-weight in another dtype, under the four rules of `execution`, which is its local error. Neither knows modules or
-architectures.
+its arguments, and a hook on its output hears the gradient on the way back. It knows neither modules nor architectures.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from . import dtypes
 from .execution import (
     _EXPLICIT,
     _METADATA,
     _TENSOR_VALUED_PROPERTIES,
     Arguments,
-    MixedDtypes,
     Widened,
     _call,
     _in_place,
@@ -32,19 +27,8 @@ from .execution import (
 )
 from .model.live import Weight
 from .selections import Selection, noted
-from .storage import bring_back, convert, torch_dtype
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
-
-# Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
-# without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
-_PRODUCTS = frozenset(
-    {
-        "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d",
-        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "_grouped_mm", "grouped_mm",
-    }
-)  # fmt: skip
-_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +126,16 @@ class WeightedOperations(Widened):
         if name == "is_floating_point" and self._weight(args[0]) is not None:
             return True
         tensors = _tensors(args, kwargs)
-        sources = {id(tensor): source for tensor in tensors if (source := self._source(tensor)) is not None}
-        values = {
-            id(tensor): self._values(weight) for tensor in tensors if (weight := self._weight(tensor)) is not None
-        }
+        sources = {}
+        for tensor in tensors:
+            if (id(tensor) in self._made or id(tensor) in self.weights) and (
+                source := self._source(tensor)
+            ) is not None:
+                sources[id(tensor)] = source
+        values = {key: self._values(self.weights[key]) for key, source in sources.items() if source.itself}
         given, named = _replaced(args, kwargs, values) if values else (args, kwargs)
         if name not in _EXPLICIT and not _in_place(name):
-            floats = [tensor for tensor in _tensors(given, named) if tensor.is_floating_point()]
+            floats = [made for tensor in tensors if (made := values.get(id(tensor), tensor)).is_floating_point()]
             if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
                 given, named = _promoted(name, floats, given, named)
         if not sources:
@@ -300,94 +287,3 @@ def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:
         swapped = [_swapped(item, new) for item in value]
         return swapped if isinstance(value, list) else tuple(swapped)
     return value
-
-
-class LocalErrors:
-    """Runs weighted operations again with one weight in another dtype.
-
-    room: bytes of cast weights kept from one operation and sequence to the next.
-    """
-
-    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, room: int) -> None:
-        self.weights = weights
-        self.compute = compute
-        self.device = device
-        self.room = room
-        self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
-        self._held = 0
-
-    def of(self, operation: Operation, weight: str, dtype: str) -> list[torch.Tensor]:
-        """The local error of each output: what the operation gives with `weight` in `dtype` and everything else as in the
-        reference, less what it gave. Same shapes, the reference's dtype.
-
-        Raises KernelError where there is no kernel for the dtype.
-        """
-        floating = any(
-            tensor.is_floating_point() and id(tensor) not in operation.sources
-            for tensor in _tensors(operation.args, operation.kwargs)
-        )
-        with torch.no_grad():
-            new: dict[int, torch.Tensor] = {}
-            known: dict[int, Weight] = {}
-            for key, source in operation.sources.items():
-                cast = source.weight == weight
-                value = self._in(weight, dtype) if cast else self._stored(source.weight)
-                if cast and dtype in dtypes.STORAGE_ONLY and not (source.itself and floating):
-                    value = value.to(self.compute)  # rule 4: no activation says which dtype it comes back to
-                new[key] = source.remake(value)
-                if new[key].untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
-                    known[id(new[key])] = Weight(self.weights[source.weight].info, new[key], new[key], dtype)
-            args, kwargs = _replaced(operation.args, operation.kwargs, new)
-            if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
-                args = (args[0].clone(), *args[1:])
-            rules = MixedDtypes(known, self.compute, self.device)
-            rules.module = operation.module
-            func = operation.func
-            if self.device.type == "cpu" and operation.name in _PRODUCTS:
-                func = _summed_in_float32(func)
-            found: list[torch.Tensor] = []
-            _outputs(rules.__torch_function__(func, (), args, kwargs), found)
-            floats = [tensor for tensor in found if tensor.is_floating_point()]
-            return [
-                tensor.to(before.dtype).sub(before) for tensor, before in zip(floats, operation.outputs, strict=True)
-            ]
-
-    def _stored(self, name: str) -> torch.Tensor:
-        weight = self.weights[name]
-        return weight.original.to(self.device, _reference_dtype(weight))
-
-    def _in(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
-        key = (name, dtype)
-        if key in self._cast:
-            self._cast.move_to_end(key)
-            return self._cast[key]
-        weight = self.weights[name]
-        original = weight.original.to(self.device)
-        if dtype in dtypes.STORAGE_ONLY:
-            data, scale = convert(original, dtype)
-            assert scale is not None
-            values = bring_back(data, scale, _reference_dtype(weight))
-        else:
-            values = original.to(torch_dtype(dtype), copy=True)
-        self._cast[key] = values
-        self._held += values.nbytes
-        while self._held > self.room and len(self._cast) > 1:
-            _, oldest = self._cast.popitem(last=False)
-            self._held -= oldest.nbytes
-        return values
-
-
-def _summed_in_float32(func: Any) -> Any:
-    """A matrix product or convolution whose 16-bit arguments are multiplied in float32 and whose result is rounded back."""
-
-    def product(*args: Any, **kwargs: Any) -> Any:
-        floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
-        if not floats or floats[0].dtype not in _SIXTEEN_BITS:
-            return func(*args, **kwargs)
-        dtype = floats[0].dtype
-        args, kwargs = _replaced(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
-        return func(*args, **kwargs).to(dtype)
-
-    product.__name__ = func.__name__
-    return product

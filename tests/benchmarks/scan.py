@@ -104,32 +104,32 @@ def accuracy(check: Checks, name: str, session: Any) -> None:
 
 
 def experts(check: Checks) -> None:
-    """A mixture of experts. Which token changes its expert is chance, so the truth itself is not the same on other text: the scan
-    is to agree with the truth better than the truth on half of the text agrees with that on the other half.
+    """Mixtures of experts. Where the routers are decided the scan is as good as on any other model. Where they are not, which token
+    changes its expert is chance and the truth is not the same on other text: where the truth on half of it agrees less
+    with that on the other half than is asked of the scan, the scan is to agree with the truth better than that.
     """
-    from experts import halves, trained_session
-    from ranks import FLOOR, compared, spearman
+    from experts import DECIDED, decided_session, halves, trained_session
+    from ranks import FLOOR, spearman
 
-    session = trained_session()
-    scan, exact = session.scan(DTYPES), session.scan(DTYPES, exact=True)
-    one, other = (half.scan(DTYPES, exact=True) for half in halves(session))
-    truths, others = one.scores(), other.scores()
-    for dtype in (None, *DTYPES):
-        keys = [key for key, value in truths.items() if min(value, others[key]) > FLOOR and dtype in (None, key[1])]
-        repeats = spearman([truths[key] for key in keys], [others[key] for key in keys])
-        rank, ratio, count = compared(scan, exact, dtype)
-        check(
-            f"experts: Spearman, {dtype or 'all dtypes'}, {count} weights; the truth repeats with {repeats:.3f}",
-            rank,
-            repeats,
-        )
-        check(
-            f"experts: median ratio to the truth, {dtype or 'all dtypes'}",
-            ratio,
-            *((0.8, 1.25) if dtype is None else ()),
-        )
-    passes = scan.scan_seconds / scan.forward_seconds
-    print(f"        {passes:.1f} forward passes")
+    from dtype_engine.storage import one_thread
+
+    with one_thread():  # such small models are slower on two
+        for name in DECIDED:
+            accuracy(check, f"{name}, decided", decided_session(name))
+        session = trained_session()
+        scan = session.scan(DTYPES)
+        one, other = (half.scan(DTYPES, exact=True).scores() for half in halves(session))
+    truth = {key: (value + other[key]) / 2 for key, value in one.items()}
+    found = scan.scores()
+    for dtype, bound in ((None, 0.99), *((dtype, 0.95) for dtype in DTYPES)):
+        keys = [key for key, value in truth.items() if value > FLOOR and dtype in (None, key[1])]
+        repeats = spearman([one[key] for key in keys], [other[key] for key in keys])
+        rank = spearman([found[key] for key in keys], [truth[key] for key in keys])
+        ratio = statistics.median(found[key] / truth[key] for key in keys)
+        what = f"trained Mixtral: {{}}, {dtype or 'all dtypes'}, {len(keys)} weights"
+        check(what.format("Spearman") + f"; the truth repeats with {repeats:.3f}", rank, min(bound, repeats))
+        check(what.format("median ratio to the truth"), ratio, *((0.8, 1.25) if dtype is None else ()))
+    print(f"        {scan.scan_seconds / scan.forward_seconds:.1f} forward passes")
 
 
 def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> None:

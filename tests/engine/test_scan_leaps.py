@@ -91,6 +91,17 @@ def test_a_mixture_of_experts_over_many_tokens() -> None:
     assert 0.7 <= ratio <= 1.4
 
 
+def test_a_mixture_of_experts_whose_routers_are_decided_is_as_any_other_model() -> None:
+    module, ids, margin = zoo.decided("mixtral", 4, 64)
+    assert margin > 0.05
+    session = de.open(module, inputs=[{"input_ids": row[None]} for row in ids])
+    kinds = ["float8_e5m2", "int8"]
+    rank, ratio, count = compared(session.scan(kinds, draws=12), session.scan(kinds, exact=True))
+    assert count >= 40
+    assert rank >= 0.98
+    assert 0.8 <= ratio <= 1.25
+
+
 def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
     """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
     module, _ = zoo.make("llama")
@@ -108,7 +119,7 @@ def test_with_sequences_enough_they_take_turns() -> None:
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["bfloat16", "float16"]
     scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
-    assert [len(one.measured) for one in session._scan.done] == [1] * 8
+    assert [len(one.measured) for one in session._scan.done] == [1, 1, 0, 1, 1, 0, 1, 1]
     for kind in kinds:
         weight = "model.embed_tokens.weight"
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)
@@ -125,6 +136,18 @@ def test_one_narrowed_is_the_candidate_itself() -> None:
     assert drift.max_abs > 0
     reference = main_output(_reference("llama", inputs))[1]
     assert float((ours.double() - reference.double()).abs().max()) == pytest.approx(drift.max_abs, rel=1e-6)
+
+
+def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
+    """A LayerNorm whose bias alone is in bfloat16 computes in float32: next to nothing drifts."""
+    module, inputs = zoo.make("bert")
+    session = de.open(module, inputs=inputs)
+    weight = "bert.embeddings.LayerNorm.bias"
+    with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+        ours = main_output(module(**inputs))[1]
+    assert ours.dtype == torch.float32
+    reference = main_output(_reference("bert", inputs))[1]
+    assert float((ours - reference).abs().max()) < 1e-5
 
 
 def _reference(name: str, inputs: Any) -> Any:

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from dtype_engine import Recipe, Rule
+from dtype_engine.selections import noted
 
 VOCABULARY = 64
 
@@ -278,6 +280,43 @@ def make(name: str) -> tuple[nn.Module, Any]:
     torch.manual_seed(0)
     module, inputs = ZOO[name].make()
     return module.eval(), inputs
+
+
+class _Margins(TorchFunctionMode):
+    """Notes the margins of every choice of the k best: the k-th score less the next, with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[torch.Tensor] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        selection = noted(0, args, kwargs or {}) if func.__name__ == "topk" else None
+        if selection is not None:
+            self.found.append(selection.margins[torch.isfinite(selection.margins)])
+        return func(*args, **kwargs or {})
+
+
+def decided(name: str, sequences: int, length: int, apart: float = 0.1) -> tuple[nn.Module, torch.Tensor, float]:
+    """A mixture of experts whose routers are decided: trained a little to noisy labels, and until the k-th score of every token
+    is `apart` of the next. The module, its inputs [sequences, length], and the smallest margin that is left.
+    """
+    module, _ = make(name)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (sequences, length), generator=generator)
+    follows = torch.randperm(VOCABULARY, generator=generator)[ids]
+    optimizer = torch.optim.Adam(module.parameters(), lr=3e-3)
+    for _ in range(150):
+        noise = torch.randint(0, VOCABULARY, ids.shape, generator=generator)
+        labels = torch.where(torch.rand(ids.shape, generator=generator) < 0.5, follows, noise)
+        optimizer.zero_grad()
+        with _Margins() as margins:
+            logits = module(input_ids=ids).logits
+        near = sum(torch.relu(apart - found).sum() for found in margins.found) / ids.numel()
+        (nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()) + 10 * near).backward()
+        optimizer.step()
+    with torch.enable_grad(), _Margins() as margins:
+        module(input_ids=ids)
+    return module, ids, min(float(found.detach().min()) for found in margins.found if len(found))
 
 
 PALETTES = {

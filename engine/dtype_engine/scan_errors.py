@@ -1,0 +1,152 @@
+"""Local errors: what a weighted operation gives with one of its weights in another dtype, less what it gave.
+
+`LocalErrors` runs one operation again under the four rules of `execution`, with everything else as in the reference.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from . import dtypes
+from .execution import MixedDtypes, _call, _in_place, _reference_dtype, _replaced, _tensors
+from .model.live import Weight
+from .storage import bring_back, convert, torch_dtype
+from .weighted import Operation, Source, _outputs
+
+# Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
+# without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
+PRODUCTS = frozenset(
+    {
+        "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d",
+        "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "_grouped_mm", "grouped_mm",
+    }
+)  # fmt: skip
+_SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+
+class LocalErrors:
+    """Runs weighted operations again with one weight in another dtype.
+
+    room: bytes of cast weights kept from one operation and sequence to the next.
+    """
+
+    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, room: int) -> None:
+        self.weights = weights
+        self.compute = compute
+        self.device = device
+        self.room = room
+        self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
+        self._held = 0
+
+    def of(self, operation: Operation, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
+        """The local errors of each output, [dtypes, elements]: what the operation gives with `weight` in each of the dtypes
+        `names` and everything else as in the reference, less what it gave. In the reference's dtype.
+
+        Raises KernelError where there is no kernel for a dtype.
+        """
+        found = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
+                 for before in operation.outputs]  # fmt: skip
+        with torch.no_grad():
+            again = _Again(operation, weight, self)
+            for row, dtype in enumerate(names):
+                for errors, before, after in zip(found, operation.outputs, again.outputs(dtype), strict=True):
+                    torch.sub(after.to(before.dtype), before, out=errors[row])
+        return [errors.flatten(1) if errors.ndim > 1 else errors[:, None] for errors in found]
+
+    def stored(self, name: str) -> torch.Tensor:
+        """A weight's values in the reference."""
+        weight = self.weights[name]
+        return weight.original.to(self.device, _reference_dtype(weight))
+
+    def cast(self, name: str, dtype: str) -> torch.Tensor:
+        """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
+        key = (name, dtype)
+        if key in self._cast:
+            self._cast.move_to_end(key)
+            return self._cast[key]
+        weight = self.weights[name]
+        original = weight.original.to(self.device)
+        if dtype in dtypes.STORAGE_ONLY:
+            data, scale = convert(original, dtype)
+            assert scale is not None
+            values = bring_back(data, scale, _reference_dtype(weight))
+        else:
+            values = original.to(torch_dtype(dtype), copy=True)
+        self._cast[key] = values
+        self._held += values.nbytes
+        while self._held > self.room and len(self._cast) > 1:
+            _, oldest = self._cast.popitem(last=False)
+            self._held -= oldest.nbytes
+        return values
+
+
+class _Again:
+    """One operation, to be run again with one of its weights in one dtype after the other."""
+
+    def __init__(self, operation: Operation, weight: str, errors: LocalErrors) -> None:
+        self.operation = operation
+        self.weight = weight
+        self.errors = errors
+        activations = [
+            tensor for tensor in _tensors(operation.args, operation.kwargs) if id(tensor) not in operation.sources
+        ]
+        self.floating = any(tensor.is_floating_point() for tensor in activations)
+        self.func = operation.func
+        if errors.device.type == "cpu" and operation.name in PRODUCTS:
+            self.func = summed_in_float32(operation.func)
+        self.cast = {key: source for key, source in operation.sources.items() if source.weight == weight}
+        self.new: dict[int, torch.Tensor] = {}
+        self.known: dict[int, Weight] = {}
+        self.rules = MixedDtypes(self.known, errors.compute, errors.device)
+        self.rules.module = operation.module
+        for key, source in operation.sources.items():
+            if source.weight != weight:
+                self._take(key, source, errors.stored(source.weight), "float32")
+
+    def _take(self, key: int, source: Source, value: torch.Tensor, dtype: str) -> int:
+        """Put `value` of a weight in the place of the argument `key`."""
+        made = self.new[key] = source.remake(value)
+        if source.itself or made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():
+            self.known[id(made)] = Weight(self.errors.weights[source.weight].info, made, made, dtype)
+        return id(made)
+
+    def outputs(self, dtype: str) -> list[torch.Tensor]:
+        """The floating outputs with the weight in `dtype`."""
+        operation, errors = self.operation, self.errors
+        taken = []
+        for key, source in self.cast.items():
+            value = errors.cast(self.weight, dtype)
+            if dtype in dtypes.STORAGE_ONLY and not (source.itself and self.floating):
+                value = value.to(errors.compute)  # rule 4: no activation says which dtype it comes back to
+            taken.append(self._take(key, source, value, dtype))
+        args, kwargs = _replaced(operation.args, operation.kwargs, self.new)
+        if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
+            args = (args[0].clone(), *args[1:])
+        found: list[torch.Tensor] = []
+        if len({tensor.dtype for tensor in _tensors(args, kwargs) if tensor.is_floating_point()}) < 2:
+            again = _call(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
+        else:
+            again = self.rules.__torch_function__(self.func, (), args, kwargs)
+        _outputs(again, found)
+        for made in taken:
+            self.known.pop(made, None)
+        return [tensor for tensor in found if tensor.is_floating_point()]
+
+
+def summed_in_float32(func: Any) -> Any:
+    """A matrix product or convolution whose 16-bit arguments are multiplied in float32 and whose result is rounded back."""
+
+    def product(*args: Any, **kwargs: Any) -> Any:
+        floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
+        if not floats or floats[0].dtype not in _SIXTEEN_BITS:
+            return func(*args, **kwargs)
+        dtype = floats[0].dtype
+        args, kwargs = _replaced(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
+        return func(*args, **kwargs).to(dtype)
+
+    product.__name__ = func.__name__
+    return product
