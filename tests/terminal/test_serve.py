@@ -13,6 +13,7 @@ import sys
 import time
 
 import aiohttp
+import psutil
 import pytest
 
 from terminal import PROGRAM
@@ -68,6 +69,33 @@ def test_a_browser_gets_the_app_and_its_keys_work() -> None:
             server.wait(20)
         except subprocess.TimeoutExpired:
             server.kill()
+
+
+async def open_and_kill_the_server(port: int, server: subprocess.Popen[str]) -> list[psutil.Process]:
+    """Wait until a browser has the app; the processes that the server had, once it was killed without a word."""
+    address = f"http://127.0.0.1:{port}/ws?width=120&height=36"
+    async with aiohttp.ClientSession() as session, session.ws_connect(address) as browser:
+        drawn = b""
+        while b"embed_tokens" not in drawn:
+            drawn += bytes((await browser.receive(timeout=30)).data)
+        started = psutil.Process(server.pid).children(recursive=True)
+        server.kill()
+        return started
+
+
+def test_the_app_does_not_outlive_its_server() -> None:
+    port = free_port()
+    server = subprocess.Popen([PROGRAM, "serve", "--port", str(port), "demo"], stderr=subprocess.PIPE, text=True)
+    assert server.stderr is not None
+    assert f":{port} " in server.stderr.readline()
+    until = time.monotonic() + 20
+    while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    started = asyncio.run(open_and_kill_the_server(port, server))
+    assert started
+    _, alive = psutil.wait_procs(started, timeout=20)
+    assert alive == []
 
 
 @pytest.mark.parametrize(

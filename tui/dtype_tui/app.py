@@ -53,6 +53,7 @@ NARROW_BELOW = 100
 GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
 _KEEP_EVERY_S = 0.2
+_SERVER_EVERY_S = 1.0
 _ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
 
 
@@ -135,6 +136,8 @@ class DtypeApp(App[None]):
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.exit)
+        if self.is_web:
+            self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)
         # The first paint comes first: starting the engine imports torch.
         self.call_after_refresh(self._begin)
 
@@ -158,6 +161,12 @@ class DtypeApp(App[None]):
         if self.keeper is not None:
             self.keeper.say = lambda trouble: self.say(trouble, "warning")
         self.engine.start()
+
+    def _end_with_the_server(self) -> None:
+        from .keeping import server_is_gone
+
+        if server_is_gone():
+            self.exit()
 
     def on_unmount(self) -> None:
         self._keep_now()

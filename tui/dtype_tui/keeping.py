@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import select
 import signal
 import sys
 import threading
@@ -171,6 +172,15 @@ def end_when_the_terminal_is_gone(last_words: Callable[[], None]) -> None:
         before(failed)
 
     threading.excepthook = hook
+
+
+def server_is_gone() -> bool:
+    """Whether nobody holds the other end of standard input any more, where the app is served to a browser: Textual does not
+    look, and an app that nobody can reach would keep its model in memory for ever.
+    """
+    watched = select.poll()
+    watched.register(sys.stdin.fileno(), select.POLLHUP)
+    return any(found & select.POLLHUP for _, found in watched.poll(0))
 
 
 def said_on_the_command_line() -> set[str]:
