@@ -58,7 +58,7 @@ def test_keys_that_come_in_one_burst_reach_the_prompt_they_open(terminal: Termin
 def test_keys_typed_before_the_first_paint_are_not_lost() -> None:
     terminal = Terminal("demo")
     try:
-        while b"\x1b[?1049h" not in terminal.raw:
+        while b"\x1b[?25l" not in terminal.raw:  # from here on the terminal gives keys as they are pressed
             terminal.read()
         terminal.press(":cast *.mlp bf16\r")
         terminal.wait_for(r"\*\.mlp → bf16  18", 20)
