@@ -180,14 +180,28 @@ def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Scratch) -> tu
     least = int(bits.amin())
     if least >> row.mantissa:
         return 0, 0
-    zeros = bits.numel() - int(torch.count_nonzero(bits)) if least == 0 else 0
-    below = bits.numel() - int(torch.count_nonzero(bits.bitwise_right_shift_(row.mantissa)))
+    zeros = bits.numel() - _nonzero(bits) if least == 0 else 0
+    below = bits.numel() - _nonzero(bits.bitwise_right_shift_(row.mantissa))
     if not zeros:
         return below, 0
     # Looking for the smallest is two passes, and takes half as long as counting zeros in float32.
     lowest = float(torch.abs(x, out=room.values.view(-1)).amin())
     zeros_before = 0 if lowest > 0 else x.numel() - int(torch.count_nonzero(x))
     return below - zeros, zeros - zeros_before
+
+
+_LANE, _GROUP = 8, 128
+
+
+def _nonzero(bits: torch.Tensor) -> int:
+    """How many of flat integers, none of them negative, are not zero. torch counts one at a time; of bytes, eight are added at once
+    here, in groups so small that no byte runs over, which takes a third of the time.
+    """
+    if bits.dtype != torch.uint8:
+        return int(torch.count_nonzero(bits))
+    whole = bits.numel() - bits.numel() % (_LANE * _GROUP)
+    groups = torch.clamp(bits[:whole], max=1).view(torch.int64).view(-1, _GROUP).sum(dim=1)
+    return int(groups.view(torch.uint8).sum()) + int(torch.count_nonzero(bits[whole:]))
 
 
 @one_thread()
