@@ -22,7 +22,10 @@ import torch
 from . import dtypes
 from .readings import CastNotes
 
-_CHUNK = 1 << 19
+_PIECE = 1 << 19
+"""Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""
+_DEVICE_PIECE = 1 << 22
+"""The same on an accelerator, where starting the work on a small piece takes longer than the work."""
 _IN_CACHE = 1 << 18
 _PIECES_WORTH_A_THREAD = 4
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
@@ -52,33 +55,68 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_ONLY:
         return tensor.to(target), None
+    kept = torch.empty(tensor.shape, dtype=target, device=tensor.device)
+    flat = kept.view(-1)
+
+    def keep(start: int, codes: torch.Tensor) -> None:
+        flat[start : start + len(codes)] = codes
+
+    return kept, take_codes(tensor, dtype, keep)
+
+
+def take_codes(tensor: torch.Tensor, dtype: str, take: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+    """A tensor in a storage-only dtype, a piece at a time; returns its scale, as `convert` has it.
+
+    `take` hears where in the flattened tensor a piece begins, and its codes, flat, in memory that the next piece uses again. It
+    is called in several threads, in no order.
+    """
     rows = _as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
-    kept = torch.empty(rows.shape, dtype=target, device=tensor.device)
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
-    step = max(1, _CHUNK // max(1, rows.shape[1]))
-    starts = range(0, rows.shape[0], step)
+    pieces = _pieces(rows)
     whole = None
     if dtypes.BY_NAME[dtype].one_scale:
         largest = torch.zeros(1, device=tensor.device)
-        for start in starts:
-            largest = torch.maximum(largest, largest_finite(rows[start : start + step].to(torch.float32).abs()).amax())
+        for piece in pieces:
+            largest = torch.maximum(largest, largest_finite(rows[piece].to(torch.float32)).amax())
         whole = scale_for(largest, top)
-    for start in starts:
-        chunk = rows[start : start + step].to(torch.float32)
-        scale = scale_for(largest_finite(chunk.abs()), top) if whole is None else whole
-        kept[start : start + step] = to_codes(chunk, scale[:, None], dtype)
-        scales[start : start + step] = scale
-    return kept.view(tensor.shape), scales if whole is None else whole
+
+    def some(numbers: range) -> None:
+        shape = rows[pieces[0]].shape
+        scratch = Scratch.like(shape, dtype, torch.float32, tensor.device)
+        values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
+        for piece in map(pieces.__getitem__, numbers):
+            part = values[: len(rows[piece])].copy_(rows[piece])
+            room = scratch.first(len(part))
+            scale = scale_for(largest_finite(part), top) if whole is None else whole
+            scales[piece] = scale
+            take(piece.start * rows.shape[1], to_codes(part, scale[:, None], dtype, room).view(-1))
+
+    _piece_by_piece(some, pieces, tensor.device)
+    return scales if whole is None else whole
 
 
-def largest_finite(magnitudes: torch.Tensor) -> torch.Tensor:
-    """The largest finite value of each row of |values|, a float32 matrix: float32 [rows]."""
-    if not magnitudes.shape[1]:
-        return magnitudes.new_zeros(len(magnitudes))
-    found = magnitudes.amax(dim=1)
+def _pieces(rows: torch.Tensor) -> list[slice]:
+    """A matrix in pieces of whole rows."""
+    most = _PIECE if rows.device.type == "cpu" else _DEVICE_PIECE
+    step = max(1, most // max(1, rows.shape[1]))
+    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
+
+
+def _piece_by_piece(work: Callable[[range], None], pieces: list[slice], device: torch.device) -> None:
+    if device.type == "cpu":
+        side_by_side(work, len(pieces))
+    elif pieces:
+        work(range(len(pieces)))
+
+
+def largest_finite(values: torch.Tensor) -> torch.Tensor:
+    """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
+    if not values.shape[1]:
+        return values.new_zeros(len(values))
+    found = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
     if not bool(torch.isfinite(found).all()):
-        found = torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).amax(dim=1)
+        found = torch.nan_to_num(values.abs(), 0.0, 0.0, 0.0).amax(dim=1)
     return found
 
 
@@ -124,9 +162,9 @@ class Scratch:
     half: torch.Tensor
 
     @classmethod
-    def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype) -> Scratch:
+    def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Scratch:
         """For pieces up to this shape, kept in `dtype` and brought back in `wide`."""
-        made = partial(torch.empty, shape)
+        made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Scratch:
@@ -175,10 +213,20 @@ def from_codes(kept: torch.Tensor, scale: torch.Tensor, scratch: Scratch | None 
 
 
 def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A storage-only tensor as values again, in `dtype`. Same shape as `kept`."""
+    """A storage-only tensor as values again, in `dtype`. Same shape as `kept`; no more memory than that."""
     per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
-    shape = (-1,) + (1,) * (kept.ndim - 1) if per_channel else (1,) * kept.ndim
-    return from_codes(kept, scale.view(shape)).to(dtype)
+    rows = _as_rows(kept) if per_channel else kept.reshape(-1, 1)
+    values = torch.empty(rows.shape, dtype=dtype, device=kept.device)
+    pieces = _pieces(rows)
+
+    def some(numbers: range) -> None:
+        scratch = Scratch.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
+        for piece in map(pieces.__getitem__, numbers):
+            room = scratch.first(len(rows[piece]))
+            values[piece] = from_codes(rows[piece], (scale[piece] if per_channel else scale)[:, None], room)
+
+    _piece_by_piece(some, pieces, kept.device)
+    return values.view(kept.shape)
 
 
 def _as_rows(tensor: torch.Tensor) -> torch.Tensor:

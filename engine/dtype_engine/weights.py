@@ -98,7 +98,7 @@ class _Pieces:
         return self.tensor[number * self.step : (number + 1) * self.step]
 
     def _largest(self, numbers: range) -> float:
-        return max(float(largest_finite(self[number][None].to(torch.float32).abs())) for number in numbers)
+        return max(float(largest_finite(self[number][None].to(torch.float32))) for number in numbers)
 
 
 def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: Callable[[], bool], numbers: range) -> _Sums:
@@ -121,7 +121,7 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room
     """Adds the error of one piece, already in float32 or float64, to `sums`."""
     if dtype in dtypes.STORAGE_ONLY:
         if scale is None:
-            amax = largest_finite(torch.abs(x, out=room.values).to(torch.float32))
+            amax = largest_finite(x.to(torch.float32))
             scale = scale_for(amax, dtypes.BY_NAME[dtype].max)[:, None]
         if x.dtype == torch.float32:
             from_codes(to_codes(x, scale, dtype, room), scale, room)

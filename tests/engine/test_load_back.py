@@ -27,13 +27,11 @@ def test_memory_of_loading_back(make_llama: Any, tmp_path: Path, recipe: Recipe)
     arguments = [sys.executable, str(script), str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     highest, left, weights = map(int, done.stdout.split())
-    largest = 4 * 1024 * 4096
     if recipe is MIXED:
         assert weights > 100 << 20
         assert highest < 16 << 20  # the weights stay mapped from the file
     else:
-        # Scaled weights are values again, in memory; while that is done some of them are there in float32 too.
+        # Scaled weights are values again, in memory, brought back piece by piece: never one of them in float32 as well.
         values = 4 * 3 * 2 * 1024 * 4096
         assert left < values + (16 << 20)
-        # (how many of them, the allocator decides); a second copy would be twice the values.
-        assert highest < values + 4 * largest < 2 * values
+        assert highest < values + (32 << 20)  # each thread has buffers of some MiB; a second copy would be 96 MiB

@@ -95,7 +95,7 @@ def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.Monkey
     weight = of_every_size(600).reshape(30, 20)
     kept, scale = convert(weight, dtype)
     lost = lost_values("w", weight, kept, dtype)
-    monkeypatch.setattr(storage, "_CHUNK", 70)
+    monkeypatch.setattr(storage, "_PIECE", 70)
     monkeypatch.setattr(storage, "_IN_CACHE", 70)
     in_parts, scale_in_parts = convert(weight, dtype)
     assert scale is not None

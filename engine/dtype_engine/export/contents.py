@@ -29,7 +29,7 @@ from ..storage import convert, torch_dtype
 from ..text import printable
 from ..tree import TensorInfo, Tree
 
-Kept = tuple[torch.Tensor, torch.Tensor | None]
+Kept = tuple[torch.Tensor, torch.Tensor]
 
 _DECLARED = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 """What compressed-tensors has a word for."""
@@ -53,8 +53,8 @@ class Item:
     """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
 
     scaled: it is written with scales. declared: as compressed-tensors has it, so that others read it. raw: its very bytes in
-    the source where nothing is cast, the scales' last. values: what is to be brought into a computed dtype. kept: data and
-    scales of a storage-only one.
+    the source where nothing is cast, the scales' last. values: what is to be brought into `dtype`. kept: data and scales of a
+    scaled one that is there already; None where its values are to be converted.
     """
 
     name: str
@@ -65,11 +65,17 @@ class Item:
     declared: bool
     raw: tuple[CheckpointTensor, ...]
     values: Callable[[], torch.Tensor]
-    kept: Callable[[], Kept]
+    kept: Callable[[], Kept] | None = None
 
     def read(self) -> tuple[torch.Tensor, ...]:
         """The tensors as they are to be written, one for each of `pieces`, in their dtypes and shapes."""
-        found = self.kept() if self.scaled else (self.values().to(torch_dtype(self.dtype)), None)
+        found: tuple[torch.Tensor | None, ...]
+        if self.kept is not None:
+            found = self.kept()
+        else:
+            found = (
+                convert(self.values(), self.dtype) if self.scaled else (self.values().to(torch_dtype(self.dtype)), None)
+            )
         present = (tensor for tensor in found if tensor is not None)
         return tuple(tensor.reshape(piece.shape) for tensor, piece in zip(present, self.pieces, strict=True))
 
@@ -158,7 +164,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
             items.append(
                 Item(
                     info.name, info.shape, info.dtype, dtype, scaled, False, (),
-                    partial(_live_values, weight, dtype), partial(_live_kept, weight, dtype),
+                    partial(_live_values, weight, dtype), _live_kept(weight, dtype) if scaled else None,
                 )
             )  # fmt: skip
     return Contents(model.title, _checked(items), recipe, files=model.files)
@@ -221,7 +227,7 @@ def _item(
     if dtype == stored:
         found = checkpoint.scaled.get(name)
         raw = (tensor,) if found is None else (found.data, found.scale)
-    kept = partial(_stored_kept, raw) if raw else partial(_cast_kept, tensor, dtype)
+    kept = partial(_stored_kept, *raw) if scaled and raw else None
     return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, partial(read_mapped, tensor), kept)
 
 
@@ -267,19 +273,15 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _stored_kept(raw: tuple[CheckpointTensor, ...]) -> Kept:
-    return read_mapped(raw[0]), read_mapped(raw[1]) if len(raw) > 1 else None
-
-
-def _cast_kept(tensor: CheckpointTensor, dtype: str) -> Kept:
-    return convert(read_mapped(tensor), dtype)
+def _stored_kept(data: CheckpointTensor, scale: CheckpointTensor) -> Kept:
+    return read_mapped(data), read_mapped(scale)
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
     return weight.tensor.data if weight.dtype == dtype else weight.original
 
 
-def _live_kept(weight: Weight, dtype: str) -> Kept:
-    if weight.dtype == dtype:
-        return weight.tensor.data, weight.scale
-    return convert(weight.original, dtype)
+def _live_kept(weight: Weight, dtype: str) -> Callable[[], Kept] | None:
+    """Data and scales of a live weight that has this dtype."""
+    data, scale = weight.tensor.data, weight.scale
+    return (lambda: (data, scale)) if weight.dtype == dtype and scale is not None else None

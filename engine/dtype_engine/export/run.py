@@ -15,7 +15,6 @@ from ..options import Options
 from ..readings_export import ExportReport
 from ..recipe import Recipe
 from ..recipe.file import write_recipe
-from ..storage import one_thread
 from .config import export_config, export_dtype
 from .contents import Contents, Item, of_checkpoint
 from .folder import copy_along, free_name, staged
@@ -63,7 +62,7 @@ def export(
     progress = Progress(contents.nbytes, on_bytes, cancelled)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with one_thread(), staged(target, contents.nbytes, force) as stage:
+    with staged(target, contents.nbytes, force) as stage:
         notices = contents.notices
         if contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)

@@ -1,4 +1,4 @@
-"""Writing safetensors files a tensor at a time, in pieces: memory never holds more than one piece, or one scaled tensor.
+"""Writing safetensors files a tensor at a time, in pieces: memory never holds more than a piece for each thread.
 
 The format is a length, a JSON header, and the tensors' bytes. Sizes are known beforehand, so the header can be written
 first; the safetensors library would need all the tensors of a file at once.
@@ -9,7 +9,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +21,36 @@ import torch
 from .. import dtypes
 from ..checkpoint import CheckpointTensor
 from ..errors import Cancelled, UserError
-from ..storage import torch_dtype
+from ..storage import one_thread, take_codes, torch_dtype
 from .contents import Item, Piece, as_bytes
 
 _PIECE = 1 << 20
-"""Bytes that are cast or copied at once: small enough that the allocator gives the same warm memory out again."""
+"""Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""
+_MOST_THREADS = 4
+"""More would wait for the file more than they work, each with buffers of its own."""
 
 
 class Progress:
-    """Counts bytes written, tells them, and asks before each piece whether to stop. Raises Cancelled."""
+    """Counts bytes written in any thread, tells them, and asks after each piece whether to stop. Raises Cancelled."""
 
     def __init__(self, total: int, told: Callable[[int, int], None], cancelled: Callable[[], bool]) -> None:
         self.done = 0
         self.total = total
         self._told = told
+        self._stopped = False
+        self._lock = threading.Lock()
         self._cancelled = cancelled
 
     def wrote(self, size: int) -> None:
-        self.done += size
-        self._told(self.done, self.total)
-        if self._cancelled():
+        with self._lock:
+            self.done += size
+            self._told(self.done, self.total)
+        if self._stopped or self._cancelled():
             raise Cancelled
+
+    def stop(self) -> None:
+        """Whoever still writes is to end after the piece at hand."""
+        self._stopped = True
 
 
 def header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -64,33 +76,61 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes,
 
 
 def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str], progress: Progress) -> None:
-    """One safetensors file with these items. Raises Cancelled, OSError."""
+    """One safetensors file with these items, several written side by side. Raises Cancelled, OSError."""
     head, starts = header([piece for item in items for piece in item.pieces], metadata)
+    threads = min(_MOST_THREADS, torch.get_num_threads())
     with open(path, "wb", buffering=0) as file:
-        out = file.fileno()
-        _write(out, head, 0)
-        for item in items:
-            for place, piece in enumerate(item.pieces):
-                if item.raw:
-                    _copy(item.raw[place], out, starts[piece.name], progress)
-            if item.raw:
-                continue
-            if item.scaled:
-                for tensor, piece in zip(item.read(), item.pieces, strict=True):
-                    _write_tensor(tensor, torch_dtype(piece.dtype), out, starts[piece.name], progress)
-            else:
-                _write_tensor(item.values(), torch_dtype(item.dtype), out, starts[item.name], progress)
+        _write(file.fileno(), head, 0)
+        write = partial(_write_item, file.fileno(), starts, progress)
+        # A new thread takes over the number of torch threads set just now.
+        with one_thread(), ThreadPoolExecutor(threads) as pool:
+            try:
+                for _ in pool.map(write, items):
+                    pass
+            except BaseException:
+                progress.stop()
+                raise
+
+
+def _write_item(out: int, starts: Mapping[str, int], progress: Progress, item: Item) -> None:
+    places = [starts[piece.name] for piece in item.pieces]
+    if item.raw:
+        for source, at in zip(item.raw, places, strict=True):
+            _copy(source, out, at, progress)
+    elif item.scaled and item.kept is None:
+        scale = _write_codes(item.values(), item.dtype, out, places[0], progress)
+        _write_tensor(scale, scale.dtype, out, places[1], progress)
+    else:
+        tensors = (item.values(),) if item.kept is None else item.kept()
+        for tensor, piece, at in zip(tensors, item.pieces, places, strict=True):
+            _write_tensor(tensor, torch_dtype(piece.dtype), out, at, progress)
 
 
 def _write_tensor(tensor: torch.Tensor, dtype: torch.dtype, out: int, at: int, progress: Progress) -> None:
     """The values in `dtype`, cast piece by piece: a cast is of each element alone, so this gives what the whole would."""
     flat = tensor.reshape(-1)
-    step = _PIECE // max(flat.element_size(), dtype.itemsize)
-    for start in range(0, flat.numel(), step):
-        data = as_bytes(flat[start : start + step].to(dtype))
-        _write(out, data.numpy().data, at)
-        at += len(data)
+    step = min(flat.numel(), _PIECE // max(flat.element_size(), dtype.itemsize))
+    # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
+    wide = torch.empty(step) if flat.dtype == torch.bfloat16 and dtype == torch.float16 else None
+    cast = torch.empty(step, dtype=dtype)
+    for start in range(0, flat.numel(), step or 1):
+        piece = flat[start : start + step]
+        if wide is not None:
+            piece = wide[: len(piece)].copy_(piece)
+        data = as_bytes(cast[: len(piece)].copy_(piece))
+        _write(out, data.numpy().data, at + start * dtype.itemsize)
         progress.wrote(len(data))
+
+
+def _write_codes(tensor: torch.Tensor, dtype: str, out: int, at: int, progress: Progress) -> torch.Tensor:
+    """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
+
+    def write(start: int, codes: torch.Tensor) -> None:
+        data = as_bytes(codes)
+        _write(out, data.numpy().data, at + start)
+        progress.wrote(len(data))
+
+    return take_codes(tensor, dtype, write)
 
 
 def _copy(source: CheckpointTensor, out: int, at: int, progress: Progress) -> None:
