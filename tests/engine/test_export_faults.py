@@ -69,9 +69,9 @@ def is_whole(source: Path, out: Path) -> bool:
     return compare(of_checkpoint(open_checkpoint(source), "source", RECIPE), open_checkpoint(out)) == ()
 
 
-def claimed_pieces(place: Path) -> list[Path]:
-    """Unfinished exports that are known for such: not those killed in the moment before the claim, or after it was given up."""
-    return [folder for folder in place.glob(".out.partial-*") if (folder / CLAIM).exists()]
+def pieces(place: Path) -> list[Path]:
+    """Unfinished exports, but for those that were killed before they had begun: empty folders."""
+    return [folder for folder in place.glob(".out.partial-*") if set(os.listdir(folder)) - {f"{CLAIM}.new"}]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
@@ -107,13 +107,15 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
                 if not replacing:
                     shutil.rmtree(out)
             # The next export clears up after the one before it.
-            assert len(claimed_pieces(tmp_path)) <= 1
+            assert len(pieces(tmp_path)) <= 1
     assert ended[:2] == [0, 0]
     assert set(ended) <= {0, -signal.SIGKILL}
     assert ended.count(-signal.SIGKILL) > MOMENTS // 2
+    for empty in tmp_path.glob(".out.partial-*"):
+        os.utime(empty, (0, 0))  # they go when they are old
     export_checkpoint(open_checkpoint(source), "source", RECIPE, out, force=True)
     assert is_whole(source, out)
-    assert claimed_pieces(tmp_path) == []
+    assert list(tmp_path.glob(".out.partial-*")) == []
 
 
 @pytest.fixture
@@ -247,6 +249,12 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
         left(".other.partial-dead", json.dumps(ours)),
         left("out.partial-dead", json.dumps(ours)),
     ]
+    began = [tmp_path / ".out.partial-empty", tmp_path / ".out.partial-new", tmp_path / ".out.partial-young"]
+    for folder in began:
+        folder.mkdir()
+    (began[1] / f"{claim.CLAIM}.new").write_text("{")
+    for folder in began[:2]:
+        os.utime(folder, (0, 0))
     alive = left(".out.partial-alive", None)
     link = tmp_path / ".out.partial-link"
     link.symlink_to(left("elsewhere", json.dumps(ours)))
@@ -254,5 +262,6 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
         export(source, out)
         assert alive.is_dir()
     assert not dead.exists()
+    assert [folder.exists() for folder in began] == [False, False, True]
     assert all((folder / "model.safetensors").exists() for folder in (*others, alive, link))
     assert not (out / claim.CLAIM).exists()

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,23 +22,41 @@ except ImportError:  # not a POSIX system: nothing is locked, and nothing is eve
     fcntl = None  # type: ignore[assignment]
 
 CLAIM = ".dtype-engine-export"
+_NEW = f"{CLAIM}.new"
+_UNCLAIMED_SECONDS = 60.0
+"""For longer than this no living process leaves a new folder without its claim."""
 _WRITER = "dtype-engine"
 
 
 @contextmanager
 def claimed(stage: Path) -> Iterator[None]:
-    """Hold the claim on a folder while the block runs; it is gone afterwards."""
-    unlocked = stage / f"{CLAIM}.new"
+    """Hold the claim on a folder while the block runs. The file stays: `give_up` removes it from where the folder is then."""
+    if fcntl is None:
+        yield
+        return
+    unlocked = stage / _NEW
     with open(unlocked, "w", encoding="utf-8") as file:
         json.dump({"writer": _WRITER, "host": socket.gethostname(), "process": os.getpid()}, file)
         file.flush()
-        if fcntl is not None:
-            with contextlib.suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         # It gets its name with the lock on it: whoever sees the name and gets the lock knows that the writer is gone.
         os.rename(unlocked, stage / CLAIM)
         yield
-        os.unlink(stage / CLAIM)
+
+
+def give_up(folder: Path) -> None:
+    """Remove the claim from a folder that is finished, and so has its own name by now."""
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(folder / CLAIM)
+
+
+def remove(stage: Path) -> None:
+    """Remove an unfinished export, its claim last: if this ends halfway too, somebody still knows whose the rest is."""
+    with contextlib.suppress(OSError):
+        for entry in [entry for entry in stage.iterdir() if entry.name != CLAIM]:
+            entry.unlink()
+    shutil.rmtree(stage, ignore_errors=True)
 
 
 def remove_stale(target: Path) -> None:
@@ -53,7 +72,11 @@ def remove_stale(target: Path) -> None:
 def _remove_if_stale(folder: Path) -> None:
     if fcntl is None:
         return
-    number = os.open(folder / CLAIM, os.O_RDWR | os.O_NOFOLLOW)
+    try:
+        number = os.open(folder / CLAIM, os.O_RDWR | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        _remove_unclaimed(folder)
+        return
     with open(number, encoding="utf-8") as file:
         try:
             claim = json.load(file)
@@ -62,4 +85,13 @@ def _remove_if_stale(folder: Path) -> None:
         if not isinstance(claim, dict) or (claim.get("writer"), claim.get("host")) != (_WRITER, socket.gethostname()):
             return
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer lives
-        shutil.rmtree(folder, ignore_errors=True)
+        remove(folder)
+
+
+def _remove_unclaimed(folder: Path) -> None:
+    """Remove a folder whose writer ended before it had the claim: nothing else is in it yet."""
+    if {entry.name for entry in folder.iterdir()} <= {
+        _NEW
+    } and time.time() - folder.stat().st_mtime > _UNCLAIMED_SECONDS:
+        (folder / _NEW).unlink(missing_ok=True)
+        folder.rmdir()

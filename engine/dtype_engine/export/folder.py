@@ -16,7 +16,7 @@ from ..errors import UserError
 from ..report_text import human_bytes
 from ..text import printable
 from ..whole_files import sync_folder, umask
-from .claim import claimed, remove_stale
+from .claim import claimed, give_up, remove, remove_stale
 
 _ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -88,15 +88,18 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             os.chmod(stage, 0o777 & ~umask())
             for entry in stage.iterdir():
                 _sync_file(entry)
-        sync_folder(stage)
-        _give_name(stage, target, force)
-        stage = None
+            sync_folder(stage)
+            # Claimed until it has its name: whenever this process ends, somebody knows what it left.
+            _give_name(stage, target, force)
+            stage = None
+        give_up(target)
+        sync_folder(target)
         sync_folder(target.parent)
     except OSError as error:
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
         if stage is not None:
-            shutil.rmtree(stage, ignore_errors=True)
+            remove(stage)
 
 
 def _prefix(target: Path) -> str:
