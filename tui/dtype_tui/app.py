@@ -33,7 +33,7 @@ from .engine import Engine
 from .experiment import Experiment
 from .hints import next_keys, status_line
 from .keys import keys_of, on_keyboard
-from .start import collect_again
+from .start import collect_again, hold_garbage
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
 from .widgets.module_tree import ORDERS, ModuleTree
@@ -154,12 +154,12 @@ class DtypeApp(App[None]):
             field.cursor_blink = False  # every blink goes over the wire
 
     async def _begin(self) -> None:
-        collect_again()
         await self._have_prompts()
         if self.begin_keeping is not None:
             self.keeper = self.begin_keeping()
         if self.keeper is not None:
             self.keeper.say = lambda trouble: self.say(trouble, "warning")
+        hold_garbage()
         self.engine.start()
 
     def _end_with_the_server(self) -> None:
@@ -173,6 +173,7 @@ class DtypeApp(App[None]):
         if self.keeper is not None:
             self.keeper.close()
         self.engine.close()
+        collect_again()
 
     def on_resize(self, event: textual_events.Resize) -> None:
         self._fit(event.size.width, event.size.height)

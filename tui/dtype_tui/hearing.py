@@ -9,6 +9,7 @@ from dtype_engine import events, history
 from .inputs_screen import InputsScreen
 from .leaving_screen import LeavingScreen
 from .screens import flow_screen, generation_screen, speed_screen, weight_screen
+from .start import collect_again
 
 if TYPE_CHECKING:
     from .app import DtypeApp
@@ -19,6 +20,8 @@ def hear(app: DtypeApp, event: events.Event) -> None:
     force are passed over.
     """
     experiment = app.experiment
+    if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
+        collect_again()
     if isinstance(event, events.Loading):
         app.busy, app.activity, app.share = True, event.step, None
     elif isinstance(event, events.ModelReady):

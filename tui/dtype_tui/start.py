@@ -1,4 +1,8 @@
-"""Where `dtype-tui` begins: nothing is imported before this, and no garbage collected until the first paint."""
+"""Where `dtype-tui` begins: nothing is imported before this.
+
+Garbage is not looked for while something is loaded: what the imports and the model make is there to stay, and every pass over
+it would take a fifth of the way to the first paint, and later hold up a key for a quarter of a second.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,19 @@ import gc
 
 def main() -> None:
     """The `dtype-tui` program."""
-    # What the imports make is there to stay. Looking through it again and again takes a fifth of the way to the first paint.
-    gc.disable()
+    hold_garbage()
     from .cli import main as go_on
 
     go_on()
 
 
+def hold_garbage() -> None:
+    """Look for no garbage until `collect_again`: something is loaded now."""
+    gc.disable()
+
+
 def collect_again() -> None:
-    """Collect garbage from now on, but never among what the start left: every pass over that would hold up a key."""
+    """Look for garbage from now on, but never among what is there already."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
