@@ -101,7 +101,8 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
             if moment < 0:  # the first two run to their ends, to know how long one takes
                 whole = time.perf_counter() - started
             assert contents_of(source) == before
-            assert out.exists() or not replacing or list(tmp_path.glob(".out.replaced-*"))
+            waiting = list(tmp_path.glob(".out.replaced-*/old"))
+            assert out.exists() or not replacing or len(waiting) == 1
             if out.exists():
                 assert is_whole(source, out), sorted(entry.name for entry in out.iterdir())
                 if not replacing:
@@ -111,11 +112,11 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
     assert ended[:2] == [0, 0]
     assert set(ended) <= {0, -signal.SIGKILL}
     assert ended.count(-signal.SIGKILL) > MOMENTS // 2
-    for empty in tmp_path.glob(".out.partial-*"):
-        os.utime(empty, (0, 0))  # they go when they are old
+    for left in tmp_path.glob(".out.*"):
+        os.utime(left, (0, 0))  # those that are empty go when they are old
     export_checkpoint(open_checkpoint(source), "source", RECIPE, out, force=True)
     assert is_whole(source, out)
-    assert list(tmp_path.glob(".out.partial-*")) == []
+    assert list(tmp_path.glob(".out.*")) == []
 
 
 @pytest.fixture
@@ -226,6 +227,19 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
     assert net.exists()
     assert (blobs / "123").exists()
     assert contents_of(source) == before
+
+
+def test_what_was_about_to_be_replaced_has_its_name_again(source: Path, tmp_path: Path) -> None:
+    """The process was killed between the two renames: the folder's name is free, and what had it waits beside it."""
+    out, aside = tmp_path / "out", tmp_path / ".out.replaced-dead"
+    aside.mkdir()
+    export(source, out)
+    out.rename(aside / claim.OLD)
+    (aside / CLAIM).write_text(json.dumps({"writer": "dtype-engine", "host": socket.gethostname(), "process": 1}))
+    with pytest.raises(UserError, match="exists and is not empty"):
+        export(source, out)
+    assert is_whole(source, out)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
 
 
 def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path: Path) -> None:

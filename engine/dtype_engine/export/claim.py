@@ -1,7 +1,9 @@
 """Who writes to an unfinished export: what a process that was killed left behind is told from what a living one writes.
 
-The folder holds a file that its writer keeps locked. A lock ends with its process, whatever ends that, and is not fooled by
-numbers of processes that are given again. The file names the machine, since a lock may not reach over a network.
+An export to `out` is written to a folder beside it, `.out.partial-*`. What it replaces waits in another, `.out.replaced-*`,
+until its successor is in place. Each holds a file that its writer keeps locked. A lock ends with its process, whatever ends
+that, and is not fooled by numbers of processes that are given again. The file names the machine, since a lock may not reach
+over a network.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,6 +25,9 @@ except ImportError:  # not a POSIX system: nothing is locked, and nothing is eve
     fcntl = None  # type: ignore[assignment]
 
 CLAIM = ".dtype-engine-export"
+PARTIAL, REPLACED = "partial", "replaced"
+OLD = "old"
+"""What the folder that is to be replaced is called where it waits."""
 _NEW = f"{CLAIM}.new"
 _UNCLAIMED_SECONDS = 60.0
 """For longer than this no living process leaves a new folder without its claim."""
@@ -47,29 +53,43 @@ def claimed(stage: Path) -> Iterator[None]:
 
 def give_up(folder: Path) -> None:
     """Remove the claim from a folder that is finished, and so has its own name by now."""
-    with contextlib.suppress(FileNotFoundError):
+    with contextlib.suppress(OSError):
         os.unlink(folder / CLAIM)
 
 
-def remove(stage: Path) -> None:
-    """Remove an unfinished export, its claim last: if this ends halfway too, somebody still knows whose the rest is."""
-    with contextlib.suppress(OSError):
-        for entry in [entry for entry in stage.iterdir() if entry.name != CLAIM]:
-            entry.unlink()
-    shutil.rmtree(stage, ignore_errors=True)
+def beside(target: Path, purpose: str) -> Path:
+    """A new folder beside an export's target. Raises OSError."""
+    return Path(tempfile.mkdtemp(prefix=_prefix(target, purpose), dir=target.parent))
 
 
-def remove_stale(target: Path) -> None:
-    """Remove what exports to `target` left unfinished on this machine, where their processes are gone."""
+def _prefix(target: Path, purpose: str) -> str:
+    return f".{target.name[:100]}.{purpose}-"
+
+
+def remove(folder: Path) -> None:
+    """Remove a claimed folder, its claim last: if this ends halfway too, somebody still knows whose the rest is."""
     with contextlib.suppress(OSError):
-        prefix = f".{target.name[:100]}.partial-"
-        for folder in [entry for entry in target.parent.iterdir() if entry.name.startswith(prefix)]:
+        for entry in [entry for entry in folder.iterdir() if entry.name != CLAIM]:
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def clear_up(target: Path) -> None:
+    """Clear up after exports to `target` on this machine whose processes are gone: what they had begun is removed, and what
+    they were about to replace has its name again if nothing else took it.
+    """
+    with contextlib.suppress(OSError):
+        prefixes = tuple(_prefix(target, purpose) for purpose in (PARTIAL, REPLACED))
+        for folder in [entry for entry in target.parent.iterdir() if entry.name.startswith(prefixes)]:
             if not folder.is_symlink() and folder.is_dir():
                 with contextlib.suppress(OSError):
-                    _remove_if_stale(folder)
+                    _clear_up(folder, target)
 
 
-def _remove_if_stale(folder: Path) -> None:
+def _clear_up(folder: Path, target: Path) -> None:
     if fcntl is None:
         return
     try:
@@ -85,6 +105,8 @@ def _remove_if_stale(folder: Path) -> None:
         if not isinstance(claim, dict) or (claim.get("writer"), claim.get("host")) != (_WRITER, socket.gethostname()):
             return
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer lives
+        if (folder / OLD).is_dir() and not os.path.lexists(target):
+            os.rename(folder / OLD, target)
         remove(folder)
 
 

@@ -6,7 +6,6 @@ import fnmatch
 import os
 import shutil
 import stat
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from ..errors import UserError
 from ..report_text import human_bytes
 from ..text import printable
 from ..whole_files import sync_folder, umask
-from .claim import claimed, give_up, remove, remove_stale
+from .claim import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
 
 _ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -73,7 +72,6 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     successor is in place. Raises UserError when fewer than `needed` bytes are free, when the disk fills up nevertheless, or
     can't be written to.
     """
-    remove_stale(target)
     free = shutil.disk_usage(target.parent).free
     if free < needed + _SLACK:
         raise UserError(
@@ -82,7 +80,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
         )
     stage: Path | None = None
     try:
-        stage = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}.partial-", dir=target.parent))
+        stage = beside(target, PARTIAL)
         with claimed(stage):
             yield stage
             os.chmod(stage, 0o777 & ~umask())
@@ -102,10 +100,6 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             remove(stage)
 
 
-def _prefix(target: Path) -> str:
-    return f".{target.name[:100]}"
-
-
 def _sync_file(path: Path) -> None:
     number = os.open(path, os.O_RDONLY)
     try:
@@ -119,18 +113,18 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
-    aside = Path(tempfile.mkdtemp(prefix=f"{_prefix(target)}.replaced-", dir=target.parent))
+    aside = beside(target, REPLACED)
     try:
-        os.rename(target, aside)
-        try:
-            os.rename(stage, target)
-        except OSError:
-            os.rename(aside, target)
-            raise
-    except OSError:
-        aside.rmdir()
-        raise
-    shutil.rmtree(aside, ignore_errors=True)
+        with claimed(aside):
+            os.rename(target, aside / OLD)
+            try:
+                os.rename(stage, target)
+            finally:
+                if not os.path.lexists(target):
+                    os.rename(aside / OLD, target)
+    finally:
+        if os.path.lexists(target):
+            remove(aside)
 
 
 def copy_along(source: Path, stage: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from ..options import Options
 from ..readings_export import ExportReport
 from ..recipe import Recipe
 from ..recipe.file import write_recipe
+from .claim import clear_up
 from .config import export_config, export_dtype
 from .contents import Contents, Item, of_checkpoint
 from .folder import copy_along, free_name, staged
@@ -56,6 +57,7 @@ def export(
     (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
+    clear_up(folder.expanduser().absolute())
     target = free_name(folder, force, contents.files)
     config = export_config(contents)
     files = shards(contents, max_shard_size)
