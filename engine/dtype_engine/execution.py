@@ -139,6 +139,9 @@ class MixedDtypes(TorchFunctionMode):
             if stored:
                 args, kwargs = _replaced(args, kwargs, {id(t): self._brought_back(t, self.compute) for t in stored})
             return func(*args, **kwargs)
+        if name == "embedding" and _takes_rows(args, kwargs) and self._kept(args[1]) is not None:
+            self.acted = True
+            return self._rows(*args[:2])
         target = self._target(name, tensors, stored, kwargs)
         if self.autocast:
             back = {id(tensor): self._brought_back(tensor, target or self.compute) for tensor in stored}
@@ -193,6 +196,14 @@ class MixedDtypes(TorchFunctionMode):
         weight = self.weights[id(tensor)]
         assert weight.scale is not None
         return bring_back(tensor.data, weight.scale, dtype)
+
+    def _rows(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """What a look-up takes from a storage-only table: only these rows are brought back, never all of it."""
+        scale, at = self.weights[id(table)].scale, ids.reshape(-1)
+        assert scale is not None
+        rows = table.data.view(torch.uint8).index_select(0, at).view(table.dtype)
+        rows = bring_back(rows, scale[at] if len(scale) == len(table) else scale, self.compute)
+        return rows.view(*ids.shape, table.shape[1])
 
     def _target(
         self, name: str, tensors: list[torch.Tensor], stored: list[torch.Tensor], kwargs: dict[str, Any]
@@ -304,7 +315,7 @@ class Widened(TorchFunctionMode):
             return func(*args, **kwargs)
         if name == "is_floating_point" and self._weight(args[0]) is not None:
             return True
-        if name == "embedding" and len(args) >= 2 and kwargs.get("max_norm") is None and len(args) < 4:
+        if name == "embedding" and _takes_rows(args, kwargs):
             weight = self._weight(args[1])
             if weight is not None and weight.stored_scale is None:
                 rows = func(args[0], weight.original.to(self.device), *args[2:], **kwargs)
@@ -445,6 +456,11 @@ def _promoted(
         if tensor.dtype != target and (tensor.ndim > 0 or name in _REFUSES_MIXED)
     }
     return _replaced(args, kwargs, casts)
+
+
+def _takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
+    """Whether `embedding(ids, table, ...)` just takes rows; with `max_norm` it changes the table first."""
+    return 2 <= len(args) < 4 and kwargs.get("max_norm") is None
 
 
 def _in_place(name: str) -> bool:

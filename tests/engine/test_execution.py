@@ -11,10 +11,12 @@ from torch import nn
 from torch.nn import functional
 
 import dtype_engine as de
+from dtype_engine import dtypes, execution
 from dtype_engine.errors import KernelError
 from dtype_engine.execution import ImplicitCast, MixedDtypes
 from dtype_engine.forward import main_output
 from dtype_engine.model.live import LiveModel
+from dtype_engine.storage import bring_back, convert
 
 DEVICES = [
     "cpu",
@@ -186,6 +188,29 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
     assert out.dtype == torch.float32
     assert len(alive) == 8
     assert most <= 2
+
+
+@pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+@pytest.mark.parametrize("ids", [[[1, 5, 1], [0, 99, 7]], [[3]], [[]]])
+def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
+    dtype: str, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = torch.tensor(ids, dtype=torch.long)
+    model = nn.Embedding(100, 4, padding_idx=0)
+    kept, scale = convert(model.weight.data, dtype)
+    assert scale is not None
+    wanted = functional.embedding(taken, bring_back(kept, scale, torch.float32))
+    brought = []
+
+    def counted(data: torch.Tensor, *rest: Any) -> torch.Tensor:
+        brought.append(len(data))
+        return bring_back(data, *rest)
+
+    monkeypatch.setattr(execution, "bring_back", counted)
+    out, _ = under_the_rules(model, lambda m: m(taken), weight=dtype)
+    assert torch.equal(out, wanted)
+    assert out.shape == wanted.shape
+    assert brought == [taken.numel()]
 
 
 def test_embedding_rows_are_widened_not_the_table() -> None:
