@@ -1,8 +1,9 @@
 """Draw the pictures of the README from the real app, with the real engine on the demo model.
 
-    python screenshots/draw.py [--png]
+    python screenshots/draw.py [--png] [SCENE ...]
 
-Writes an SVG for each scene; with `--png` a PNG beside it, to look at (cairosvg, and a monospaced font on this machine).
+Writes an SVG for each scene, or for those whose names begin so; with `--png` a PNG beside it, to look at (cairosvg, and a
+monospaced font on this machine).
 """
 
 from __future__ import annotations
@@ -110,19 +111,25 @@ async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
         await pilot.pause(0.02)
 
 
-SCENES: dict[str, tuple[Scene, Recipe, tuple[int, int], str]] = {
-    "mix-120x36": (mix, MIXED, (120, 36), "textual-dark"),
-    "mix-80x24": (mix, MIXED, (80, 24), "textual-dark"),
-    "mix-200x50": (mix, MIXED, (200, 50), "textual-dark"),
-    "mix-light-120x36": (mix, MIXED, (120, 36), "textual-light"),
-    "mix-ansi-120x36": (mix, MIXED, (120, 36), "ansi-dark"),
-    "measuring-120x36": (measuring, MIXED, (120, 36), "textual-dark"),
-    "cast-120x36": (cast, AS_STORED, (120, 36), "textual-dark"),
-    "details-120x36": (details, MIXED, (120, 36), "textual-dark"),
-    "flow-120x36": (flow, MIXED, (120, 36), "textual-dark"),
-    "scan-120x36": (scanned, AS_STORED, (120, 36), "textual-dark"),
-    "optimise-120x36": (optimise, AS_STORED, (120, 36), "textual-dark"),
-    "help-120x36": (help_, MIXED, (120, 36), "textual-dark"),
+_SCENES: dict[str, tuple[Scene, Recipe]] = {
+    "mix": (mix, MIXED),
+    "measuring": (measuring, MIXED),
+    "cast": (cast, AS_STORED),
+    "details": (details, MIXED),
+    "flow": (flow, MIXED),
+    "scan": (scanned, AS_STORED),
+    "optimise": (optimise, AS_STORED),
+    "help": (help_, MIXED),
+}
+_SIZES = ((80, 24), (120, 36), (200, 50))
+SCENES = {
+    f"{name}-{size[0]}x{size[1]}": (scene, recipe, size, "textual-dark")
+    for name, (scene, recipe) in _SCENES.items()
+    for size in _SIZES
+} | {
+    f"{name}-{shade}-120x36": (*_SCENES[name], (120, 36), theme)
+    for name in ("mix", "scan", "optimise")
+    for shade, theme in (("light", "textual-light"), ("16-colours", "ansi-dark"))
 }
 
 
@@ -144,6 +151,8 @@ async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], t
     if png:
         import cairosvg
 
+        # It does not stretch text to its length, and this font is narrower than the cells.
+        picture = picture.replace("<text ", '<text letter-spacing="0.16" ')
         cairosvg.svg2png(bytestring=picture.encode(), write_to=str(HERE / f"{name}.png"))
     print(name)
 
@@ -151,8 +160,11 @@ async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", action="store_true")
+    parser.add_argument("scenes", nargs="*", default=[""], metavar="SCENE")
     options = parser.parse_args()
     for name, (scene, recipe, size, theme) in SCENES.items():
+        if not name.startswith(tuple(options.scenes)):
+            continue
         asyncio.run(draw(name, scene, recipe, size, theme, options.png))
 
 

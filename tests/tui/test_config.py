@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, demo_tree
+from noting import NotingEngine, demo_tree, make_app, running
 from rich.cells import cell_len
 from rows import screen
 from textual.color import Color
@@ -13,6 +13,7 @@ from textual.color import Color
 from dtype_engine.errors import UserError
 from dtype_tui.app import DtypeApp
 from dtype_tui.ascii import in_ascii, wants_ascii
+from dtype_tui.cells import broken_at_dots
 from dtype_tui.config import Config, config_path, read_config
 from dtype_tui.themes import HIGH_CONTRAST
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -129,3 +130,27 @@ def test_high_contrast_contrasts() -> None:
     for name in ("foreground", "primary", "secondary", "accent", "success", "warning", "error"):
         ratio = (luminance(Color.parse(getattr(HIGH_CONTRAST, name))) + 0.05) / (luminance(background) + 0.05)
         assert ratio >= 7, name
+
+
+@pytest.mark.parametrize("theme", ["textual-light", "nord", "high-contrast"])
+async def test_the_tree_is_drawn_in_the_colours_of_a_theme_that_was_chosen(theme: str) -> None:
+    """On a terminal of whatever colours. In the default theme it has the terminal's own, which writes a third less."""
+    app = make_app()
+    async with running(app) as pilot:
+        tree = app.query_one(ModuleTree)
+        for y in (0, 1, tree.size.height - 1):
+            assert {segment.style.bgcolor for segment in tree.render_line(y) if segment.style is not None} == {None}
+        app.theme = theme
+        await pilot.pause()
+        for y in (0, 1, tree.size.height - 1):
+            styles = [segment.style for segment in tree.render_line(y)]
+            assert len({style.bgcolor for style in styles if style}) == 1
+            assert all(style and style.bgcolor and style.color for style in styles)
+
+
+@pytest.mark.parametrize("name", ["model", "model.layers.0.self_attn.q_proj", "x" * 40, "a.b", "", "." * 5])
+@pytest.mark.parametrize("width", [1, 12, 26, 200])
+def test_names_broken_at_dots_are_the_same_names(name: str, width: int) -> None:
+    lines = broken_at_dots(name, width).split("\n")
+    assert "".join(lines) == name
+    assert all(len(line) <= width or "." not in line[1:] for line in lines)

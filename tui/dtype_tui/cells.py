@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
@@ -34,6 +35,16 @@ def name_cell(text: str, width: int) -> str:
 def fit(text: str, width: int) -> str:
     """Cut to `width` cells, with an ellipsis where something was cut. For text whose characters are one cell each."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
+
+
+def broken_at_dots(name: str, width: int) -> str:
+    """A module's name in lines of at most `width` cells, broken before a dot where that will do."""
+    lines = [""]
+    for part in re.split(r"(?=\.)", name):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
 
 
 def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:

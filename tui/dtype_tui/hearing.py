@@ -98,7 +98,7 @@ def hear(app: DtypeApp, event: events.Event) -> None:
     elif isinstance(event, events.Timed):
         app.push_screen(speed_screen(event.report))
     elif isinstance(event, events.Flowed):
-        app.push_screen(flow_screen(event.casts))
+        app.push_screen(flow_screen(event.casts, app.size.width))
     elif isinstance(event, events.WeightLookedAt):
         app.push_screen(weight_screen(experiment, event.name, event.reading))
     elif isinstance(event, events.ExportPlanned):

@@ -14,7 +14,6 @@ from textual.containers import VerticalScroll
 from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import Input, Static
-from textual_plotext import PlotextPlot
 
 from dtype_engine import dtypes
 from dtype_engine.errors import UserError
@@ -27,6 +26,7 @@ from dtype_engine.text import printable
 
 from .cells import colour, fit
 from .experiment import Experiment
+from .plots import Plot
 from .scan_screens import FRONT_KEYS
 from .scan_view import Point, figure
 
@@ -43,7 +43,7 @@ class OptimiseScreen(ModalScreen[None]):
     OptimiseScreen { background: $background; }
     OptimiseScreen > #front-title, OptimiseScreen > #front-keys, OptimiseScreen > #front-legend { height: 1; }
     OptimiseScreen > #front-title { background: $surface; }
-    OptimiseScreen > PlotextPlot { height: 3fr; min-height: 8; }
+    OptimiseScreen > Plot { height: 3fr; min-height: 8; }
     OptimiseScreen > VerticalScroll { height: 2fr; min-height: 7; padding: 0 1; scrollbar-size-vertical: 1; }
     OptimiseScreen > VerticalScroll > Static { height: auto; }
     OptimiseScreen > Input { display: none; margin: 0 1; }
@@ -70,7 +70,7 @@ class OptimiseScreen(ModalScreen[None]):
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
-        yield PlotextPlot()
+        yield Plot()
         yield Static(id="front-legend", markup=False)
         with VerticalScroll(can_focus=False):
             yield Static(id="front-point", markup=False)
@@ -171,7 +171,7 @@ class OptimiseScreen(ModalScreen[None]):
         assert self.view.report is not None
         solution = self.solution
         assert solution is not None
-        plot = self.query_one(PlotextPlot)
+        plot = self.query_one(Plot)
         plt = plot.plt
         plt.clear_figure()
         stored = self.experiment.tree.stored_bytes

@@ -19,7 +19,7 @@ from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReadi
 from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text, share_text
 from dtype_engine.text import printable
 
-from .cells import bar
+from .cells import bar, broken_at_dots
 from .experiment import Experiment
 
 
@@ -28,7 +28,7 @@ class Overlay(ModalScreen[None]):
 
     DEFAULT_CSS = """
     Overlay { align: center middle; }
-    Overlay > VerticalScroll { width: 90%; max-width: 100; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
+    Overlay > VerticalScroll { width: 96%; max-width: 100; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
         background: $surface; scrollbar-size-vertical: 1; }
     Overlay Static { height: auto; }
     """
@@ -43,6 +43,11 @@ class Overlay(ModalScreen[None]):
         super().__init__()
         self._title = title
         self._body = body
+
+    @staticmethod
+    def room(width: int) -> int:
+        """Cells for text on a screen of this width."""
+        return min(100, 96 * width // 100) - 5  # border, padding, and the bar that tells how far it is scrolled
 
     def compose(self) -> ComposeResult:
         with VerticalScroll() as box:
@@ -129,24 +134,31 @@ def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words
     return Overlay("Help", grid)
 
 
-def flow_screen(casts: Sequence[FlowCast]) -> Overlay:
-    """The implicit casts of one forward pass, those to float64 first."""
+def flow_screen(casts: Sequence[FlowCast], width: int) -> Overlay:
+    """The implicit casts of one forward pass, those to float64 first, on a screen of this width."""
     if not casts:
         return Overlay("Dtype flow", Text("No implicit casts: every operation was given one dtype."))
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(overflow="fold")
-    for _ in range(2):
-        grid.add_column(no_wrap=True)
-    for _ in range(2):
-        grid.add_column(no_wrap=True, justify="right")
-    grid.add_column(no_wrap=True)
-    grid.add_row("module", "operation", "from → to", "elements", "times", "plain torch", style="dim")
+    repeated = any(cast.count > 1 for cast in casts)
+    words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
+    rows: list[list[Text]] = []
     for cast in casts:
         change = Text(f"{dtypes.badge(cast.source)} → ")
         change.append(dtypes.badge(cast.target), style="bold" if cast.target == "float64" else "")
         raises = Text("raises", style="bold") if cast.torch_raises else Text("promotes", style="dim")
-        name = printable(cast.module, 500) or "the model"
-        grid.add_row(name, cast.operation, change, human_count(cast.elements), str(cast.count), raises)
+        times = [Text(str(cast.count))] if repeated else []
+        rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])
+    widths = [
+        max(len(word), *(cell.cell_len for cell in column))
+        for word, column in zip(words, zip(*rows, strict=True), strict=True)
+    ]
+    room = Overlay.room(width) - sum(widths) - 2 * len(widths)
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    for word in words:
+        grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")
+    grid.add_row("module", *words, style="dim")
+    for cast, row in zip(casts, rows, strict=True):
+        grid.add_row(broken_at_dots(printable(cast.module, 500) or "the model", room), *row)
     return Overlay("Dtype flow of one forward pass", grid)
 
 

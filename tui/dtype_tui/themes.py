@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from textual.theme import Theme
 
+IN_THE_TERMINALS_COLOURS = ("textual-dark", "ansi-dark", "ansi-light")
+"""Themes in which the tree has the terminal's own foreground and background: the default, and those that are made of them."""
+
 HIGH_CONTRAST = Theme(
     name="high-contrast",
     primary="#ffffff",

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from rich.segment import Segment
+from rich.style import Style
 from textual import events
 from textual.binding import Binding, BindingType
 from textual.geometry import Region, Size
@@ -19,7 +21,8 @@ from textual.strip import Strip
 from dtype_engine.tree import ancestors
 
 from ..keys import with_ids
-from .tree_drawing import COLUMNS, CURSOR, CURSOR_AWAY, DIM, PLAIN, Look, columns_for, heading, row_segments
+from ..themes import IN_THE_TERMINALS_COLOURS
+from .tree_drawing import BRIGHT, COLUMNS, CURSOR, CURSOR_AWAY, DIM, PLAIN, Look, columns_for, heading, row_segments
 from .tree_rows import MOST_MATCHES, ORDERS, Row, filtered_rows, first_opened, matching, open_rows
 
 if TYPE_CHECKING:
@@ -292,11 +295,12 @@ class ModuleTree(ScrollView, can_focus=True):
         width = self.size.width
         scan = self.experiment.scan
         columns = columns_for(width, self.hidden, scan.report is not None)
+        base = self._base()
         if y == 0:
-            return heading(columns, scan.heading).adjust_cell_length(width, DIM)
+            return heading(columns, scan.heading).adjust_cell_length(width, DIM).apply_style(base)
         place = y - 1 + self.scroll_offset.y
         if place >= len(self.rows):
-            return Strip.blank(width, PLAIN)
+            return Strip.blank(width, base)
         row = self.rows[place]
         look = Look(
             here=place == self.cursor,
@@ -305,9 +309,19 @@ class ModuleTree(ScrollView, can_focus=True):
             opened=row.name in self._opened or bool(self.filter_text),
         )
         strip = Strip(row_segments(self.experiment, row, columns, look)).adjust_cell_length(width, PLAIN)
+        strip = strip.simplify().apply_style(base)
         if place == self.cursor:
-            return strip.apply_style(CURSOR if self.has_focus else CURSOR_AWAY)
+            # Dim colours, reversed, would be patches.
+            over = CURSOR if self.has_focus else CURSOR_AWAY
+            return Strip(Segment.apply_style(strip, over, BRIGHT), strip.cell_length)
         return strip
+
+    def _base(self) -> Style:
+        """The theme's own colours; in the default theme the terminal's, which saves a third of the bytes of every line."""
+        if self.app.theme in IN_THE_TERMINALS_COLOURS:
+            return PLAIN
+        colours = self.rich_style
+        return Style(color=colours.color, bgcolor=colours.bgcolor)
 
     def _lit(self, row: Row) -> bool:
         if self.preview is None:

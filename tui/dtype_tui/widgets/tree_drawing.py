@@ -22,6 +22,7 @@ COLUMNS = ("params", "bytes", "drift")
 """Columns that can be left out; the name and the dtype are always there."""
 PLAIN = Style()  # never None: without colours Textual asks every segment for its style
 DIM = Style(dim=True)
+BRIGHT = Style(dim=False)
 CURSOR = Style(reverse=True)
 CURSOR_AWAY = Style(underline=True)
 _BOLD = Style(bold=True)
