@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -50,6 +53,15 @@ def test_from_opening_to_the_first_measurement(demo: Heard) -> None:
     places = [kinds.index(kind) for kind in order]
     assert places == sorted(places)
     assert any(isinstance(event, events.Memory) for event in demo.events)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
+def test_the_engine_gives_way_to_the_thread_that_answers_keys(demo: Heard) -> None:
+    demo.wait_for(lambda event: isinstance(event, events.Idle))
+    engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
+    assert engine is not None
+    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    assert os.getpriority(os.PRIO_PROCESS, engine) == min(19, own + 5)
 
 
 def test_a_new_recipe_supersedes_the_one_under_way(demo: Heard) -> None:
