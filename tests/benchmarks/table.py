@@ -71,7 +71,10 @@ def table(folder: Path) -> list[Row]:
                 time.sleep(1)
                 idle, moves = keys(opened, 100 if one.program == ours else 20)  # others may take a second for each
                 measured |= {"p99": 1000 * p99(idle), "move": max(moves)}
-                cells += [f"{1000 * statistics.median(idle):.1f}", f"{measured['p99']:.1f}"]
+                silent = statistics.median(moves) == 0  # after two seconds
+                cells += (
+                    ["none", "none"] if silent else [f"{1000 * statistics.median(idle):.1f}", f"{measured['p99']:.1f}"]
+                )
                 busy = _busy(opened, one.busy) if one.busy is not None else []
                 if busy:
                     measured["busy"] = 1000 * p99(busy)
