@@ -22,7 +22,9 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Shown:
-    """A program and how it shows that it is ready; `page` and `busy` are keys, None where it has none."""
+    """A program and how it shows that it is ready, the key `first` that brings it to a long list, and the keys `page` and
+    `busy`, None where it has none.
+    """
 
     name: str
     program: str
@@ -31,6 +33,7 @@ class Shown:
     ready: str | None
     page: str | None = "\x1b[6~"
     busy: str | None = None
+    first: str = "E"
 
 
 def table(folder: Path) -> list[Row]:
@@ -51,7 +54,9 @@ def table(folder: Path) -> list[Row]:
         Shown("671 B", ours, (str(giant),), "embed_tokens", "671.1 B"),
     ]
     if (other := shutil.which("sft")) is not None:
-        shown.append(Shown("sft-cli", other, (str(folder / "model.safetensors"),), "embed_tokens", "embed_tokens"))
+        shown.append(
+            Shown("sft-cli", other, (str(folder / "model.safetensors"),), "embed_tokens", "embed_tokens", first="\t")
+        )
     print(_line([name for name, _ in _COLUMNS]), flush=True)
     rows: list[Row] = []
     for one in shown:
@@ -66,8 +71,7 @@ def table(folder: Path) -> list[Row]:
             if one.ready is not None:
                 opened.wait_for(one.ready, 120)
                 cells.append(f"{time.perf_counter() - opened.started:.1f}")
-                if one.program == ours:
-                    opened.press("E")
+                opened.press(one.first)
                 time.sleep(1)
                 idle, moves = keys(opened, 100 if one.program == ours else 20)  # others may take a second for each
                 measured |= {"p99": 1000 * p99(idle), "move": max(moves)}
