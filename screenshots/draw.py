@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import re
 import time
 from collections.abc import Awaitable, Callable
@@ -166,6 +167,9 @@ def main() -> None:
         if not name.startswith(tuple(options.scenes)):
             continue
         asyncio.run(draw(name, scene, recipe, size, theme, options.png))
+        # The next picture tells the memory of this process, and an app takes nothing for garbage that was there before it.
+        gc.unfreeze()
+        gc.collect()
 
 
 if __name__ == "__main__":
