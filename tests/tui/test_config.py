@@ -134,7 +134,7 @@ def test_high_contrast_contrasts() -> None:
 
 @pytest.mark.parametrize("theme", ["textual-light", "nord", "high-contrast"])
 async def test_the_tree_is_drawn_in_the_colours_of_a_theme_that_was_chosen(theme: str) -> None:
-    """On a terminal of whatever colours. In the default theme it has the terminal's own, which writes a third less."""
+    """On a terminal of whatever colours. In the default theme it has the terminal's own, which writes two fifths less."""
     app = make_app()
     async with running(app) as pilot:
         tree = app.query_one(ModuleTree)

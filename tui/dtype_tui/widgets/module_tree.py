@@ -317,7 +317,7 @@ class ModuleTree(ScrollView, can_focus=True):
         return strip
 
     def _base(self) -> Style:
-        """The theme's own colours; in the default theme the terminal's, which saves a third of the bytes of every line."""
+        """The theme's own colours; in the default theme the terminal's, which saves two fifths of the bytes of a page."""
         if self.app.theme in IN_THE_TERMINALS_COLOURS:
             return PLAIN
         colours = self.rich_style
