@@ -7,14 +7,17 @@ from pathlib import Path
 import pytest
 from noting import NotingEngine, demo_tree, make_app, running
 from rich.cells import cell_len
+from rich.console import Console
 from rows import screen
 from textual.color import Color
 
 from dtype_engine.errors import UserError
+from dtype_engine.readings import FlowCast
 from dtype_tui.app import DtypeApp
 from dtype_tui.ascii import in_ascii, wants_ascii
 from dtype_tui.cells import broken_at_dots
 from dtype_tui.config import Config, config_path, read_config
+from dtype_tui.screens import Overlay, flow_screen
 from dtype_tui.themes import HIGH_CONTRAST
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -154,3 +157,11 @@ def test_names_broken_at_dots_are_the_same_names(name: str, width: int) -> None:
     lines = broken_at_dots(name, width).split("\n")
     assert "".join(lines) == name
     assert all(len(line) <= width or "." not in line[1:] for line in lines)
+
+
+def test_a_long_operation_leaves_the_names_their_room() -> None:
+    cast = FlowCast("model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True)
+    console = Console(width=Overlay.room(80))
+    with console.capture() as said:
+        console.print(flow_screen([cast], 80)._body)
+    assert [line.split()[0] for line in said.get().splitlines()] == ["module", "model.layers.0", ".self_attn"]

@@ -19,8 +19,11 @@ from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReadi
 from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text, share_text
 from dtype_engine.text import printable
 
-from .cells import bar, broken_at_dots
+from .cells import bar, broken_at_dots, fit
 from .experiment import Experiment
+
+_NAME = 26
+"""Cells that a module's name has beside what it did, as far as cutting the operation gives them."""
 
 
 class Overlay(ModalScreen[None]):
@@ -152,6 +155,11 @@ def flow_screen(casts: Sequence[FlowCast], width: int) -> Overlay:
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
     ]
     room = Overlay.room(width) - sum(widths) - 2 * len(widths)
+    # One long operation must not take the room of all the names.
+    longest = max(len(words[0]), widths[0] - max(0, _NAME - room))
+    room += widths[0] - min(widths[0], longest)
+    for row in rows:
+        row[0] = Text(fit(row[0].plain, longest))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for word in words:
