@@ -1,5 +1,6 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
 
+from .file_identity import FileIdentity, refuse_changed
 from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
 from .safetensors_header import CheckpointTensor, read_header
 
@@ -7,6 +8,7 @@ __all__ = [
     "PICKLES",
     "Checkpoint",
     "CheckpointTensor",
+    "FileIdentity",
     "Scaled",
     "first_glance",
     "inside",
@@ -14,4 +16,5 @@ __all__ = [
     "open_checkpoint",
     "read_header",
     "read_json",
+    "refuse_changed",
 ]

@@ -20,6 +20,7 @@ from .. import dtypes
 from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
+from .file_identity import FileIdentity
 from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
 
@@ -57,7 +58,8 @@ class Checkpoint:
     one.
 
     form: which reader its files need. values: the tensors themselves where reading the headers already mapped them
-    (pickles). base: the model that an adapter was made for. notices: what a user should know, a sentence each.
+    (pickles). base: the model that an adapter was made for. notices: what a user should know, a sentence each. identities: the
+    files with weights as they were before anything of them was read.
     """
 
     path: Path
@@ -69,6 +71,7 @@ class Checkpoint:
     values: Mapping[str, Any] | None = None
     base: str | None = None
     notices: tuple[str, ...] = ()
+    identities: tuple[FileIdentity, ...] = ()
 
     @cached_property
     def scaled(self) -> dict[str, Scaled]:
@@ -181,15 +184,16 @@ def first_glance(path: Path) -> Tree | None:
 def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if path.suffix in PICKLES:
         return _of_pickles(path, (path,), None, trust_pickle)
+    identities = _identities((path,))
     if path.suffix == ".gguf":
         from .gguf_file import read_gguf
 
         tensors, metadata = read_gguf(path)
-        return Checkpoint(path, (path,), tensors, None, metadata, "gguf")
+        return Checkpoint(path, (path,), tensors, None, metadata, "gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None
-    return Checkpoint(path, (path,), tensors, config, metadata)
+    return Checkpoint(path, (path,), tensors, config, metadata, identities=identities)
 
 
 def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
@@ -202,14 +206,21 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         return _of_pickles(folder, files, config, trust_pickle)
     if files[0].suffix == ".gguf":
         return _open_file(files[0], trust_pickle)
+    identities = _identities(files)
     tensors, metadata = _of_shards(folder, files)
     if (folder / "adapter_config.json").is_file() and config is None:
         base = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "an unnamed model")
         notice = (
             f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
         )
-        return Checkpoint(folder, files, tensors, None, metadata, "adapter", base=base, notices=(notice,))
-    return Checkpoint(folder, files, tensors, config, metadata)
+        return Checkpoint(
+            folder, files, tensors, None, metadata, "adapter", base=base, notices=(notice,), identities=identities
+        )
+    return Checkpoint(folder, files, tensors, config, metadata, identities=identities)
+
+
+def _identities(files: Iterable[Path]) -> tuple[FileIdentity, ...]:
+    return tuple(map(FileIdentity.of, files))
 
 
 def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
@@ -229,8 +240,11 @@ def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoin
 def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
     from .pickles import read_pickles
 
+    identities = _identities(files)
     tensors, values, notices = read_pickles(files, trust_pickle)
-    return Checkpoint(path, files, tensors, config, form="pickle", values=values, notices=notices)
+    return Checkpoint(
+        path, files, tensors, config, form="pickle", values=values, notices=notices, identities=identities
+    )
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:
@@ -238,6 +252,7 @@ def _open_pipeline(folder: Path) -> Checkpoint:
     index = read_json(folder / "model_index.json")
     tensors: dict[str, CheckpointTensor] = {}
     files: list[Path] = []
+    identities: tuple[FileIdentity, ...] = ()
     left_out: list[str] = []
     for component, named in index.items():
         place = folder / component
@@ -251,6 +266,7 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         if any(file.suffix in PICKLES for file in found):
             left_out.append(component)
             continue
+        identities += _identities(found)
         own, _ = _of_shards(place, found)
         tensors |= {f"{component}.{name}": tensor.renamed(f"{component}.{name}") for name, tensor in own.items()}
         files += found
@@ -260,7 +276,9 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         (f"not shown, since their weights are pickles: {', '.join(map(printable, left_out))}",) if left_out else ()
     )
     metadata = {"pipeline": str(index.get("_class_name", ""))}
-    return Checkpoint(folder, tuple(files), tensors, None, metadata, "diffusers", notices=notices)
+    return Checkpoint(
+        folder, tuple(files), tensors, None, metadata, "diffusers", notices=notices, identities=identities
+    )
 
 
 class NoWeights(UserError):

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from .. import dtypes
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, FileIdentity
 from ..errors import Cancelled, UserError
 from ..readings import CastNotes
 from ..storage import convert, dtype_name, lost_values, torch_dtype
@@ -73,7 +73,8 @@ class Weight:
 class LiveModel:
     """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer.
 
-    `checkpoint`: the headers of what it was loaded from, None for a module of the user's own.
+    `checkpoint`: the headers of what it was loaded from, None for a module of the user's own. `identities`: the `files` as they
+    were before anything of them was read.
     """
 
     module: nn.Module
@@ -86,6 +87,7 @@ class LiveModel:
     checkpoint: Checkpoint | None = None
     example_inputs: Callable[[], Any] | None = None
     notices: tuple[str, ...] = ()
+    identities: tuple[FileIdentity, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
     needs_rules: set[object] = field(default_factory=set)
     """Dtypes in which plain torch fails on this model ("reference": the reference does)."""

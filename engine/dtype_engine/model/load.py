@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from .. import dtypes
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, FileIdentity, open_checkpoint
 from ..checkpoint.folder import OWN_SUFFIX
 from ..checkpoint.pickles import load_pickle
 from ..errors import NoForward, UserError
@@ -102,6 +102,7 @@ def _from_checkpoint(
         folder=folder,
         notices=loaded.notices,
         checkpoint=checkpoint,
+        identities=checkpoint.identities,
     )
 
 
@@ -343,8 +344,13 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[s
             tensor.data = tensor.data.to(torch_dtype(dtype))
 
 
-def _load_weights(module: nn.Module, file: Path, trust: bool, title: str) -> tuple[str, ...]:
-    """Put a checkpoint's tensors into a module, mapped and in the dtypes they are stored in. Returns notices."""
+def _load_weights(
+    module: nn.Module, file: Path, trust: bool, title: str
+) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
+    """Put a checkpoint's tensors into a module, mapped and in the dtypes they are stored in.
+
+    Returns notices, and the files as they were before they were read.
+    """
     checkpoint = open_checkpoint(file, trust)
     values = read_all(checkpoint)
     own = set(module.state_dict())
@@ -366,7 +372,7 @@ def _load_weights(module: nn.Module, file: Path, trust: bool, title: str) -> tup
         notices.append(
             f"{len(found.unexpected_keys)} tensors of {file.name} are not used, first {found.unexpected_keys[0]}"
         )
-    return tuple(notices)
+    return tuple(notices), checkpoint.identities
 
 
 def _from_python(source: Source, options: Options, device: torch.device, say: Say) -> LiveModel:
@@ -391,14 +397,16 @@ def _from_python(source: Source, options: Options, device: torch.device, say: Sa
     if not isinstance(module, nn.Module):
         raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
     notices: tuple[str, ...] = ()
+    identities: tuple[FileIdentity, ...] = ()
     if options.weights is not None:
         say(f"reading {options.weights}")
-        notices = _load_weights(module, options.weights, options.trust_pickle, source.title)
+        notices, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
     return LiveModel.wrap(
         module,
         source.title,
         device,
         notices=notices,
+        identities=identities,
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),

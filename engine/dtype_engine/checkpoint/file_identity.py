@@ -1,0 +1,59 @@
+"""Whether a file is still the one that was opened: what is read of it later would otherwise be of two files, or of none.
+
+Weights are mapped, so they are read long after their headers were. A file that another program replaced, wrote to or cut short
+in between is told by what the system says of it: its place, size and time of change. Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from ..text import printable
+
+
+@dataclass(frozen=True, slots=True)
+class FileIdentity:
+    """A file as the system described it when it was opened. `size` in bytes, `mtime_ns` in nanoseconds since 1970."""
+
+    path: Path
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """The file that `path` names now, links followed. Raises UserError where there is none."""
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise UserError(f"can't read {printable(str(path), 500)}: {error.strerror}") from None
+        return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+    def change(self) -> str | None:
+        """What happened to the file since, as the end of a sentence; None where it is the same."""
+        try:
+            now = os.stat(self.path)
+        except OSError:
+            return "is not there any more"
+        if now.st_size < self.size:
+            return f"was cut short: it had {self.size} bytes and has {now.st_size}"
+        if (now.st_dev, now.st_ino) != (self.device, self.inode):
+            return "was replaced by another file"
+        if (now.st_size, now.st_mtime_ns) != (self.size, self.mtime_ns):
+            return "was written to"
+        return None
+
+
+def refuse_changed(files: Iterable[FileIdentity]) -> None:
+    """Raise UserError that names the first of `files` that is not what was opened."""
+    for file in files:
+        if (change := file.change()) is not None:
+            raise UserError(
+                f"{printable(str(file.path), 500)} {change} after it was opened, so what is read of it now can't be trusted; "
+                "open the model again"
+            )
