@@ -40,6 +40,7 @@ class Options:
     tensors: a file of the forward pass's own arguments by name; it takes the place of all the others.
     reference_bytes: budget for the reference's stored outputs; None for a quarter of the memory that is free.
     weights: a checkpoint to load into the module of a Python file.
+    architecture: the class whose module a checkpoint's tensors go into; None for the one that its config.json names.
     download: fetch a model that is not in the local cache.
     trust_pickle, trust_remote_code: run code that comes with the model, as the user says it is safe.
     settings: how the candidate is run.
@@ -55,6 +56,7 @@ class Options:
     audio: tuple[Path, ...] = ()
     tensors: Path | None = None
     weights: Path | None = None
+    architecture: str | None = None
     trust_pickle: bool = False
     download: bool = False
     trust_remote_code: bool = False

@@ -17,13 +17,13 @@ from textual.binding import Binding
 
 from dtype_engine.cli.common import (
     BAD_INPUT,
-    cast_options,
+    located,
     model_argument,
     options_from,
     preset_asked,
-    preset_option,
     read_rules,
     refuse_unmatched,
+    rule_options,
     run,
     run_options,
     settled,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @with_options(run_options)
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
@@ -60,8 +60,6 @@ def command(
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
     `demo`, the built-in one. Without it the models that lie here are offered. `dtype-tui serve` opens the app in a browser.
     """
-    from dtype_engine.model.source import locate
-
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     limits = thresholds_from(run_settings)
     recipe = read_rules(casts, recipe_file)
@@ -77,7 +75,7 @@ def command(
         model = _chosen(config)
         if model is None:
             return
-    source = locate(model, options.trust_pickle, options.download)
+    source = located(model, options)
     tree, whole = source.glance()
     if recipe.rules and tree is not None and not whole:
         # A rule that takes nothing is refused before the screen opens, and only all the headers tell.

@@ -39,12 +39,25 @@ cast_options = [
         help="A recipe file; --cast rules come after its own.",
     ),
 ]
-find_options = [
+model_options = [
     click.option(
         "--trust-pickle", is_flag=True, help="Load pickles that hold more than tensors; they can run any code."
     ),
     click.option("--download", is_flag=True, help="Fetch MODEL from the Hugging Face hub when it is not in the cache."),
+    click.option(
+        "--weights",
+        type=click.Path(path_type=Path),
+        metavar="FILE",
+        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
+    ),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
+    click.option(
+        "--architecture",
+        metavar="NAME",
+        help="The class that the checkpoint's tensors belong to, where no config.json names it.",
+    ),
 ]
+"""How any MODEL is opened: every command that takes one has all of these; they are fields of `Options`."""
 preset_option = click.option(
     "--preset",
     metavar="NAME",
@@ -52,7 +65,9 @@ preset_option = click.option(
     callback=lambda ctx, parameter, name: ctx.meta.update({_PRESET: name}) if name else None,
     help="Start from a preset; see `recipe presets`.",
 )
-"""For commands that know the tree before they need the rules; `with_preset` puts the rules in."""
+"""Gives no argument to the command: its rules can't be known before the tree is. `with_preset` puts them in."""
+rule_options = [*cast_options, preset_option]
+"""Every command that takes rules has all of these."""
 input_options = [
     click.option("--prompt", "prompts", multiple=True, help="Calibration text; may be repeated."),
     click.option(
@@ -86,7 +101,7 @@ input_options = [
     ),
 ]
 run_options = [
-    *find_options,
+    *model_options,
     click.option("--device", default="auto", show_default=True, help="cpu, cuda or auto."),
     *input_options,
     click.option(
@@ -103,13 +118,6 @@ run_options = [
         show_default=True,
         help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
     ),
-    click.option(
-        "--weights",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
-    ),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
 ]
 
 
@@ -127,11 +135,21 @@ def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command],
     return decorate
 
 
-def opened(model: str | None, recipe: Recipe, options: Options) -> Session:
-    """A session with a recipe in force whose rules all take something."""
+def located(model: str | None, options: Options) -> Source:
+    """What MODEL on the command line means. Raises UserError, also for an option that does not go with such a model."""
     from ..model.source import locate
 
     source = locate(model, options.trust_pickle, options.download)
+    if source.kind == "checkpoint" and options.weights is not None:
+        raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
+    if source.kind == "python" and options.architecture is not None:
+        raise UserError(f"--architecture goes with a checkpoint; {source.title} makes its own module")
+    return source
+
+
+def opened(model: str | None, recipe: Recipe, options: Options) -> Session:
+    """A session with a recipe in force whose rules all take something."""
+    source = located(model, options)
     checkpoint = source.open()
     if checkpoint is not None:
         refuse_unmatched(source, checkpoint.tree(), recipe, options)
@@ -242,6 +260,7 @@ def options_from(
     float_inputs: Literal["given", "model"],
     weights: Path | None,
     trust_remote_code: bool,
+    architecture: str | None,
     trust_pickle: bool,
     download: bool,
 ) -> Options:
@@ -265,6 +284,7 @@ def options_from(
         settings=RunSettings(chosen, cast, float_inputs),
         weights=weights,
         trust_remote_code=trust_remote_code,
+        architecture=architecture,
         trust_pickle=trust_pickle,
         download=download,
     )

@@ -22,16 +22,16 @@ from ..readings_export import ExportReport, VerifyReport
 from ..report_text import human_bytes, seconds_text
 from ..text import printable
 from .common import (
-    cast_options,
-    find_options,
     json_option,
+    located,
     model_argument,
+    model_options,
     opened,
     options_from,
     preset_asked,
-    preset_option,
     print_json,
     read_rules,
+    rule_options,
     run_options,
     say,
     with_options,
@@ -41,20 +41,10 @@ from .common import (
 NO = 1
 _SHOWN = 20
 
-code_options = [
-    click.option(
-        "--weights",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="A checkpoint (.pth, .safetensors, ...) for the model of a Python file.",
-    ),
-    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."),
-]
-
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @click.option(
     "-o",
     "--output",
@@ -66,7 +56,7 @@ code_options = [
 )
 @click.option("--force", is_flag=True, help="Replace FOLDER when all is written; never the model itself.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
-@with_options([*find_options, *code_options])
+@with_options(model_options)
 @json_option
 def export(
     model: str | None,
@@ -76,16 +66,15 @@ def export(
     force: bool,
     max_shard_size: str,
     as_object: bool,
-    **trust: Any,
+    **model_settings: Any,
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
     from ..export import export_checkpoint
     from ..export.folder import free_name
-    from ..model.source import locate
 
     recipe = read_rules(casts, recipe_file)
-    options = Options(device="cpu", **trust)
-    source = locate(model, options.trust_pickle, options.download)
+    options = Options(device="cpu", **model_settings)
+    source = located(model, options)
     free_name(folder, force, [source.path] if source.path is not None else [])
     checkpoint = source.open()
     with _stopped_cleanly():
@@ -120,14 +109,13 @@ def verify(folder: Path, model: str, drift: bool, as_object: bool, **run_setting
     Exit status 1 when anything differs.
     """
     from ..export.verify import verify as check
-    from ..model.source import locate
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     options = options_from(**run_settings)
     if options.device == "auto":  # the same sums on any machine
         options = dataclasses.replace(options, device="cpu")
-    source = locate(model, options.trust_pickle, options.download)
+    source = located(model, options)
     report = check(folder, source, drift, options, _rate("comparing"))
     say("")
     if as_object:

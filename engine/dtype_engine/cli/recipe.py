@@ -13,6 +13,7 @@ from ..options import Options
 from ..readings import as_json
 from ..recipe import Recipe, make_plan, require_matches
 from ..text import printable
+from .common import located, model_options, with_options
 
 if TYPE_CHECKING:
     from ..recipe.dialects import Context, Converted
@@ -28,9 +29,6 @@ json_option = click.option("--json", "as_object", is_flag=True, help="Print one 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option("--model", help="The model to write it for; the one that the recipe names by default.")
 target_names = click.Choice(TARGETS)
-remote_code_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run Python code that comes with the checkpoint."
-)
 
 
 @click.group()
@@ -42,7 +40,7 @@ def recipe() -> None:
 @file_argument
 @click.option("--to", "target", required=True, type=target_names, help="The tool to write for.")
 @model_option
-@remote_code_option
+@with_options(model_options)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write it to this file, not to standard output.")
 @click.option("--force", is_flag=True, help="Replace a file that is there.")
 @json_option
@@ -50,10 +48,10 @@ def convert(
     file: Path,
     target: str,
     model: str | None,
-    trust_remote_code: bool,
     output: Path | None,
     force: bool,
     as_object: bool,
+    **model_settings: Any,
 ) -> None:
     """Write a recipe for another tool: exact for this model, whatever that tool's patterns prefer.
 
@@ -64,7 +62,7 @@ def convert(
 
     if output is not None:
         refuse_existing(output, force)
-    context = _from_file(file, model, trust_remote_code)
+    context = _from_file(file, model, _options(model_settings))
     written = dialect(target).convert(context)
     if output is not None:
         write_whole(output, written.text, replace=force)
@@ -105,17 +103,17 @@ def _left_out_lines(written: Converted) -> list[str]:
 @file_argument
 @click.option("--for", "target", required=True, type=target_names, help="The tool whose matcher to try.")
 @model_option
-@remote_code_option
+@with_options(model_options)
 @json_option
 @click.pass_context
 def lint(
-    ctx: click.Context, file: Path, target: str, model: str | None, trust_remote_code: bool, as_object: bool
+    ctx: click.Context, /, file: Path, target: str, model: str | None, as_object: bool, **model_settings: Any
 ) -> None:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
     from ..recipe.dialects import dialect
     from ..recipe.lint import lint as read_as
 
-    context = _from_file(file, model, trust_remote_code)
+    context = _from_file(file, model, _options(model_settings))
     found = read_as(context, dialect(target))
     if as_object:
         from .common import print_json
@@ -161,13 +159,13 @@ def _rule_lines(rule: RuleReading) -> list[str]:
 
 @recipe.command()
 @click.argument("model", required=False)
-@remote_code_option
+@with_options(model_options)
 @json_option
-def presets(model: str | None, trust_remote_code: bool, as_object: bool) -> None:
+def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
     from ..recipe.presets import PRESETS
 
-    context = _context(Recipe(), model, trust_remote_code)
+    context = _context(Recipe(), model, _options(model_settings))
     entries: list[dict[str, Any]] = []
     for preset in PRESETS.values():
         entry: dict[str, Any] = {"name": preset.name, "sentence": preset.sentence, "rules": [], "planned_bytes": None}
@@ -195,28 +193,31 @@ def presets(model: str | None, trust_remote_code: bool, as_object: bool) -> None
         click.echo(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
 
 
+def _options(model_settings: dict[str, Any]) -> Options:
+    return Options(device="cpu", **model_settings)
+
+
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(printable, names[:_SHOWN])) + more
 
 
-def _from_file(file: Path, model: str | None, trust_remote_code: bool) -> Context:
+def _from_file(file: Path, model: str | None, options: Options) -> Context:
     """The plan of a recipe file for the model asked for, else the one that the file names."""
     from ..recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
     if model is None and given.model is None:
         raise UserError(f"{file} does not say what model it is for: add --model")
-    return _context(given.recipe, model if model is not None else given.model, trust_remote_code)
+    return _context(given.recipe, model if model is not None else given.model, options)
 
 
-def _context(recipe: Recipe, model: str | None, trust_remote_code: bool) -> Context:
+def _context(recipe: Recipe, model: str | None, options: Options) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
     from ..model.described import describe
-    from ..model.source import locate
     from ..recipe.dialects import Context
 
-    source = locate(model)
-    found = describe(source, Options(device="cpu", trust_remote_code=trust_remote_code))
+    source = located(model, options)
+    found = describe(source, options)
     require_matches(found.tree, recipe)
     return Context(found.tree, make_plan(found.tree, recipe), source.title, found.model_type, found.kinds)

@@ -10,14 +10,13 @@ import click
 from ..errors import NoForward
 from ..text import printable
 from .common import (
-    cast_options,
     json_option,
     model_argument,
     opened,
     options_from,
-    preset_option,
     print_json,
     read_rules,
+    rule_options,
     run_options,
     say,
     say_progress,
@@ -27,7 +26,7 @@ from .common import (
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @click.option(
     "-o",
     "--output",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
@@ -12,23 +12,18 @@ from ..options import Options
 from ..readings import Generation, as_json
 from ..recipe import make_plan, require_matches
 from ..thresholds import verdicts
-
-if TYPE_CHECKING:
-    pass
-
-
 from .common import (
-    cast_options,
-    find_options,
     json_option,
+    located,
     model_argument,
+    model_options,
     opened,
     options_from,
     preset_asked,
-    preset_option,
     print_json,
     read_rules,
     refuse_unmatched,
+    rule_options,
     run_options,
     say,
     say_progress,
@@ -42,34 +37,32 @@ from .thresholds import threshold_options, thresholds_from
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
-@with_options(find_options)
+@with_options(rule_options)
+@with_options(model_options)
 @json_option
 def inspect(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
-    trust_pickle: bool,
-    download: bool,
     as_object: bool,
+    **model_settings: Any,
 ) -> None:
     """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
-    from ..model.source import locate
-
-    source = locate(model, trust_pickle, download)
+    options = Options(device="cpu", **model_settings)
+    source = located(model, options)
     checkpoint = source.open()
     if checkpoint is not None:
         tree = checkpoint.tree()
     else:
         from ..model.load import load
 
-        tree = load(source, Options(device="cpu")).tree
+        tree = load(source, options).tree
     recipe = read_rules(casts, recipe_file)
-    refuse_unmatched(source, tree, recipe, Options(device="cpu"))
+    refuse_unmatched(source, tree, recipe, options)
     if preset_asked():
         from ..model.described import describe
 
-        tree = describe(source, Options(device="cpu")).tree
+        tree = describe(source, options).tree
         recipe = with_preset(recipe, tree)
     plan = make_plan(tree, recipe)
     totals = tree.totals(plan.dtypes)
@@ -107,7 +100,7 @@ def inspect(
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @with_options(run_options)
 @click.option(
     "--generate",
@@ -164,7 +157,7 @@ def drift(
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @with_options(run_options)
 @json_option
 def flow(
@@ -188,7 +181,7 @@ def flow(
 
 @click.command()
 @model_argument
-@with_options([*cast_options, preset_option])
+@with_options(rule_options)
 @with_options(run_options)
 @click.option(
     "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
@@ -218,26 +211,28 @@ def speed(
 
 @click.command()
 @model_argument
-@with_options(cast_options)
-@with_options(find_options)
+@with_options(rule_options)
+@with_options(model_options)
 @json_option
 def weights(
     model: str | None,
     casts: tuple[str, ...],
     recipe_file: Path | None,
-    trust_pickle: bool,
-    download: bool,
     as_object: bool,
+    **model_settings: Any,
 ) -> None:
     """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
-    from ..model.source import locate
-
-    source = locate(model, trust_pickle, download)
+    options = Options(device="cpu", **model_settings)
+    source = located(model, options)
     checkpoint = source.open()
     if checkpoint is None:
         raise UserError(f"{source.title} is code, not a checkpoint: give the file or folder of its weights")
     tree = checkpoint.tree()
     recipe = read_rules(casts, recipe_file)
+    if preset_asked():
+        from ..model.described import describe
+
+        recipe = with_preset(recipe, describe(source, options).tree)
     require_matches(tree, recipe)
     plan = make_plan(tree, recipe)
     from ..weight_errors import round_trips

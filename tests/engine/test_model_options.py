@@ -1,0 +1,50 @@
+"""Every command that takes a model opens it in the same ways."""
+
+from __future__ import annotations
+
+import click
+import pytest
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+from dtype_engine.cli.recipe import recipe as recipe_group
+from dtype_tui.cli import command as app_command
+
+MODEL_OPTIONS = {"--trust-pickle", "--download", "--weights", "--trust-remote-code", "--architecture"}
+RULE_OPTIONS = {"--cast", "--recipe", "--preset"}
+
+
+def commands() -> dict[str, click.Command]:
+    context = click.Context(cli)
+    found = {name: cli.get_command(context, name) for name in cli.list_commands(context) if name != "recipe"}
+    found |= {f"recipe {name}": command for name, command in recipe_group.commands.items()}
+    return {name: command for name, command in found.items() if command is not None} | {"dtype-tui": app_command}
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_a_model_is_opened_with_the_same_options_by_every_command(name: str) -> None:
+    command = commands()[name]
+    spelled = {text for option in command.params if isinstance(option, click.Option) for text in option.opts}
+    assert spelled >= MODEL_OPTIONS
+    takes_rules = name in {"inspect", "weights", "drift", "flow", "speed", "export", "report", "dtype-tui"}
+    assert (spelled & RULE_OPTIONS == RULE_OPTIONS) is takes_rules
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["inspect", "--weights", "x.pth"], "--weights goes with the code of a model"),
+        (["weights", "--weights", "x.pth"], "--weights goes with the code of a model"),
+        (["inspect", "{net}", "--architecture", "BertModel"], "makes its own module"),
+    ],
+)
+def test_an_option_that_does_not_go_with_the_model_is_refused(
+    arguments: list[str],
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    file = tmp_path_factory.mktemp("net") / "net.py"
+    file.write_text("from torch import nn\n\ndef make(): return nn.Linear(2, 2)\n")
+    assert run(cli, "dtype-engine", [text.format(net=f"{file}:make") for text in arguments]) == 2
+    assert words in capsys.readouterr().err
