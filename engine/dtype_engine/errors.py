@@ -15,6 +15,10 @@ class PatternError(UserError):
         self.position = position
 
 
+class TooSlow(PatternError):
+    """A pattern that can be read and takes too long to match."""
+
+
 class NoForward(UserError):
     """There is no forward pass for this model here; the message says why and what would give one."""
 

@@ -108,6 +108,7 @@ class Session:
         rule = Rule.make(pattern, dtype)
         recipe = self.recipe.then(rule)
         plan = make_plan(self.tree, recipe)
+        plan.refuse_too_slow()
         if not plan.selections[-1]:
             raise UserError(no_match(self.tree, rule.pattern, plan.selections[-1]))
         self.apply(recipe)
@@ -120,8 +121,9 @@ class Session:
         cancelled: Cancelled = _never,
     ) -> None:
         """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see
-        `plan.unmatched`).
+        `plan.unmatched`). Raises TooSlow, and changes nothing, for a pattern that takes too long to match.
         """
+        make_plan(self.tree, recipe).refuse_too_slow()
         self._history.push(recipe)
         self._cast(on_progress, cancelled)
 

@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 from fnmatch import fnmatchcase
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.errors import PatternError
+from dtype_engine.errors import PatternError, TooSlow
 from dtype_engine.recipe import compile_pattern, generalisations
+from dtype_engine.recipe.regexes import time_limit
 
 PARTS = st.sampled_from(
     ["model", "layers", "0", "1", "10", "11", "mlp", "gate", "gate_proj", "up_proj", "weight", "a[0]"]
@@ -114,3 +116,91 @@ def test_bad_patterns_say_where(text: str, position: int) -> None:
 def test_any_text_is_a_pattern_or_a_pattern_error(text: str) -> None:
     with contextlib.suppress(PatternError):
         compile_pattern(text).takes("model.layers.1.mlp")
+
+
+STARRED = st.lists(st.sampled_from(["*", "*", "?", "a", "b", ".", "{a,bb}", "{b,a*}", "[ab]", "{9..11}"]), max_size=6)
+
+
+@given(STARRED.map("".join), st.text(alphabet="ab.190", max_size=12))
+def test_what_stays_where_it_was_found_first_matches_the_same(glob: str, name: str) -> None:
+    choices = [["a", "bb"] if part == "{a,bb}" else ["b", "a*"] if part == "{b,a*}" else ["9", "10", "11"]
+               if part == "{9..11}" else [part] for part in re.findall(r"\{[^}]*\}|\[[^]]*\]|.", glob)]  # fmt: skip
+    if glob:
+        expanded = ["".join(parts) for parts in itertools.product(*choices)]
+        assert compile_pattern(glob).matches(name) == any(fnmatchcase(name, one) for one in expanded)
+
+
+@given(st.integers(-1200, 1200), st.integers(-1200, 1200), st.booleans(), st.integers(-1300, 1300))
+def test_ranges_are_their_numbers_with_signs_and_zeros(first: int, last: int, padded: bool, number: int) -> None:
+    ends = [f"{end:05d}" if padded else str(end) for end in (first, last)]
+    matches = compile_pattern(f"x{{{ends[0]}..{ends[1]}}}").matches
+    written = f"x{number:05d}" if padded else f"x{number}"
+    assert matches(written) == (min(first, last) <= number <= max(first, last))
+    assert not matches(f"x0{written[1:]}")
+
+
+# Each of these needs more than the age of the universe with `re`, or all the memory, for names that are not long at all.
+BOMBS = ["re:(.*)*(.*)*Z", "re:(a|a)*b", "re:(?:.?){300}(?:.?){300}Z", "re:(.*?)*?(.*?)*?(.*?)*?Z", "re:" + ".*" * 20 + "Z",
+         "re:(?=(.*)*(.*)*Z).", r"re:(.*)\1(.*)\2(.*)\3(.*)\4Z", "re:(.+)+" * 3 + "Z", "*{a,bb}" * 20 + "Z", "{a,aa}" * 60,
+         "*a*a*a*a*a*a*a*a*a*a*a*a*b", "{1,11,111}" * 40, "re:" + "a?" * 100 + "a" * 100]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", BOMBS)
+def test_no_pattern_takes_longer_than_its_limit(text: str) -> None:
+    """The test's own timeout is what a hang would meet."""
+    names = ["a" * 2000, "1" * 500, "ab." * 300 + "Z!", "model.layers.3.mlp.gate_proj.weight.abcZ!"]
+    with contextlib.suppress(TooSlow), time_limit(0.3):
+        for name in names:
+            compile_pattern(text).matches(name)
+
+
+def test_a_pattern_that_takes_too_long_is_a_sentence_that_names_it() -> None:
+    slow = "re:(.*?)*?(.*?)*?(.*?)*?Z"
+    with pytest.raises(TooSlow, match=re.escape(f"{slow!r} takes too long to match")), time_limit(0.05):
+        compile_pattern(slow).matches("aZ!" * 40)
+
+
+def test_globs_with_many_stars_are_answered_not_refused() -> None:
+    many = "*a*a*a*a*a*a*a*a*a*a*b"
+    assert not compile_pattern(many).matches("a" * 100_000)
+    assert compile_pattern(many).matches("a" * 100_000 + "b")
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{0.." + "9" * 5000 + "}", "too many digits"),
+        ("re:" + "(" * 400, "nested too deep"),
+        ("re:" + "((((" * 5000, "too long"),
+        ("re:a{99999999999}", "repeats more than 1000 times"),
+        ("re:((?:a?){1000}){1000}", "repeats too often"),
+        ("re:[z-a]", "bad character range"),
+        ("a" * 200_001, "too long"),
+    ],
+)
+def test_what_is_too_much_to_compile_is_refused(text: str, says: str) -> None:
+    with pytest.raises(PatternError, match=says) as caught:
+        compile_pattern(text)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("text", ["{0..100000}{0..100000}{0..100000}", ",".join(["{0..99999}"] * 300)])
+def test_ranges_cost_as_much_as_their_digits(text: str) -> None:
+    assert compile_pattern(text).matches(re.sub(r"\{0\.\.(\d+)\}", r"\1", text))
+    assert not compile_pattern(text).matches("x")
+
+
+@pytest.mark.parametrize("source", [r"a{e<=1}", r"x{2}y", r"a{,2}b", r"[{]q", r"\{a\}", r"(?i:A{i<=3})", r"\N{DASH}*{"])
+def test_expressions_mean_what_re_says(source: str) -> None:
+    """Also where they are matched by another package, which reads some braces as approximate matches."""
+    import re as python
+
+    try:
+        wanted = python.compile(source, python.DOTALL)
+    except python.error:
+        with pytest.raises(PatternError):
+            compile_pattern(f"re:{source}")
+        return
+    slow = compile_pattern(f"re:(?=)(?:{source})")
+    for name in ("a{e<=1}", "a", "b", "xxy", "ab", "aab", "{q", "{a}", "A{i<=3}", "a{i<=3}", "{", "-{"):
+        assert slow.matches(name) == (wanted.fullmatch(name) is not None), name

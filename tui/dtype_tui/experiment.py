@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from dtype_engine.readings_inputs import InputsReading
     from dtype_engine.tree import TensorInfo, Totals, Tree
 
+PREVIEW_S = 0.5
+"""How long a pattern may take to match while it is typed."""
+
 
 @dataclass
 class Experiment:
@@ -181,8 +184,8 @@ class Experiment:
         return found
 
     def preview(self, rule: Rule) -> Preview:
-        """What a rule would take, and the bytes of that before and after."""
-        taken = select(self.tree, rule.pattern)
+        """What a rule would take, and the bytes of that before and after. Raises TooSlow rather than hold up the keys."""
+        taken = select(self.tree, rule.pattern, PREVIEW_S)
         tensors = [self.tree.tensors[name] for name in taken.tensors]
         before = sum(self.planned_bytes(tensor) for tensor in tensors)
         after = sum(

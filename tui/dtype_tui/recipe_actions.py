@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtype_engine.errors import UserError
+from dtype_engine.errors import PatternError, UserError
 from dtype_engine.recipe import Recipe, Rule, no_match
 
 if TYPE_CHECKING:
@@ -14,6 +14,11 @@ if TYPE_CHECKING:
 def add(app: DtypeApp, rule: Rule) -> None:
     """Put one more rule in force, and say what it takes against the model's wishes, or that it takes nothing."""
     experiment = app.experiment
+    try:
+        experiment.preview(rule)
+    except PatternError as error:
+        app.say(str(error), "error")
+        return
     if not experiment.push(experiment.recipe.then(rule)):
         app.say(f"{rule} is in force already", "information")
         return
@@ -29,6 +34,11 @@ def warn_unmatched(app: DtypeApp) -> None:
     """Say which rules take nothing."""
     experiment = app.experiment
     plan = experiment.plan
+    for place in plan.too_slow:
+        app.say(
+            f"rule {place + 1}: {experiment.recipe.rules[place].pattern} takes too long to match: simplify it",
+            "warning",
+        )
     for place in plan.unmatched:
         pattern = experiment.recipe.rules[place].pattern
         app.say(f"rule {place + 1}: {no_match(experiment.tree, pattern, plan.selections[place])}", "warning")

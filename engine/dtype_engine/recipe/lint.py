@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .dialects import Context, Dialect
+from .plan import MATCHING_S
+from .regexes import time_limit
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,12 @@ class Lint:
 
 
 def lint(context: Context, dialect: Dialect) -> Lint:
-    """Read every rule as `dialect` would."""
+    """Read every rule as `dialect` would. Raises TooSlow for patterns that take too long to match there."""
+    with time_limit(MATCHING_S):
+        return _read(context, dialect)
+
+
+def _read(context: Context, dialect: Dialect) -> Lint:
     plan, reach = context.plan, dialect.reach(context)
     readings: list[RuleReading] = []
     there_by_rule: list[frozenset[str]] = []

@@ -14,32 +14,44 @@ matched whole, so `model.layers.1` never means `model.layers.10`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import pairwise
+from math import prod
 
 from ..errors import PatternError
 from ..tree import ancestors
+from .number_range import range_regex
+from .regexes import compile_regex, limited, shortened
 
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
+_RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 _LONGEST_RANGE = 100_000
+_LONGEST_NUMBER = 40
+_LONGEST = 200_000
+_LONGEST_WITH_BRACES = 20_000
 _NAMELESS = "\0"
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A compiled pattern; make one with `compile_pattern`."""
+    """A compiled pattern; make one with `compile_pattern`.
+
+    All that asks whether it matches raises TooSlow where that takes too long: see `regexes.time_limit`.
+    """
 
     text: str
     by_class: bool
-    regex: re.Pattern[str]
+    _matches: Callable[[str], object] = field(compare=False, repr=False)
 
     def matches(self, name: str) -> bool:
         """Whether it matches this one dotted name, of a tensor or of a module."""
-        return not self.by_class and self.regex.fullmatch(name) is not None
+        return not self.by_class and bool(self._matches(name))
 
     def matches_class(self, class_name: str | None) -> bool:
         """Whether it means modules of this class."""
-        return self.by_class and class_name is not None and self.regex.fullmatch(class_name) is not None
+        return self.by_class and class_name is not None and bool(self._matches(class_name))
 
     def takes(self, tensor: str) -> bool:
         """Whether it matches a tensor's own name or a module above it, by name alone."""
@@ -59,74 +71,133 @@ class Pattern:
 def compile_pattern(text: str) -> Pattern:
     """Compile a pattern. Raises PatternError, with the position where one is to blame."""
     text = text.strip()
-    if text.startswith("re:"):
-        source, by_class = text[3:], False
-    elif text.startswith("type:"):
-        source, by_class = _translate(text, 5), True
-    else:
-        source, by_class = _translate(text, 0), False
-    if not source:
+    if text in ("", "re:", "type:"):
         raise PatternError("the pattern is empty: write a module or tensor name, a glob, re:… or type:…", 0)
-    try:
-        return Pattern(text, by_class, re.compile(source, re.DOTALL))
-    except re.error as error:
-        raise PatternError(f"pattern {text!r}: {error.msg}", None if error.pos is None else error.pos + 3) from None
-
-
-def _translate(text: str, start: int) -> str:
-    """A glob with braces, from `start` on, as a regular expression."""
-    source, end = _sequence(text, start, depth=0)
+    if text.startswith("re:"):
+        return Pattern(text, False, compile_regex(text[3:], text, before=3))
+    longest = _LONGEST_WITH_BRACES if "{" in text else _LONGEST
+    if len(text) > longest:
+        raise PatternError(f"a pattern of {len(text)} characters is too long: {longest} are the most", longest)
+    by_class = text.startswith("type:")
+    piece, end = _sequence(text, 5 if by_class else 0, depth=0)
     if end < len(text):
-        raise PatternError(f"pattern {text!r}: '}}' without '{{' at {end + 1}", end)
-    return source
+        raise PatternError(f"pattern {shortened(text)}: '}}' without '{{' at {end + 1}", end)
+    return Pattern(text, by_class, limited(re.compile(piece.source, re.DOTALL), text, piece.stars, piece.choices))
 
 
-def _sequence(text: str, at: int, depth: int) -> tuple[str, int]:
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a glob as a regular expression.
+
+    length: of all that it matches, in characters, None where that differs. stars: parts that can take any number of
+    characters and be tried again with another. choices: ways to choose among the rest, at most.
+    """
+
+    source: str
+    length: int | None
+    stars: int = 0
+    choices: float = 1.0
+
+
+_STAR = _Piece(".*", None, 1)
+
+
+def _sequence(text: str, at: int, depth: int) -> tuple[_Piece, int]:
     """Translate up to the end of the text or, inside braces, up to the `,` or `}` that ends this choice."""
-    parts: list[str] = []
+    pieces: list[_Piece] = []
     while at < len(text):
         character = text[at]
         if character == "}" or (character == "," and depth):
             break
         if character == "{":
-            part, at = _braces(text, at, depth + 1)
-            parts.append(part)
+            piece, at = _braces(text, at, depth + 1)
+            pieces.append(piece)
             continue
         if character == "[" and (end := _class_end(text, at)) is not None:
-            parts.append(_character_class(text[at + 1 : end]))
+            pieces.append(_Piece(_character_class(text[at + 1 : end]), 1))
             at = end + 1
             continue
-        parts.append({"*": ".*", "?": "."}.get(character) or re.escape(character))
+        if character != "*":
+            pieces.append(_Piece("." if character == "?" else re.escape(character), 1))
+        elif not pieces or pieces[-1] is not _STAR:
+            pieces.append(_STAR)
         at += 1
-    return "".join(parts), at
+    return _joined(pieces, whole=depth == 0), at
 
 
-def _braces(text: str, opened: int, depth: int) -> tuple[str, int]:
+def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
+    """One piece after the other; `whole` when they are all of the pattern.
+
+    What stands between two stars is looked for from left to right and stays where it was found first: no later place could
+    be better, as long as it has one length. So `*a*a*a*b` takes as many steps as a name has characters, and not their fourth
+    power. (What `fnmatch` does as well.)
+    """
+    stars = [place for place, piece in enumerate(pieces) if piece is _STAR]
+    lengths = [piece.length for piece in pieces]
+    length = sum(known) if len(known := [one for one in lengths if one is not None]) == len(lengths) else None
+    choices = prod(piece.choices for piece in pieces)
+    if not whole or len(stars) < 2:
+        return _Piece("".join(piece.source for piece in pieces), length, sum(piece.stars for piece in pieces), choices)
+    source = "".join(piece.source for piece in pieces[: stars[0]])
+    again = sum(piece.stars for piece in pieces if piece is not _STAR)
+    for opened, closed in pairwise(stars):
+        inside = "".join(piece.source for piece in pieces[opened + 1 : closed])
+        if None in lengths[opened + 1 : closed]:
+            source, again = f"{source}.*{inside}", again + 1
+        else:
+            source += _for_good(f".*?{inside}", opened)
+    source += "".join(piece.source for piece in pieces[stars[-1] :])
+    return _Piece(source, None, again + 1, choices)
+
+
+def _for_good(source: str, number: int) -> str:
+    """An expression that does not try again, once it has matched; `number` is its own in the pattern."""
+    if sys.version_info >= (3, 11):
+        return f"(?>{source})"
+    return f"(?=(?P<_{number}>{source}))(?P=_{number})"
+
+
+def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:
     """`{a,b}` or `{0..7}` at `opened`; answer the expression and where to go on."""
     if depth > 20:
-        raise PatternError(f"pattern {text!r}: braces are nested too deep at {opened + 1}", opened)
+        raise PatternError(f"pattern {shortened(text)}: braces are nested too deep at {opened + 1}", opened)
     ranged = _RANGE.match(text, opened + 1)
     if ranged and text[ranged.end() : ranged.end() + 1] == "}":
         return _number_range(text, opened, ranged), ranged.end() + 1
-    choices: list[str] = []
+    choices: list[_Piece] = []
     at = opened
     while True:
         choice, at = _sequence(text, at + 1, depth)
         choices.append(choice)
         if at >= len(text):
-            raise PatternError(f"pattern {text!r}: '{{' at {opened + 1} is never closed", opened)
+            raise PatternError(f"pattern {shortened(text)}: '{{' at {opened + 1} is never closed", opened)
         if text[at] == "}":
-            return f"(?:{'|'.join(choices)})", at + 1
+            break
+    source = f"(?:{'|'.join(choice.source for choice in choices)})"
+    lengths = {choice.length for choice in choices}
+    return (
+        _Piece(
+            source,
+            lengths.pop() if len(lengths) == 1 else None,
+            max(choice.stars for choice in choices),
+            sum(choice.choices for choice in choices),
+        ),
+        at + 1,
+    )
 
 
-def _number_range(text: str, opened: int, found: re.Match[str]) -> str:
+def _number_range(text: str, opened: int, found: re.Match[str]) -> _Piece:
+    if max(map(len, found.groups())) > _LONGEST_NUMBER:
+        raise PatternError(f"pattern {shortened(text)}: the numbers at {opened + 1} have too many digits", opened)
     first, last = int(found[1]), int(found[2])
     if abs(last - first) > _LONGEST_RANGE:
-        raise PatternError(f"pattern {text!r}: the range at {opened + 1} has over {_LONGEST_RANGE} numbers", opened)
+        raise PatternError(
+            f"pattern {shortened(text)}: the range at {opened + 1} has over {_LONGEST_RANGE} numbers", opened
+        )
     padded = any(len(end.lstrip("-")) > 1 and end.lstrip("-").startswith("0") for end in found.groups())
     width = max(len(found[1]), len(found[2])) if padded else 0
-    step = 1 if last >= first else -1
-    return f"(?:{'|'.join(re.escape(f'{number:0{width}d}') for number in range(first, last + step, step))})"
+    lengths = {len(f"{number:0{width}d}") for number in (first, last, *([0] if first * last < 0 else []))}
+    return _Piece(range_regex(first, last, width), lengths.pop() if len(lengths) == 1 else None, 0, len(found[2]) + 1)
 
 
 def _class_end(text: str, opened: int) -> int | None:

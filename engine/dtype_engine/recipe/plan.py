@@ -6,10 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .. import dtypes
-from ..errors import UserError
+from ..errors import TooSlow, UserError
 from ..tree import Module, TensorInfo, Tree
 from .pattern import Pattern, compile_pattern
+from .regexes import shortened, time_limit
 from .rules import Recipe, Rule
+
+_LONGEST_HINT = 200
+MATCHING_S = 5.0
+"""How long a pattern, or all of a recipe's together, may take to match the names of a model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +34,16 @@ class Selection:
         return len(self.tensors)
 
 
-def select(tree: Tree, pattern: Pattern | str) -> Selection:
-    """Everything in `tree` that a pattern takes. Raises PatternError for text that is no pattern."""
-    compiled = compile_pattern(pattern) if isinstance(pattern, str) else pattern
+def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> Selection:
+    """Everything in `tree` that a pattern takes.
+
+    Raises PatternError for text that is no pattern, and TooSlow, which is one, when matching takes more than `seconds`.
+    """
+    with time_limit(seconds):
+        return _selected(tree, compile_pattern(pattern) if isinstance(pattern, str) else pattern)
+
+
+def _selected(tree: Tree, compiled: Pattern) -> Selection:
     modules: set[str] = set()
     taken: dict[str, None] = {}
     fixed: set[str] = set()
@@ -65,7 +77,8 @@ class Plan:
     """The dtype of every tensor under a recipe.
 
     `dtypes` has every tensor by canonical name; `decided_by` only those that a rule decided, with that
-    rule's place in the recipe; `selections` has what each rule takes, in the recipe's order.
+    rule's place in the recipe; `selections` has what each rule takes, in the recipe's order. `waiting` are the places of
+    rules by class where no class is known, `too_slow` of those that take too long to match: they take nothing here.
     """
 
     recipe: Recipe
@@ -75,6 +88,7 @@ class Plan:
     stored_bytes: int
     planned_bytes: int
     waiting: tuple[int, ...] = field(default=())
+    too_slow: tuple[int, ...] = field(default=())
 
     def explain(self, tensor: str) -> list[tuple[int, Rule, bool]]:
         """Every rule that matches a tensor (canonical name): its place, the rule, whether it won. Last first."""
@@ -87,8 +101,17 @@ class Plan:
 
     @property
     def unmatched(self) -> list[int]:
-        """Places of the rules that take nothing, those left out that wait for module classes to be known."""
-        return [index for index, taken in enumerate(self.selections) if not taken and index not in self.waiting]
+        """Places of the rules that take nothing, but for those that wait for module classes or are too slow to match."""
+        unknown = {*self.waiting, *self.too_slow}
+        return [index for index, taken in enumerate(self.selections) if not taken and index not in unknown]
+
+    def refuse_too_slow(self) -> None:
+        """Raise TooSlow for a rule that takes too long to match: what it takes is not known."""
+        for index in self.too_slow:
+            raise TooSlow(
+                f"pattern {shortened(self.recipe.rules[index].pattern)} takes too long to match (all of the recipe's together "
+                f"have {MATCHING_S:g} s): simplify it, repeats inside repeats above all"
+            )
 
 
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
@@ -97,17 +120,31 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
     decided: dict[str, int] = {}
     selections: list[Selection] = []
     waiting: list[int] = []
-    for index, rule in enumerate(recipe.rules):
-        pattern = compile_pattern(rule.pattern)
-        if pattern.by_class and not tree.has_classes:
-            waiting.append(index)
-        taken = select(tree, pattern)
-        selections.append(taken)
-        for name in taken.tensors:
-            planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
-            decided[name] = index
+    too_slow: list[int] = []
+    with time_limit(MATCHING_S):
+        for index, rule in enumerate(recipe.rules):
+            try:
+                pattern = compile_pattern(rule.pattern)
+                taken = _selected(tree, pattern)
+            except TooSlow:
+                selections.append(Selection(frozenset(), ()))
+                too_slow.append(index)
+                continue
+            if pattern.by_class and not tree.has_classes:
+                waiting.append(index)
+            selections.append(taken)
+            for name in taken.tensors:
+                planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
+                decided[name] = index
     return Plan(
-        recipe, planned, decided, tuple(selections), tree.stored_bytes, planned_bytes(tree, planned), tuple(waiting)
+        recipe,
+        planned,
+        decided,
+        tuple(selections),
+        tree.stored_bytes,
+        planned_bytes(tree, planned),
+        tuple(waiting),
+        tuple(too_slow),
     )
 
 
@@ -129,6 +166,7 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 def require_matches(tree: Tree, recipe: Recipe) -> None:
     """Raise UserError for the rules that take nothing, with the reason and a near name for the first of them."""
     plan = make_plan(tree, recipe)
+    plan.refuse_too_slow()
     for place, index in enumerate(plan.unmatched):
         others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
@@ -142,7 +180,7 @@ def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
 
     if taken is not None and taken.fixed:
         return (
-            f"pattern {pattern!r} takes only tensors that are never cast "
+            f"pattern {shortened(pattern)} takes only tensors that are never cast "
             "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
         )
     compiled = compile_pattern(pattern)
@@ -151,6 +189,7 @@ def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
         wanted, prefix = pattern.removeprefix("type:"), "type:"
     else:
         known, wanted, prefix = [*tree.modules, *tree.tensors], pattern, ""
-    near = difflib.get_close_matches(wanted, known[:20_000], n=1, cutoff=0.6)
+    short = [name for name in known[:20_000] if len(name) <= _LONGEST_HINT]
+    near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.6) if len(wanted) <= _LONGEST_HINT else []
     hint = f"; the nearest is {prefix}{near[0]}" if near else ""
-    return f"pattern {pattern!r} matches nothing in this model{hint}"
+    return f"pattern {shortened(pattern)} matches nothing in this model{hint}"

@@ -286,7 +286,9 @@ class RecipePane(Pane):
             text.append(fit(printable(rule.pattern, 500), room))
             text.append(" → ", style="dim")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")
-            if place in plan.unmatched:
+            if place in plan.too_slow:
+                text.append("\n   ⚠ takes too long to match", style="bold")
+            elif place in plan.unmatched:
                 text.append("\n   ⚠ takes nothing in this model", style="bold")
             elif place in plan.waiting:
                 text.append("\n   waits for the model's classes", style="dim")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ... import dtypes
+from ...errors import PatternError, TooSlow
 from ...tree import Module, TensorInfo, Tree, ancestors
 from ..plan import Plan
+from ..regexes import Anchored, compile_regex
 
 Part = Literal["dtype", "scale"]
 
@@ -97,6 +100,18 @@ class Dialect:
     convert: Callable[[Context], Converted]
     reach: Callable[[Context], frozenset[str]]
     takes: Callable[[Context, str], Taken]
+
+
+def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
+    """A tool's regular expression, without the flag that ours have. Raises PatternError."""
+    return compile_regex(source, pattern, kind, flags=re.RegexFlag(0))
+
+
+def no_regex(error: PatternError) -> Taken:
+    """That a pattern means nothing where expressions are expected. Raises the error where it is only too slow to match."""
+    if isinstance(error, TooSlow):
+        raise error
+    return Taken(frozenset(), f"no regular expression: {error}")
 
 
 def first(patterns: Sequence[str]) -> int:

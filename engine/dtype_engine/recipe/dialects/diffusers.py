@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import re
 from collections.abc import Mapping
 
 from ... import dtypes
+from ...errors import PatternError
 from ...tree import Module, Tree
-from .common import Context, Converted, Dialect, Losses, Taken, as_comment
+from .common import Context, Converted, Dialect, Losses, Taken, as_comment, matcher, no_regex
 from .compress import regexes
 
 NAME = "diffusers"
@@ -174,9 +174,9 @@ def takes(context: Context, pattern: str) -> Taken:
     if pattern.startswith("type:"):
         return Taken(frozenset(), "classes go into skip_modules_classes, not into a pattern")
     try:
-        search = re.compile(pattern.removeprefix("re:")).search
-    except re.error as error:
-        return Taken(frozenset(), f"no regular expression: {error.msg}")
+        search = matcher(pattern.removeprefix("re:"), pattern, "search")
+    except PatternError as error:
+        return no_regex(error)
     found: set[str] = set()
     for leaf, tensors in _leaves(context).items():
         parts = leaf.split(".")

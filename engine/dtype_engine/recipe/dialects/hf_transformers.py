@@ -7,10 +7,10 @@ every tensor goes into its planned dtype. The few patterns are matched in whole,
 from __future__ import annotations
 
 import json
-import re
 
 from ... import dtypes
-from .common import Context, Converted, Dialect, Losses, Taken, as_comment
+from ...errors import PatternError
+from .common import Context, Converted, Dialect, Losses, Taken, as_comment, matcher, no_regex
 from .compress import regexes
 
 NAME = "transformers"
@@ -79,9 +79,9 @@ def takes(context: Context, pattern: str) -> Taken:
         return Taken(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")
     try:
-        matches = re.compile(rf"(?:{key})(?:(?<=\.)|(?=\.|$))").match
-    except re.error as error:
-        return Taken(frozenset(), f"no regular expression: {error.msg}")
+        matches = matcher(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", pattern, "match")
+    except PatternError as error:
+        return no_regex(error)
     return Taken(
         frozenset(
             tensor.name

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from ...errors import UserError
+from ...errors import PatternError, UserError
 from ...tree import TensorInfo
-from .common import Context, Converted, Dialect, Losses, Taken, first
+from .common import Context, Converted, Dialect, Losses, Taken, first, matcher, no_regex
 from .compress import regexes
 from .gguf_names import Unknown, name_map
 
@@ -134,9 +134,9 @@ def takes(context: Context, pattern: str) -> Taken:
     if re.search(r"\s", pattern):
         return Taken(frozenset(), "a line ends at the first space")
     try:
-        search = re.compile(pattern.removeprefix("re:").lower()).search
-    except re.error as error:
-        return Taken(frozenset(), f"no regular expression: {error.msg}")
+        search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
+    except PatternError as error:
+        return no_regex(error)
     tensors = gguf_tensors(context)
     found = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
     return Taken(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")

@@ -6,11 +6,23 @@ exact name or a class name. Only module weights are quantised.
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, as_comment, exact_first, loading_note, split, weights_of
+from ...errors import PatternError
+from .common import (
+    Context,
+    Converted,
+    Dialect,
+    Taken,
+    as_comment,
+    exact_first,
+    loading_note,
+    matcher,
+    no_regex,
+    split,
+    weights_of,
+)
 from .compress import regexes
 
 NAME = "llm-compressor"
@@ -55,9 +67,9 @@ def takes(context: Context, pattern: str) -> Taken:
     weights = weights_of(context, KINDS)
     if pattern.startswith("re:"):
         try:
-            matches = re.compile(pattern[3:]).match
-        except re.error as error:
-            return Taken(frozenset(), f"no regular expression: {error.msg}")
+            matches = matcher(pattern[3:], pattern, "match")
+        except PatternError as error:
+            return no_regex(error)
         return Taken(frozenset(tensor for module, tensor in weights.items() if matches(module)))
     # A rule by class has a counterpart there: the bare class name.
     name = pattern.removeprefix("type:")

@@ -13,7 +13,19 @@ import re
 from typing import Any
 
 from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, exact_first, loading_note, split, weights_of
+from ...errors import PatternError
+from .common import (
+    Context,
+    Converted,
+    Dialect,
+    Taken,
+    exact_first,
+    loading_note,
+    matcher,
+    no_regex,
+    split,
+    weights_of,
+)
 from .compress import regexes
 
 NAME = "torchao"
@@ -105,10 +117,9 @@ def reach(context: Context) -> frozenset[str]:
 def takes(context: Context, pattern: str) -> Taken:
     if pattern.startswith("re:"):
         try:
-            regex = re.compile(pattern[3:])
-        except re.error as error:
-            return Taken(frozenset(), f"no regular expression: {error.msg}")
-        matches = regex.fullmatch
+            matches = matcher(pattern[3:], pattern, "fullmatch")
+        except PatternError as error:
+            return no_regex(error)
     else:
         matches = re.compile(re.escape(pattern)).fullmatch
     found = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
