@@ -7,7 +7,6 @@ import base64
 import io
 import re
 import shutil
-import signal
 import subprocess
 import tempfile
 import time
@@ -18,9 +17,9 @@ import aiohttp
 import pyte
 import pytest
 from PIL import Image
-from test_serve import free_port
+from test_serve import served
 
-from terminal import PROGRAM, clean
+from terminal import clean
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZE = (1200, 800)
@@ -107,23 +106,6 @@ def browser() -> Iterator[int]:
             program.wait()
 
 
-@pytest.fixture
-def served() -> Iterator[int]:
-    """The port on which the demo is served."""
-    port = free_port()
-    server = subprocess.Popen([PROGRAM, "serve", "--port", str(port), "demo"], stderr=subprocess.PIPE, text=True)
-    try:
-        assert server.stderr is not None
-        assert f":{port} " in server.stderr.readline()
-        yield port
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
-
-
 async def open_page(session: aiohttp.ClientSession, port: int) -> str:
     """The address at which the browser's first page takes orders."""
     async with session.get(f"http://127.0.0.1:{port}/json") as response:
@@ -132,7 +114,13 @@ async def open_page(session: aiohttp.ClientSession, port: int) -> str:
 
 
 @pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-async def test_chromium_draws_the_app_and_its_keys_cast(browser: int, served: int) -> None:
+async def test_chromium_draws_the_app_and_its_keys_cast(browser: int) -> None:
+    with served("demo") as (shown, _):
+        await draw_and_cast(browser, shown)
+
+
+async def draw_and_cast(browser: int, shown: str) -> None:
+    """Open the address that the server printed, cast with keys, and look at the page."""
     async with aiohttp.ClientSession() as session:
         address = await open_page(session, browser)
         async with session.ws_connect(address, max_msg_size=0) as socket:
@@ -140,7 +128,7 @@ async def test_chromium_draws_the_app_and_its_keys_cast(browser: int, served: in
             for domain in ("Page", "Network"):
                 await page.call(f"{domain}.enable")
             empty = await page.colours()
-            await page.call("Page.navigate", url=f"http://127.0.0.1:{served}")
+            await page.call("Page.navigate", url=shown)
             await page.wait_for("embed_tokens")
             await page.wait_for("ready")
             place = {"x": 300, "y": SIZE[1] - 350, "button": "left", "clickCount": 1}

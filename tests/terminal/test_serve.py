@@ -6,11 +6,15 @@ import asyncio
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import aiohttp
 import psutil
@@ -26,19 +30,49 @@ def free_port() -> int:
         return port
 
 
-async def what_a_browser_sees(port: int, words: str, keys: str) -> tuple[str, str]:
+@contextmanager
+def served(*arguments: str, cwd: Path | None = None) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """The address that a server printed, once it answers, and the server."""
+    port = free_port()
+    server = subprocess.Popen(
+        [PROGRAM, "serve", "--port", str(port), *arguments], stderr=subprocess.PIPE, text=True, cwd=cwd
+    )
+    try:
+        assert server.stderr is not None
+        found = re.search(rf"http://\S+:{port}/\S+", server.stderr.readline())
+        assert found is not None
+        until = time.monotonic() + 20
+        while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
+            assert time.monotonic() < until
+            time.sleep(0.1)
+        yield found[0], server
+    finally:
+        server.send_signal(signal.SIGINT)
+        try:
+            server.wait(20)
+        except subprocess.TimeoutExpired:
+            server.kill()
+
+
+def socket_of(page: str) -> str:
+    """The address of the web socket that a page opens, as its own script does."""
+    found = re.search(r'data-session-websocket-url="([^"]*)"', page)
+    assert found is not None
+    return f"{found[1]}?width=120&height=36"
+
+
+async def what_a_browser_sees(address: str, words: str, keys: str) -> tuple[str, str]:
     """The page, and what the app draws until `words` match it after `keys` were typed."""
     async with aiohttp.ClientSession() as session:
-        address = f"http://127.0.0.1:{port}"
         async with session.get(address) as response:
             assert response.status == 200
             page = await response.text()
-        async with session.ws_connect(f"{address}/ws?width=120&height=36") as browser:
+        async with session.ws_connect(socket_of(page), origin=address.rpartition("/")[0].rpartition("/")[0]) as browser:
             drawn = ""
             typed = False
-            until = time.monotonic() + 30
+            until = time.monotonic() + 60
             while not re.search(words, drawn) and time.monotonic() < until:
-                message = await browser.receive(timeout=20)
+                message = await browser.receive(timeout=30)
                 if message.type in (aiohttp.WSMsgType.BINARY, aiohttp.WSMsgType.TEXT):
                     data = message.data if isinstance(message.data, bytes) else message.data.encode()
                     drawn += data.decode("utf-8", "replace")
@@ -49,32 +83,104 @@ async def what_a_browser_sees(port: int, words: str, keys: str) -> tuple[str, st
 
 
 def test_a_browser_gets_the_app_and_its_keys_work() -> None:
-    port = free_port()
-    server = subprocess.Popen(
-        [PROGRAM, "serve", "--port", str(port), "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        until = time.monotonic() + 60
-        while time.monotonic() < until:
-            with socket.socket() as tried:
-                if tried.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.1)
-        page, drawn = asyncio.run(what_a_browser_sees(port, r"takes.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
-        assert "<html" in page.lower()
-        assert re.search(r"takes.{0,60}18.{0,60}tensors", drawn)
-    finally:
-        server.send_signal(signal.SIGINT)
-        try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            server.kill()
+    with served("demo") as (address, _):
+        page, drawn = asyncio.run(what_a_browser_sees(address, r"takes.{0,60}18.{0,60}tensors", ":cast *.mlp bf16"))
+    assert "<html" in page.lower()
+    assert re.search(r"takes.{0,60}18.{0,60}tensors", drawn)
 
 
-async def open_and_kill_the_server(port: int, server: subprocess.Popen[str]) -> list[psutil.Process]:
+async def statuses(address: str) -> dict[str, int]:
+    """The status of requests that should be refused, and of some that should not, by what is special about them."""
+    base, token = re.fullmatch(r"(http://[^/]+)/([^/]+)/", address).groups()  # type: ignore[union-attr]
+    port = base.rpartition(":")[2]
+    requests: dict[str, tuple[str, dict[str, str]]] = {
+        "no token": (f"{base}/", {}),
+        "another token": (f"{base}/{token[:-1]}{'a' if token[-1] != 'a' else 'b'}/", {}),
+        "token as a question": (f"{base}/?token={token}", {}),
+        "file without token": (f"{base}/static/js/textual.js", {}),
+        "another host": (address, {"Host": f"evil.example:{port}"}),
+        "another host that begins well": (address, {"Host": f"localhost.evil.example:{port}"}),
+        "another page": (address, {"Origin": "http://evil.example"}),
+        "no page": (address, {"Origin": "null"}),
+        "another port's page": (address, {"Origin": "http://127.0.0.1:1"}),
+        "rebound": (address, {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}),
+        "page": (address, {}),
+        "page by name": (address, {"Host": f"localhost:{port}"}),
+        "page through a tunnel": (address, {"Host": "localhost:9000", "Origin": "http://localhost:9000"}),
+        "file": (f"{address}static/js/textual.js", {}),
+    }
+    found: dict[str, int] = {}
+    async with aiohttp.ClientSession() as session:
+        for what, (url, headers) in requests.items():
+            async with session.get(url, headers=headers) as response:
+                found[what] = response.status
+                if what == "page through a tunnel":
+                    assert socket_of(await response.text()).startswith(f"ws://localhost:9000/{token}/ws")
+        for what, (url, headers) in requests.items():
+            if "file" in what:
+                continue
+            try:
+                async with session.ws_connect(f"{url.rstrip('/')}/ws?width=80&height=24", headers=headers) as browser:
+                    found[f"socket: {what}"] = 101
+                    await browser.close()
+            except aiohttp.WSServerHandshakeError as error:
+                found[f"socket: {what}"] = error.status
+    return found
+
+
+def test_nobody_else_gets_the_app() -> None:
+    """Not another user of this machine, who has no token, nor a page on the internet, which has a browser in here."""
+    with served("demo") as (address, _):
+        found = asyncio.run(statuses(address))
+    good = {"page", "page by name", "page through a tunnel", "file"}
+    assert {what: status for what, status in found.items() if what in good} == dict.fromkeys(good, 200)
+    sockets = {f"socket: {what}" for what in good - {"file"}}
+    assert {what: status for what, status in found.items() if what in sockets} == dict.fromkeys(sockets, 101)
+    others = {what: status for what, status in found.items() if what not in good | sockets}
+    assert len(others) == 19
+    assert others == dict.fromkeys(others, 403)
+
+
+def test_every_server_has_a_token_of_its_own() -> None:
+    from dtype_tui.guarded_server import GuardedServer
+
+    tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
+    assert len(tokens) == 100
+    assert all(len(token) >= 32 for token in tokens)
+
+
+@pytest.mark.parametrize(
+    ("host", "asked", "meant"),
+    [("127.0.0.1", "[::1]:8000", True), ("127.0.0.1", "10.0.0.7:8000", False), ("127.0.0.1", "", False),
+     ("127.0.0.1", "[::1", False), ("0.0.0.0", "10.0.0.7:8000", True), ("0.0.0.0", "evil.example", False),
+     ("box.example", "box.example:8000", True), ("box.example", "BOX.example", True)],
+)  # fmt: skip
+def test_names_that_could_be_of_somebody_else_are_not_answered(host: str, asked: str, meant: bool) -> None:
+    from dtype_tui.guarded_server import GuardedServer
+
+    assert GuardedServer("true", host, 8000, "")._is_meant(asked) is meant
+
+
+def test_python_of_the_folder_that_is_served_does_not_run(tmp_path: Path) -> None:
+    """A model that was downloaded may bring files of the names that Python looks for."""
+    import dtype_engine
+
+    demo = Path(dtype_engine.__file__).parent / "demo"
+    for file in demo.iterdir():
+        if file.is_file():
+            shutil.copy(file, tmp_path)
+    mark = tmp_path / "ran"
+    for name in ("click", "torch", "textual", "dtype_tui", "runpy", "numpy"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(mark)!r}, 'a').write({name!r})\nraise SystemExit(3)\n")
+    with served(".", cwd=tmp_path) as (address, _):
+        _, drawn = asyncio.run(what_a_browser_sees(address, "SQNR", ""))
+    assert not mark.exists()
+    assert "embed_tokens" in drawn
+
+
+async def open_and_kill_the_server(address: str, server: subprocess.Popen[str]) -> list[psutil.Process]:
     """Wait until a browser has the app; the processes that the server had, once it was killed without a word."""
-    address = f"http://127.0.0.1:{port}/ws?width=120&height=36"
-    async with aiohttp.ClientSession() as session, session.ws_connect(address) as browser:
+    async with aiohttp.ClientSession() as session, session.ws_connect(f"{address}ws?width=120&height=36") as browser:
         drawn = b""
         while b"embed_tokens" not in drawn:
             drawn += bytes((await browser.receive(timeout=30)).data)
@@ -84,18 +190,11 @@ async def open_and_kill_the_server(port: int, server: subprocess.Popen[str]) -> 
 
 
 def test_the_app_does_not_outlive_its_server() -> None:
-    port = free_port()
-    server = subprocess.Popen([PROGRAM, "serve", "--port", str(port), "demo"], stderr=subprocess.PIPE, text=True)
-    assert server.stderr is not None
-    assert f":{port} " in server.stderr.readline()
-    until = time.monotonic() + 20
-    while socket.socket().connect_ex(("127.0.0.1", port)) != 0:
-        assert time.monotonic() < until
-        time.sleep(0.1)
-    started = asyncio.run(open_and_kill_the_server(port, server))
-    assert started
-    _, alive = psutil.wait_procs(started, timeout=20)
-    assert alive == []
+    with served("demo") as (address, server):
+        started = asyncio.run(open_and_kill_the_server(address, server))
+        assert started
+        _, alive = psutil.wait_procs(started, timeout=20)
+        assert alive == []
 
 
 @pytest.mark.parametrize(

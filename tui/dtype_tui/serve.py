@@ -12,6 +12,17 @@ from dtype_engine.model.source import locate
 
 from .start import collect_again
 
+START = """\
+import sys
+if sys.path[:1] == [""]:
+    del sys.path[0]
+sys.argv[0] = "dtype-tui"
+from dtype_tui.start import main
+main()
+"""
+"""What a browser's connection runs. The folder that the server was started in is not where Python looks for its modules: it
+may be one that was downloaded, with a `click.py` of its own. (`-P` says so from Python 3.11 on.)"""
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option(
@@ -22,21 +33,24 @@ from .start import collect_again
 def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     """Open the app in a browser: `dtype-tui serve [--port 8000] MODEL ...`, with what dtype-tui itself takes.
 
-    Everyone who can reach the address can use the app, with your rights. Behind the default address only this machine can.
+    It prints the address to open, which has a token that nobody can guess and that is new each time. Whoever has the whole
+    address and can reach it can use the app, with your rights; nobody else can, other web pages in the same browser included.
+    The connection is not encrypted: over a network use a tunnel, not --host.
     """
     from .cli import command
 
     asked = command.make_context("dtype-tui", list(arguments)).params
     locate(asked["model"], asked["trust_pickle"], asked["download"])
     try:
-        from textual_serve.server import Server
+        from .guarded_server import GuardedServer
     except ImportError:
         raise UserError("serving needs textual-serve: pip install 'dtype-tui[serve]'") from None
-    shown = f"[{host}]" if ":" in host else host
-    print(f"dtype-tui: open http://{shown}:{port} in a browser; Ctrl+C ends it", file=sys.stderr)
-    program = [sys.executable, "-m", "dtype_tui", *(arguments if asked["model"] else (*arguments, "demo"))]
+    program = [sys.executable, "-c", START, *(arguments if asked["model"] else (*arguments, "demo"))]
+    server = GuardedServer(shlex.join(program), host=host, port=port, title="dtype-tui")
+    print(f"dtype-tui: open {server.address} in a browser; Ctrl+C ends it", file=sys.stderr)
     collect_again()
     try:
-        Server(shlex.join(program), host=host, port=port, title="dtype-tui").serve()
+        server.serve()
     except OSError as error:
-        raise UserError(f"can't listen on {shown}:{port}: {error.strerror or error}; --port takes another") from None
+        where = server.address.removeprefix("http://").partition("/")[0]
+        raise UserError(f"can't listen on {where}: {error.strerror or error}; --port takes another") from None

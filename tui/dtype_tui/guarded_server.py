@@ -1,0 +1,95 @@
+"""textual-serve's server for the one person who started it: it answers only who has its address, token and all."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp_jinja2
+from aiohttp import web
+from aiohttp.typedefs import Handler
+from textual_serve.server import Server, to_int
+
+_LOCAL = frozenset({"localhost", "127.0.0.1", "::1"})
+
+
+class GuardedServer(Server):
+    """Serves the app below a path that nobody can guess, to pages of its own only.
+
+    Whoever drives the app has the user's rights, and a listening port alone keeps out neither the other users of this
+    machine nor a web page in the user's own browser: pages may open web sockets to any address, and a name on the internet
+    can be made to mean 127.0.0.1 (DNS rebinding). So every request must carry the token, be addressed to a name that can't
+    be of anybody else, and come from no other page; the rest gets status 403.
+    """
+
+    def __init__(self, command: str, host: str, port: int, title: str) -> None:
+        super().__init__(command, host=host, port=port, title=title)
+        self.token = secrets.token_urlsafe(24)
+
+    @property
+    def address(self) -> str:
+        """What to open in a browser."""
+        shown = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{shown}:{self.port}/{self.token}/"
+
+    async def _make_app(self) -> web.Application:
+        outer = web.Application(middlewares=[self._guard])
+        outer.add_subapp(f"/{self.token}", await super()._make_app())
+        # The page asks for a file that the app delivers without the token. The file's own key is as hard to guess.
+        outer.add_routes([web.get("/download/{key}", self.handle_download)])
+        return outer
+
+    async def on_startup(self, app: web.Application) -> None:
+        """Nothing: the address is told by whoever starts the server."""
+
+    @web.middleware
+    async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not self._is_meant(request.host):
+            raise web.HTTPForbidden(text="this server does not go by that name\n")
+        origin = request.headers.get("Origin")
+        if origin is not None and origin.lower() not in (
+            f"http://{request.host}".lower(),
+            f"https://{request.host}".lower(),
+        ):
+            raise web.HTTPForbidden(text="other pages may not use this server\n")
+        first, _, rest = request.path.removeprefix("/").partition("/")
+        if not hmac.compare_digest(first.encode(), self.token.encode()) and not (first == "download" and rest):
+            raise web.HTTPForbidden(text="open the whole address that dtype-tui serve printed\n")
+        response = await handler(request)
+        if not response.prepared:
+            response.headers["Referrer-Policy"] = "no-referrer"  # the token stays here
+        return response
+
+    def _is_meant(self, host: str) -> bool:
+        """Whether a request's Host is a name of this server that no one else could have made to lead here.
+
+        Any port will do: a tunnel may have another at its other end.
+        """
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        if name in _LOCAL or name == self.host.lower():
+            return True
+        if self.host in _LOCAL:
+            return False
+        try:
+            ipaddress.ip_address(name)
+        except ValueError:
+            return name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return True  # a number is looked up nowhere
+
+    @aiohttp_jinja2.template("app_index.html")
+    async def handle_index(self, request: web.Request) -> dict[str, Any]:
+        """The page, with addresses by the name that it was asked for: a tunnel's other end has its own."""
+        base = f"//{request.host}/{self.token}"
+        return {
+            "font_size": to_int(request.query.get("fontsize", "16"), 16),
+            "app_websocket_url": f"ws:{base}/ws",
+            "config": {"static": {"url": f"{base}/static/"}},
+            "application": {"name": self.title},
+        }
