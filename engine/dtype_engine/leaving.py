@@ -42,13 +42,13 @@ class Workshop:
     def plan_export(self, max_shard_size: str = "5GB") -> ExportPlan:
         """Raises UserError where this recipe can't be exported."""
         from .export.readme import by_dtype, loading_text
-        from .export.run import shards
+        from .export.run import names_of, shards
 
         contents = self._contents()
         sums = by_dtype(contents)
         return ExportPlan(
             contents.nbytes,
-            len(shards(contents, max_shard_size)),
+            len(names_of(shards(contents, max_shard_size))),
             tuple((name, found.tensors, found.nbytes) for name, found in sums.items()),
             loading_text(contents),
             contents.notices,

@@ -6,9 +6,11 @@ model (safetensors before pickles, one file or shards with an index), or whateve
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from .. import dtypes
 from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
+from .components import PIPELINE_INDEX, Component, need_tensors, pipeline_notices, read_components, variant_of
 from .file_identity import FileIdentity
 from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
@@ -27,6 +30,8 @@ from .safetensors_header import CheckpointTensor, read_header
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""What PEFT writes beside an adapter's weights."""
 PICKLES = (".pth", ".pt", ".bin", ".ckpt")
 _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
@@ -59,7 +64,8 @@ class Checkpoint:
 
     form: which reader its files need. values: the tensors themselves where reading the headers already mapped them
     (pickles). base: the model that an adapter was made for. notices: what a user should know, a sentence each. identities: the
-    files with weights as they were before anything of them was read.
+    files with weights as they were before anything of them was read. components: the folders of a diffusers pipeline that have
+    weights.
     """
 
     path: Path
@@ -72,6 +78,7 @@ class Checkpoint:
     base: str | None = None
     notices: tuple[str, ...] = ()
     identities: tuple[FileIdentity, ...] = ()
+    components: tuple[Component, ...] = ()
 
     @cached_property
     def scaled(self) -> dict[str, Scaled]:
@@ -197,26 +204,30 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
 
 
 def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
-    if (folder / "model_index.json").is_file():
+    if (folder / PIPELINE_INDEX).is_file():
         return _open_pipeline(folder)
     config_file = folder / "config.json"
     config = read_json(config_file) if config_file.exists() else None
     files = _weight_files(folder)
+    adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(file.suffix in PICKLES for file in files):
-        return _of_pickles(folder, files, config, trust_pickle)
+        found = _of_pickles(folder, files, config, trust_pickle)
+        return _as_adapter(found) if adapter else found
     if files[0].suffix == ".gguf":
         return _open_file(files[0], trust_pickle)
     identities = _identities(files)
     tensors, metadata = _of_shards(folder, files)
-    if (folder / "adapter_config.json").is_file() and config is None:
-        base = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path") or "an unnamed model")
-        notice = (
-            f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
-        )
-        return Checkpoint(
-            folder, files, tensors, None, metadata, "adapter", base=base, notices=(notice,), identities=identities
-        )
-    return Checkpoint(folder, files, tensors, config, metadata, identities=identities)
+    variant = variant_of(files[0].name)
+    notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
+    found = Checkpoint(folder, files, tensors, config, metadata, notices=notices, identities=identities)
+    return _as_adapter(found) if adapter else found
+
+
+def _as_adapter(found: Checkpoint) -> Checkpoint:
+    """The same checkpoint as a PEFT adapter: its tensors belong into those of another model."""
+    base = str(read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
+    notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
+    return dataclasses.replace(found, config=None, form="adapter", base=base, notices=(*found.notices, notice))
 
 
 def _identities(files: Iterable[Path]) -> tuple[FileIdentity, ...]:
@@ -249,35 +260,20 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
 
 def _open_pipeline(folder: Path) -> Checkpoint:
     """A diffusers folder: the components that have weights are the top of the tree."""
-    index = read_json(folder / "model_index.json")
-    tensors: dict[str, CheckpointTensor] = {}
-    files: list[Path] = []
-    identities: tuple[FileIdentity, ...] = ()
-    left_out: list[str] = []
-    for component, named in index.items():
-        place = folder / component
-        if component.startswith("_") or not isinstance(named, list) or not place.is_dir():
-            continue
-        inside(folder, component, "model_index.json")
-        try:
-            found = _weight_files(place)
-        except NoWeights:
-            continue
-        if any(file.suffix in PICKLES for file in found):
-            left_out.append(component)
-            continue
-        identities += _identities(found)
-        own, _ = _of_shards(place, found)
-        tensors |= {f"{component}.{name}": tensor.renamed(f"{component}.{name}") for name, tensor in own.items()}
-        files += found
-    if not tensors:
-        raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
-    notices = (
-        (f"not shown, since their weights are pickles: {', '.join(map(printable, left_out))}",) if left_out else ()
-    )
-    metadata = {"pipeline": str(index.get("_class_name", ""))}
+    index = read_json(folder / PIPELINE_INDEX)
+    components, tensors = read_components(folder, index)
+    need_tensors(folder, tensors)
+    shown = [component for component in components if not component.pickled]
     return Checkpoint(
-        folder, tuple(files), tensors, None, metadata, "diffusers", notices=notices, identities=identities
+        folder,
+        tuple(file for component in shown for file in component.files),
+        tensors,
+        None,
+        {"pipeline": str(index.get("_class_name", ""))},
+        "diffusers",
+        notices=pipeline_notices(components),
+        identities=tuple(identity for component in shown for identity in component.identities),
+        components=components,
     )
 
 
@@ -296,6 +292,8 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
         present = sorted(entry.name for entry in folder.iterdir())
     except OSError as error:
         raise UserError(f"can't read {folder}: {error.strerror}") from None
+    if (files := _of_variant(folder, present)) is not None:
+        return files
     for suffixes, what in (
         ((".safetensors",), "safetensors files"),
         (PICKLES, "PyTorch files"),
@@ -309,6 +307,27 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
                 f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
             )
     raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
+
+
+_VARIANT_FILE = re.compile(
+    r"(model|diffusion_pytorch_model)(\.safetensors\.index\.(?P<index>[\w-]+)\.json|\.(?P<single>\w+)\.safetensors)"
+)
+
+
+def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
+    """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where there is none. Several are refused:
+    which one is meant can't be known.
+    """
+    found = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} has its weights in the variants {', '.join(map(printable, sorted(found)))} and in none without a name; "
+            f"move one of them into a folder of its own, with the files beside it"
+        )
+    name = next(iter(found.values()))
+    return _shards(folder, folder / name) if name.endswith(".json") else (inside(folder, name),)
 
 
 _NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")

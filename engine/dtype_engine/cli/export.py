@@ -161,7 +161,8 @@ def _stopped_cleanly() -> Iterator[None]:
 def export_text(report: ExportReport) -> str:
     """What was written, and how fast."""
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
-    files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} shards"
+    in_folders = any("/" in name for name in report.files)
+    files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
     mix = ", ".join(
         f"{dtypes.badge(name)} {human_bytes(found.nbytes)} in {found.tensors}" for name, found in report.dtypes.items()
     )

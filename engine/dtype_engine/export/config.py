@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,7 +23,7 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
 
     Raises UserError when the source is quantised by another method already, and scaled weights would be added to it.
     """
-    if contents.config is None:
+    if contents.config is None or contents.layout.kind != "model":
         return None
     config = copy.deepcopy(contents.config)
     _set_dtype(config, export_dtype(contents))
@@ -38,6 +39,18 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
         if (declared := quantization_config(contents)) is not None:
             config["quantization_config"] = declared
     return config
+
+
+def written_configs(contents: Contents, config: dict[str, Any] | None) -> dict[str, str]:
+    """The text of every `config.json` that an export changes, by its place: `config` at the top, and those of a pipeline's
+    components that name a dtype.
+    """
+    found = {} if config is None else {"config.json": config}
+    for part in contents.layout.parts:
+        if part.config is not None:
+            of_part = found[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
+            _set_dtype(of_part, widest(item.dtype for item in contents.items if item.name.startswith(part.prefix)))
+    return {place: json.dumps(found[place], indent=2, ensure_ascii=False) + "\n" for place in found}
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

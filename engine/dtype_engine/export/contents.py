@@ -28,6 +28,7 @@ from ..recipe import Recipe, make_plan, require_matches
 from ..storage import convert, torch_dtype
 from ..text import printable
 from ..tree import TensorInfo, Tree
+from .layout import PLAIN, Layout, layout_of
 
 Kept = tuple[torch.Tensor, torch.Tensor]
 
@@ -103,7 +104,7 @@ class Contents:
     """Everything about an export but where it goes.
 
     `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along; `files` are those
-    that are read.
+    that are read; `layout` says which folders and files it is written to.
     """
 
     title: str
@@ -114,6 +115,7 @@ class Contents:
     linears: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    layout: Layout = PLAIN
 
     @property
     def nbytes(self) -> int:
@@ -216,7 +218,10 @@ def _placed_contents(
     if folder is None and checkpoint.config is not None:
         folder = checkpoint.path.parent
     files = (checkpoint.path, *checkpoint.files)
-    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, _notices(items), files)
+    layout = layout_of(checkpoint)
+    _refuse_scales(layout, items)
+    notices = (*_notices(items), *layout.notices)
+    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, notices, files, layout)
 
 
 def _item(
@@ -260,6 +265,19 @@ def _notices(items: list[Item]) -> tuple[str, ...]:
         f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
         "formats have it for the weights of linear layers in float8_e4m3fn and int8 alone",
     )
+
+
+def _refuse_scales(layout: Layout, items: list[Item]) -> None:
+    """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
+    if layout.kind == "model":
+        return
+    loader = "PEFT" if layout.kind == "adapter" else "diffusers"
+    for item in items:
+        if item.scaled and not item.raw:
+            raise UserError(
+                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
+                f"would be one; cast to one of {', '.join(dtypes.COMPUTED)}, or leave it as stored"
+            )
 
 
 def _same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool:

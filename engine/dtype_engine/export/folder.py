@@ -17,7 +17,7 @@ from ..text import printable
 from ..whole_files import sync_folder, umask
 from .claim import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
 
-_ALONG = (
+ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "normalizer.json", "*.model", "*.spm", "*.tiktoken", "chat_template.*",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "feature_extractor_config.json",
@@ -84,9 +84,7 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
         with claimed(stage):
             yield stage
             os.chmod(stage, 0o777 & ~umask())
-            for entry in stage.iterdir():
-                _sync_file(entry)
-            sync_folder(stage)
+            _sync_all(stage)
             # Claimed until it has its name: whenever this process ends, somebody knows what it left.
             _give_name(stage, target, force)
             stage = None
@@ -98,6 +96,17 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
     finally:
         if stage is not None:
             remove(stage)
+
+
+def _sync_all(folder: Path) -> None:
+    """Bring all of a folder to the disk, the folders in it too."""
+    for entry in folder.iterdir():
+        if entry.is_dir():
+            os.chmod(entry, 0o777 & ~umask())
+            _sync_all(entry)
+        else:
+            _sync_file(entry)
+    sync_folder(folder)
 
 
 def _sync_file(path: Path) -> None:
@@ -134,7 +143,7 @@ def copy_along(source: Path, stage: Path) -> tuple[str, ...]:
     """
     notices = []
     for entry in sorted(source.iterdir()):
-        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in _ALONG):
+        if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ALONG):
             continue
         try:
             real = inside(source, entry.name).resolve(strict=True)

@@ -10,6 +10,7 @@ from ..report_text import human_bytes
 from ..text import printable
 from .config import export_dtype
 from .contents import Contents
+from .loaders import section, short
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
@@ -37,6 +38,20 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype]) -> 
         "",
         "## Loading it",
         "",
+        *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, printable(name))),
+        "",
+        "## Checking it",
+        "",
+        "    dtype-engine verify FOLDER --against SOURCE",
+        "",
+        "compares every tensor with what the recipe makes of the source, bit for bit.",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _plain_section(contents: Contents, name: str) -> list[str]:
+    """On loading an export that is a model, or weights alone."""
+    return [
         "```python",
         "import dtype_engine as de",
         "",
@@ -46,14 +61,7 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype]) -> 
         *_ours(contents),
         "",
         *_theirs(contents),
-        "",
-        "## Checking it",
-        "",
-        "    dtype-engine verify FOLDER --against SOURCE",
-        "",
-        "compares every tensor with what the recipe makes of the source, bit for bit.",
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _snippet(contents: Contents, name: str) -> list[str]:
@@ -74,6 +82,8 @@ def _ours(contents: Contents) -> list[str]:
 
 def loading_text(contents: Contents) -> str:
     """In a few words, what loading an export gives: by `load_pretrained`, and by plain `from_pretrained` of transformers 5."""
+    if contents.layout.kind != "model":
+        return short(contents)
     if contents.config is None:
         return "load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load it."
     wide = export_dtype(contents)

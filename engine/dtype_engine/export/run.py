@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..checkpoint import Checkpoint
-from ..checkpoint.folder import INDEX, SCALED_KEY
+from ..checkpoint.folder import SCALED_KEY
 from ..errors import UserError
 from ..model.live import give_memory_back
 from ..options import Options
@@ -16,14 +17,17 @@ from ..readings_export import ExportReport
 from ..recipe import Recipe
 from ..recipe.file import write_recipe
 from .claim import clear_up
-from .config import export_config, export_dtype
+from .config import export_config, export_dtype, written_configs
 from .contents import Contents, Item, of_checkpoint
 from .folder import copy_along, free_name, staged
+from .layout import Part
 from .readme import by_dtype, readme
-from .write import Progress, write_file
+from .write import Progress, copy_file, write_file
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
+Files = dict[str, tuple[Item, ...]]
+"""File names, and what goes into each."""
 
 
 def export_checkpoint(
@@ -60,26 +64,31 @@ def export(
     clear_up(folder.expanduser().absolute())
     target = free_name(folder, force, contents.files)
     config = export_config(contents)
+    layout = contents.layout
     files = shards(contents, max_shard_size)
-    progress = Progress(contents.nbytes, on_bytes, cancelled)
+    whole_bytes = contents.nbytes + layout.copied_bytes
+    progress = Progress(whole_bytes, on_bytes, cancelled)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with staged(target, contents.nbytes, force) as stage:
+    with staged(target, whole_bytes, force) as stage:
         notices = contents.notices
-        if contents.folder is not None and contents.config is not None:
+        if layout.kind == "model" and contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)
-        if config is not None:
-            (stage / "config.json").write_text(
-                json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
-            )
+        for part in layout.parts:
+            (stage / part.folder).mkdir(parents=True, exist_ok=True)
+        for file, place in layout.copied:
+            (stage / place).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(file, stage / place, progress)
+        for place, text in written_configs(contents, config).items():
+            (stage / place).write_text(text, encoding="utf-8")
         (stage / "recipe.yaml").write_text(write_recipe(contents.recipe, contents.title), encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums), encoding="utf-8")
-        for name, items in files.items():
-            write_file(stage / name, items, _metadata(items), progress)
-        if len(files) > 1:
-            weight_map = {piece.name: name for name, items in files.items() for item in items for piece in item.pieces}
-            index = {"metadata": {"total_size": contents.nbytes}, "weight_map": weight_map}
-            (stage / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        for part, of_part in files.items():
+            folder_of_part = stage / part.folder
+            for name, items in of_part.items():
+                write_file(folder_of_part / name, items, _metadata(part, items), progress)
+            if len(of_part) > 1:
+                (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(of_part), encoding="utf-8")
     give_memory_back()
     return ExportReport(
         folder=str(target),
@@ -87,29 +96,56 @@ def export(
         rules=tuple(map(str, contents.recipe.rules)),
         config_dtype=export_dtype(contents),
         nbytes=contents.nbytes,
-        files=tuple(files),
+        files=names_of(files),
         dtypes=sums,
         seconds=time.perf_counter() - started,
         notices=notices,
     )
 
 
-def _metadata(items: tuple[Item, ...]) -> dict[str, str]:
-    return {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
+def _metadata(part: Part, items: tuple[Item, ...]) -> dict[str, str]:
+    kept = {key: said for key, said in part.metadata.items() if not key.startswith(SCALED_KEY)}
+    return kept | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
 
 
-def shards(contents: Contents, max_shard_size: int | str) -> dict[str, tuple[Item, ...]]:
-    """File names and what goes into each, as huggingface_hub splits a state dict; a weight and its scales stay together."""
+def _index(files: Files) -> str:
+    """The index of a part's shards, as transformers and diffusers read it."""
+    weight_map = {piece.name: name for name, items in files.items() for item in items for piece in item.pieces}
+    total = sum(item.nbytes for items in files.values() for item in items)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
+
+
+def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
+    """For each part of the layout, file names and what goes into each, as huggingface_hub splits a state dict; a weight and its
+    scales stay together. The items have their names without the part's prefix.
+    """
+    by_part: dict[Part, dict[str, Item]] = {part: {} for part in contents.layout.parts}
+    for item in contents.items:
+        part = max((part for part in by_part if item.name.startswith(part.prefix)), key=lambda part: len(part.prefix))
+        local = item.name.removeprefix(part.prefix)
+        by_part[part][local] = dataclasses.replace(item, name=local)
+    return {part: _split(part, items, max_shard_size) for part, items in by_part.items()}
+
+
+def _split(part: Part, items: dict[str, Item], max_shard_size: int | str) -> Files:
     from huggingface_hub import split_state_dict_into_shards_factory
 
-    items = {item.name: item for item in contents.items}
     try:
         split = split_state_dict_into_shards_factory(
             items,
             get_storage_size=lambda item: item.nbytes,
-            filename_pattern="model{suffix}.safetensors",
+            filename_pattern=f"{part.stem}{{suffix}}.safetensors",
             max_shard_size=max_shard_size,
         )
     except ValueError as error:
         raise UserError(f"can't read the shard size {max_shard_size!r}: write it as in 5GB or 500MB") from error
+    if part.one_file:
+        return {f"{part.stem}.safetensors": tuple(items.values())}
     return {file: tuple(items[name] for name in names) for file, names in split.filename_to_tensors.items()}
+
+
+def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
+    """The files of weights by their places in the export."""
+    return tuple(
+        f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
+    )

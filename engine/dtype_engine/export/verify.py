@@ -88,6 +88,7 @@ def compare(
         on_bytes(done, contents.nbytes)
     expected = {piece.name for item in contents.items for piece in item.pieces}
     found += [TensorDifference(name, "is not in the source") for name in exported.tensors if name not in expected]
+    found += [TensorDifference(place, what) for place, what in contents.layout.differences(exported.path)]
     return tuple(found)
 
 

@@ -149,6 +149,13 @@ def _copy(source: CheckpointTensor, out: int, at: int, progress: Progress) -> No
             progress.wrote(copied)
 
 
+def copy_file(source: Path, target: Path, progress: Progress) -> None:
+    """A whole file as it is, to a new one. Raises UserError when it can't be read, OSError when it can't be written, Cancelled."""
+    whole = CheckpointTensor("", (), "uint8", source, 0, source.stat().st_size)
+    with open(target, "wb", buffering=0) as out:
+        _copy(whole, out.fileno(), 0, progress)
+
+
 def _copy_piece(source: int, start: int, out: int, at: int, size: int) -> int:
     if hasattr(os, "copy_file_range"):
         try:

@@ -26,6 +26,7 @@ from torch import nn
 
 from .. import dtypes
 from ..checkpoint import Checkpoint, FileIdentity, open_checkpoint
+from ..checkpoint.components import variant_of
 from ..checkpoint.folder import OWN_SUFFIX
 from ..checkpoint.pickles import load_pickle
 from ..errors import NoForward, UserError
@@ -121,6 +122,8 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
     Raises NoForward where there is no architecture, or transformers can't load it.
     """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    if checkpoint.form in _NO_ARCHITECTURE:
+        raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     if checkpoint.config is None:
         instead = (
             f", or open the model's own code with file.py:Name --weights {checkpoint.path.name}"
@@ -151,6 +154,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
                 output_loading_info=True,
                 local_files_only=True,
                 use_safetensors=checkpoint.form == "safetensors",
+                variant=variant_of(checkpoint.files[0].name),
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )

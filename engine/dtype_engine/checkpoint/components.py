@@ -1,0 +1,109 @@
+"""A diffusers pipeline: a folder of folders, each a component, named by `model_index.json`.
+
+The format is what diffusers' `DiffusionPipeline.save_pretrained` writes: `{"_class_name": ..., "unet": ["diffusers",
+"UNet2DConditionModel"], "scheduler": [...], "safety_checker": [null, null]}`. Every component with weights is a checkpoint of
+its own, in files that are named as its library (diffusers or transformers) names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..text import printable
+from .file_identity import FileIdentity
+
+PIPELINE_INDEX = "model_index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Component:
+    """One folder of a pipeline that has weights: where they are, and what their files say beside them.
+
+    stem: what its library names a file of weights, without `.safetensors`. pickled: its weights are pickles, so their tensors
+    are not among the pipeline's.
+    """
+
+    name: str
+    folder: Path
+    files: tuple[Path, ...]
+    stem: str
+    config: dict[str, Any] | None
+    metadata: Mapping[str, str]
+    pickled: bool = False
+    identities: tuple[FileIdentity, ...] = ()
+
+    @property
+    def prefix(self) -> str:
+        """What its tensors' names begin with among those of the whole pipeline."""
+        return f"{self.name}."
+
+
+def component_names(index: Mapping[str, Any]) -> tuple[str, ...]:
+    """The components that an index names, those without a class (an optional one that was left out) not among them."""
+    return tuple(
+        name
+        for name, named in index.items()
+        if not name.startswith("_") and isinstance(named, list) and any(part is not None for part in named)
+    )
+
+
+def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Component, ...], dict[str, Any]]:
+    """The components with weights, in the index's order, and the tensors of those that are no pickles, by `unet.conv.weight`.
+
+    Raises UserError for a component whose files are damaged, or that lies elsewhere.
+    """
+    from .folder import PICKLES, NoWeights, _of_shards, _weight_files, inside, read_json  # it imports this file
+
+    components: list[Component] = []
+    tensors: dict[str, Any] = {}
+    for name in component_names(index):
+        place = folder / name
+        if not place.is_dir():
+            continue
+        inside(folder, name, PIPELINE_INDEX)
+        try:
+            files = _weight_files(place)
+        except NoWeights:
+            continue
+        pickled = any(file.suffix in PICKLES for file in files)
+        identities = tuple(map(FileIdentity.of, files))
+        own, metadata = ({}, {}) if pickled else _of_shards(place, files)
+        config = read_json(place / "config.json") if (place / "config.json").is_file() else None
+        stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"
+        components.append(Component(name, place, files, stem, config, metadata, pickled, identities))
+        tensors |= {f"{name}.{local}": tensor.renamed(f"{name}.{local}") for local, tensor in own.items()}
+    return tuple(components), tensors
+
+
+def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
+    """What a user should know of how a pipeline was read."""
+    notices = []
+    if pickled := [component.name for component in components if component.pickled]:
+        notices.append(f"not shown, since their weights are pickles: {', '.join(map(printable, pickled))}")
+    for component in components:
+        variant = variant_of(component.files[0].name)
+        if variant is not None and not component.pickled:
+            notices.append(
+                f"{printable(component.name)}: read from its files of the variant {printable(variant)}, the only ones there are"
+            )
+    return tuple(notices)
+
+
+def variant_of(name: str) -> str | None:
+    """The variant in the name of a file of weights: `fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`,
+    and as older versions wrote it `model-00001-of-00002.fp16.safetensors`. None where there is none.
+    """
+    parts = name.split(".")
+    if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):
+        return None
+    return parts[1].split("-")[0] or None
+
+
+def need_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
+    """Raise UserError for a pipeline none of whose components can be read from headers."""
+    if not tensors:
+        raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")

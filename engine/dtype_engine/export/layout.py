@@ -1,0 +1,242 @@
+"""The layout of an export: which folders and files it is made of, so that whatever loads the source loads the export.
+
+A model has its weights at the top. A diffusers pipeline has a folder for each component, and `model_index.json` that names them;
+a PEFT adapter has `adapter_config.json` and one file of weights. What has no weights (schedulers, tokenizers, configurations) is
+copied as it is, and whatever is not copied is told.
+"""
+
+from __future__ import annotations
+
+import filecmp
+import fnmatch
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..checkpoint import PICKLES, Checkpoint, inside, read_json
+from ..checkpoint.components import PIPELINE_INDEX, Component, component_names, variant_of
+from ..checkpoint.folder import ADAPTER_CONFIG
+from ..errors import UserError
+from ..text import printable
+from .folder import ALONG
+
+Kind = Literal["model", "component", "pipeline", "adapter"]
+_WEIGHTS = (
+    ".safetensors",
+    *PICKLES,
+    ".gguf",
+    ".onnx",
+    ".onnx_data",
+    ".msgpack",
+    ".h5",
+    ".ot",
+    ".pb",
+    ".xml",
+    ".tflite",
+)
+_TOP = ("*.py", PIPELINE_INDEX, ADAPTER_CONFIG, *ALONG)
+_OURS = ("README.md", "recipe.yaml")
+_MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One folder of weights. folder: its name in the export, "" for the top; prefix: what the names of its tensors begin with
+    among those of the export, which its files leave out.
+
+    stem: the name of its files before `.safetensors`. one_file: its loader knows no shards. config: its `config.json` where
+    that names a dtype, which the cast changes; None where it is copied or there is none.
+    """
+
+    folder: str = ""
+    prefix: str = ""
+    stem: str = "model"
+    one_file: bool = False
+    config: dict[str, Any] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """kind: what it is to a loader; "component" is a diffusers model of its own. copied: files that go along as they are, each
+    with its place in the export. class_name: the class that diffusers' configuration names.
+    """
+
+    kind: Kind = "model"
+    parts: tuple[Part, ...] = (Part(),)
+    copied: tuple[tuple[Path, str], ...] = ()
+    notices: tuple[str, ...] = ()
+    class_name: str = ""
+    base: str = ""
+
+    @property
+    def copied_bytes(self) -> int:
+        return sum(file.stat().st_size for file, _ in self.copied)
+
+    def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
+        """The copied files that an export in `folder` lacks or has otherwise: their places, and what is wrong."""
+        for source, place in self.copied:
+            try:
+                if not filecmp.cmp(source, folder / place, shallow=False):
+                    yield place, "is not the file of the source"
+            except FileNotFoundError:
+                yield place, "is missing"
+
+
+PLAIN = Layout()
+"""A model of transformers, or weights alone."""
+
+
+def layout_of(checkpoint: Checkpoint) -> Layout:
+    """The layout that an export of this checkpoint has. Raises UserError."""
+    if checkpoint.form == "diffusers":
+        return _pipeline(checkpoint)
+    if checkpoint.form == "adapter":
+        return _adapter(checkpoint)
+    config = checkpoint.config or {}
+    if config.get("_class_name") and not config.get("model_type"):
+        part = Part(stem="diffusion_pytorch_model", metadata=checkpoint.metadata)
+        found = _Found(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
+        found.top(("config.json", *_TOP))
+        return Layout("component", (part,), tuple(found.copied), found.notices(), _class_name(config, "ModelMixin"))
+    return PLAIN
+
+
+def _adapter(checkpoint: Checkpoint) -> Layout:
+    found = _Found(checkpoint.path)
+    found.top(("config.json", *_TOP))
+    part = Part(stem="adapter_model", one_file=True, metadata=checkpoint.metadata)
+    return Layout("adapter", (part,), tuple(found.copied), found.notices(), base=printable(checkpoint.base or "", 200))
+
+
+def _pipeline(checkpoint: Checkpoint) -> Layout:
+    index = read_json(checkpoint.path / PIPELINE_INDEX)
+    found = _Found(checkpoint.path)
+    by_name = {component.name: component for component in checkpoint.components}
+    named = component_names(index)
+    found.top(_TOP, folders=named)
+    parts: list[Part] = []
+    as_they_are: list[str] = []
+    for name in named:
+        component = by_name.get(name)
+        if component is None or component.pickled:
+            if found.everything(name):
+                as_they_are.append(name)
+            continue
+        config = component.config if _names_a_dtype(component) else None
+        found.beside_weights(component, with_config=config is None)
+        parts.append(Part(name, component.prefix, component.stem, False, config, component.metadata))
+    if as_they_are:
+        found.said.append(
+            f"copied as they are, since their weights are not in safetensors: {', '.join(map(printable, as_they_are))}"
+        )
+    return Layout(
+        "pipeline",
+        tuple(parts),
+        tuple(found.copied),
+        found.notices(),
+        _class_name(index, "DiffusionPipeline"),
+    )
+
+
+def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
+    """The class of diffusers that a configuration names, where it is one that can be imported by its name."""
+    name = config.get("_class_name")
+    return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
+
+
+def _names_a_dtype(component: Component) -> bool:
+    """Whether it is a model of transformers, which is loaded in the dtype that its `config.json` names."""
+    config = component.config or {}
+    return "model_type" in config or "dtype" in config or "torch_dtype" in config
+
+
+class _Found:
+    """Goes through a source's folder: what is copied, and what is not."""
+
+    def __init__(self, source: Path) -> None:
+        self.source = source
+        self.copied: list[tuple[Path, str]] = []
+        self.said: list[str] = []
+        self.other_weights: list[str] = []
+        self.left_out: list[str] = []
+
+    def top(self, patterns: tuple[str, ...], folders: tuple[str, ...] = ()) -> None:
+        """Files at the top whose names match a pattern. Folders are left to the other methods."""
+        for entry in _entries(self.source):
+            if entry.name in folders and entry.is_dir():
+                continue
+            if any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in patterns):
+                self._take(self.source, entry, "")
+            elif entry.name not in _OURS and not _is_weight(entry.name):
+                self.left_out.append(entry.name)
+
+    def everything(self, name: str) -> bool:
+        """A component's whole folder; whether there are weights in it."""
+        return any(_is_weight(place) for place in self._walk(self.source / name, f"{name}/", lambda name: True))
+
+    def beside_weights(self, component: Component, with_config: bool) -> None:
+        """All of a component's folder but its weights, which are written, and other forms of them."""
+        written = {file.name for file in component.files}
+        self.other_weights += [
+            f"{component.name}/{entry.name}"
+            for entry in _entries(component.folder)
+            if _is_weight(entry.name) and not entry.name.endswith(".json") and entry.name not in written
+        ]
+        variant = variant_of(component.files[0].name)
+        if variant is not None:
+            self.said.append(
+                f"{printable(component.name)}: written without the variant {printable(variant)} in the names of its files, "
+                "which a cast makes untrue"
+            )
+        keep = (lambda name: True) if with_config else (lambda name: name != f"{component.name}/config.json")
+        self._walk(component.folder, f"{component.name}/", lambda place: keep(place) and not _is_weight(place))
+
+    def _walk(self, folder: Path, place: str, wanted: Any) -> list[str]:
+        taken = []
+        for entry in _entries(folder):
+            if entry.is_dir() and not entry.is_symlink():
+                taken += self._walk(entry, f"{place}{entry.name}/", wanted)
+            elif wanted(place + entry.name) and self._take(folder, entry, place):
+                taken.append(place + entry.name)
+        return taken
+
+    def _take(self, folder: Path, entry: Path, place: str) -> bool:
+        try:
+            real = inside(folder, entry.name).resolve(strict=True)
+            if stat.S_ISREG(os.stat(real).st_mode):
+                self.copied.append((real, place + entry.name))
+                return True
+            self.said.append(f"not copied: {printable(place + entry.name, 200)} is no regular file")
+        except UserError as error:
+            self.said.append(f"not copied: {error}")
+        return False
+
+    def notices(self) -> tuple[str, ...]:
+        for names, why in (
+            (self.other_weights, "left out, as other forms of the weights that are written"),
+            (self.left_out, "left out, as no part of what is exported"),
+        ):
+            if names:
+                shown = ", ".join(printable(name, 100) for name in names[:_MOST_NAMED])
+                more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+                self.said.append(f"{why}: {shown}{more}")
+        return tuple(self.said)
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in a folder, hidden files left out (a version control's or a download's own). Raises UserError."""
+    try:
+        return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
+    except OSError as error:
+        raise UserError(f"can't read {folder}: {error.strerror}") from None
+
+
+def _is_weight(name: str) -> bool:
+    """Whether a file has weights by its name, or is the index of such files."""
+    return name.endswith(_WEIGHTS) or (
+        name.endswith(".json") and (".safetensors.index" in name or ".bin.index" in name)
+    )

@@ -1,0 +1,375 @@
+"""Exports of diffusers pipelines and PEFT adapters: in the layout of their source, so that what loads the one loads the other.
+
+What is read back is read by safetensors and transformers, and by diffusers and peft where they are installed.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import folders
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+from dtype_engine.errors import NoForward
+
+
+def random_tensors(*names: str, rows: int = 40) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return {name: torch.randn(rows, 8, generator=generator) for name in names}
+
+
+def small_clip() -> transformers.CLIPTextModel:
+    torch.manual_seed(0)
+    config = transformers.CLIPTextConfig(
+        hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4, vocab_size=100,
+        max_position_embeddings=16, bos_token_id=0, eos_token_id=1,
+    )  # fmt: skip
+    return transformers.CLIPTextModel(config)
+
+
+@pytest.fixture
+def pipeline(tmp_path: Path) -> Path:
+    """A diffusers folder with real parts: a text encoder and a tokenizer by transformers, a sharded UNet, a VAE of pickles."""
+    folder = tmp_path / "pipeline"
+    small_clip().save_pretrained(folder / "text_encoder")
+    folders.tokenizer().save_pretrained(folder / "tokenizer")
+    (folder / "tokenizer" / "languages").mkdir()
+    (folder / "tokenizer" / "languages" / "codes.txt").write_text("en de\n")
+    (folder / "scheduler").mkdir()
+    (folder / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler", "steps_offset": 1}\n')
+    (folder / "unet").mkdir()
+    (folder / "unet" / "config.json").write_text('{"_class_name": "UNet2DConditionModel", "sample_size": 8}\n')
+    parts = [random_tensors("conv_in.weight"), random_tensors("mid.weight", "conv_out.weight")]
+    names = [f"diffusion_pytorch_model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    for name, tensors in zip(names, parts, strict=True):
+        save_file(tensors, folder / "unet" / name, metadata={"format": "pt"})
+    weight_map = {tensor: name for name, tensors in zip(names, parts, strict=True) for tensor in tensors}
+    (folder / "unet" / "diffusion_pytorch_model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": weight_map})
+    )
+    (folder / "vae").mkdir()
+    (folder / "vae" / "config.json").write_text('{"_class_name": "AutoencoderKL"}\n')
+    torch.save(random_tensors("decoder.weight"), folder / "vae" / "diffusion_pytorch_model.bin")
+    (folder / "model_index.json").write_text(
+        json.dumps(
+            {
+                "_class_name": "StableDiffusionPipeline", "_diffusers_version": "0.42.1",
+                "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"],
+                "text_encoder": ["transformers", "CLIPTextModel"], "tokenizer": ["transformers", "CLIPTokenizer"],
+                "scheduler": ["diffusers", "DDIMScheduler"], "safety_checker": [None, None],
+            }
+        )
+    )  # fmt: skip
+    (folder / "README.md").write_text("# the source's own\n")
+    (folder / "notes.ipynb").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    """A PEFT adapter of two matrices, with the tokenizer that it was trained with."""
+    folder = tmp_path / "adapter"
+    folders.tokenizer().save_pretrained(folder)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.randn(4, 32),
+        f"{prefix}.lora_B.weight": torch.randn(32, 4),
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt", "trained_by": "hand"})
+    config = {"peft_type": "LORA", "base_model_name_or_path": "someone/base", "r": 4, "target_modules": ["q_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def dtype_engine(*arguments: object) -> int:
+    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def of_folder(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_a_pipeline_is_exported_with_all_its_folders(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", pipeline, "--cast", "*=bf16", "-o", out) == 0
+    said = capsys.readouterr()
+    expected = files_in(pipeline) - {
+        "notes.ipynb", "unet/diffusion_pytorch_model-00001-of-00002.safetensors",
+        "unet/diffusion_pytorch_model-00002-of-00002.safetensors", "unet/diffusion_pytorch_model.safetensors.index.json",
+    } | {"unet/diffusion_pytorch_model.safetensors", "recipe.yaml"}  # fmt: skip
+    assert files_in(out) == expected
+    assert "left out, as no part of what is exported: notes.ipynb" in said.err
+    assert "copied as they are, since their weights are not in safetensors: vae" in said.err
+    for name, tensor in of_folder(pipeline / "unet").items():
+        assert torch.equal(of_folder(out / "unet")[name], tensor.to(torch.bfloat16)), name
+    loaded = transformers.CLIPTextModel.from_pretrained(out / "text_encoder").state_dict()
+    for name, tensor in small_clip().state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(torch.bfloat16)), name
+    for same in (
+        "model_index.json",
+        "scheduler/scheduler_config.json",
+        "tokenizer/languages/codes.txt",
+        "unet/config.json",
+    ):
+        assert (out / same).read_bytes() == (pipeline / same).read_bytes()
+    before = torch.load(pipeline / "vae" / "diffusion_pytorch_model.bin", weights_only=True)
+    after = torch.load(out / "vae" / "diffusion_pytorch_model.bin", weights_only=True)
+    assert torch.equal(before["decoder.weight"], after["decoder.weight"])
+    transformers.AutoTokenizer.from_pretrained(out / "tokenizer")
+    readme = (out / "README.md").read_text()
+    assert "StableDiffusionPipeline.from_pretrained" in readme
+    assert "# the source's own" not in readme
+    assert dtype_engine("verify", out, "--against", pipeline) == 0
+
+
+def test_a_component_in_shards_has_the_index_of_its_library(pipeline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", pipeline, "--cast", "unet.mid=f16", "--max-shard-size", "2KB", "-o", out) == 0
+    for folder, stem in (("unet", "diffusion_pytorch_model"), ("text_encoder", "model")):
+        index = json.loads((out / folder / f"{stem}.safetensors.index.json").read_text())
+        there = {file.name: load_file(file) for file in (out / folder).glob("*.safetensors")}
+        assert len(there) > 1
+        assert {name: file for file, tensors in there.items() for name in tensors} == index["weight_map"]
+        assert set(index["weight_map"]) == set(of_folder(pipeline / folder))
+    source = of_folder(pipeline / "unet")
+    assert torch.equal(of_folder(out / "unet")["mid.weight"], source["mid.weight"].half())
+    assert torch.equal(of_folder(out / "unet")["conv_in.weight"], source["conv_in.weight"])
+    assert transformers.CLIPTextModel.from_pretrained(out / "text_encoder").dtype == torch.float32
+    assert dtype_engine("verify", out, "--against", pipeline) == 0
+
+
+def test_what_an_exported_pipeline_lacks_or_has_otherwise_is_a_difference(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", pipeline, "-o", out) == 0
+    (out / "tokenizer" / "languages" / "codes.txt").unlink()
+    (out / "scheduler" / "scheduler_config.json").write_text("{}")
+    tensors = load_file(out / "unet" / "diffusion_pytorch_model.safetensors")
+    tensors["mid.weight"][0, 0] += 1
+    save_file(tensors, out / "unet" / "diffusion_pytorch_model.safetensors")
+    capsys.readouterr()
+    assert dtype_engine("verify", out, "--against", pipeline) == 1
+    said = capsys.readouterr().out
+    assert "unet.mid.weight 1 of 320 values" in said
+    assert "tokenizer/languages/codes.txt is missing" in said
+    assert "scheduler/scheduler_config.json is not the file of the source" in said
+
+
+def test_our_own_ways_of_loading_a_pipeline(pipeline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", pipeline, "--cast", "*=bf16", "--cast", "*.conv_in=f16", "-o", out) == 0
+    session = de.open(str(out / "text_encoder"))
+    assert session.drift().output.elements > 0
+    assert {tensor.dtype for tensor in session.tree.tensors.values() if tensor.persistent and tensor.castable} == {
+        "bfloat16"
+    }
+    with pytest.raises(NoForward, match="open one of its folders"):
+        de.open(str(out))
+    with pytest.raises(NoForward, match="open one of its folders"):
+        de.load_pretrained(out)
+
+    class Unet(torch.nn.Module):
+        """The names and shapes of the fixture's UNet."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv_in, self.mid, self.conv_out = (torch.nn.Linear(8, 40, bias=False) for _ in range(3))
+
+    unet = de.load_pretrained(out / "unet", module=Unet())
+    assert {name: tensor.dtype for name, tensor in unet.named_parameters()} == {
+        "conv_in.weight": torch.float16, "mid.weight": torch.bfloat16, "conv_out.weight": torch.bfloat16,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("target", ["fp8", "int8", "e5m2@tensor"])
+def test_scales_are_refused_where_no_loader_has_them(
+    pipeline: Path, adapter: Path, tmp_path: Path, target: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for source, loader in ((pipeline, "diffusers"), (adapter, "PEFT"), (pipeline / "unet", "diffusers")):
+        assert dtype_engine("export", source, "--cast", f"*={target}", "-o", tmp_path / "out") == 2
+        said = capsys.readouterr().err
+        assert f"{loader}, which loads this, has no format for weights in " in said
+        assert len(said.strip().splitlines()) == 1
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_variant_is_read_and_written_without_its_name(
+    tmp_path: Path, sharded: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, out = tmp_path / "variant", tmp_path / "out"
+    small_clip().save_pretrained(folder / "text_encoder", variant="fp16", max_shard_size="10KB" if sharded else "1GB")
+    (folder / "model_index.json").write_text(
+        json.dumps({"_class_name": "X", "text_encoder": ["transformers", "CLIPTextModel"]})
+    )
+    assert (folder / "text_encoder" / "model.safetensors.index.fp16.json").exists() == sharded
+    assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", out) == 0
+    assert "written without the variant fp16" in capsys.readouterr().err
+    assert (out / "text_encoder" / "model.safetensors").is_file()
+    loaded = transformers.CLIPTextModel.from_pretrained(out / "text_encoder").state_dict()
+    for name, tensor in small_clip().state_dict().items():
+        assert torch.equal(loaded[name], tensor.to(torch.bfloat16)), name
+    assert de.open(str(folder / "text_encoder")).drift().output.elements > 0
+
+
+def test_other_forms_of_the_same_weights_are_left_out_and_said(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small_clip().half().save_pretrained(pipeline / "text_encoder", variant="fp16")
+    torch.save({}, pipeline / "text_encoder" / "pytorch_model.bin")
+    assert dtype_engine("export", pipeline, "-o", tmp_path / "out") == 0
+    assert (
+        "left out, as other forms of the weights that are written: text_encoder/model.fp16.safetensors, "
+        "text_encoder/pytorch_model.bin" in capsys.readouterr().err
+    )
+    assert not (tmp_path / "out" / "text_encoder" / "pytorch_model.bin").exists()
+
+
+def test_links_out_of_a_component_are_not_followed(
+    pipeline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret.txt").write_text("secret")
+    (pipeline / "scheduler" / "more.txt").symlink_to(tmp_path / "secret.txt")
+    (pipeline / "scheduler" / "round").symlink_to(".")
+    assert dtype_engine("export", pipeline, "-o", tmp_path / "out") == 0
+    said = capsys.readouterr().err
+    assert "not copied: " in said
+    assert "more.txt is a link out of its folder" in said
+    assert files_in(tmp_path / "out" / "scheduler") == {"scheduler_config.json"}
+
+
+def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_path: Path) -> None:
+    from dtype_engine.errors import Cancelled
+    from dtype_engine.export import export_checkpoint
+    from dtype_engine.recipe import Recipe, Rule
+
+    recipe = Recipe().then(Rule.parse("*=bf16"))
+    told: list[tuple[int, int]] = []
+    export_checkpoint(
+        open_checkpoint(pipeline),
+        "p",
+        recipe,
+        tmp_path / "whole",
+        on_bytes=lambda done, total: told.append((done, total)),
+    )
+    assert told[-1][0] == told[-1][1]
+    for at in range(0, len(told), max(1, len(told) // 5)):
+        answers = iter([False] * at + [True] * 10_000)
+        with pytest.raises(Cancelled):
+            export_checkpoint(
+                open_checkpoint(pipeline),
+                "p",
+                recipe,
+                tmp_path / "out",
+                cancelled=lambda answers=answers: next(answers),
+            )
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["pipeline", "whole"]
+
+
+def test_a_diffusers_model_of_its_own_keeps_its_names(pipeline: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", pipeline / "unet", "--cast", "*=bf16", "-o", out) == 0
+    assert files_in(out) == {"config.json", "diffusion_pytorch_model.safetensors", "README.md", "recipe.yaml"}
+    assert (out / "config.json").read_bytes() == (pipeline / "unet" / "config.json").read_bytes()
+    assert "UNet2DConditionModel.from_pretrained" in (out / "README.md").read_text()
+    assert dtype_engine("verify", out, "--against", pipeline / "unet") == 0
+
+
+@pytest.mark.parametrize("shard", ["5GB", "1KB"])
+def test_an_adapter_is_exported_as_one(adapter: Path, tmp_path: Path, shard: str) -> None:
+    out = tmp_path / "out"
+    assert dtype_engine("export", adapter, "--cast", "*lora_A*=bf16", "--max-shard-size", shard, "-o", out) == 0
+    assert files_in(out) == files_in(adapter) | {"README.md", "recipe.yaml"}
+    assert (out / "adapter_config.json").read_bytes() == (adapter / "adapter_config.json").read_bytes()
+    source = load_file(adapter / "adapter_model.safetensors")
+    with safe_open(out / "adapter_model.safetensors", "pt") as written:
+        assert written.metadata() == {"format": "pt", "trained_by": "hand"}
+        for name, tensor in source.items():
+            assert torch.equal(written.get_tensor(name), tensor.bfloat16() if "lora_A" in name else tensor)
+    transformers.AutoTokenizer.from_pretrained(out)
+    checkpoint = open_checkpoint(out)
+    assert (checkpoint.form, checkpoint.base) == ("adapter", "someone/base")
+    assert "someone/base" in (out / "README.md").read_text()
+    assert dtype_engine("verify", out, "--against", adapter) == 0
+    with pytest.raises(NoForward, match="merge it into its base model"):
+        de.load_pretrained(out)
+
+
+@pytest.fixture
+def real_pipeline() -> Any:
+    diffusers = pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    unet = diffusers.UNet2DConditionModel(
+        block_out_channels=(8, 16), layers_per_block=1, sample_size=8, down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"), cross_attention_dim=32, attention_head_dim=2, norm_num_groups=4,
+    )  # fmt: skip
+    vae = diffusers.AutoencoderKL(
+        block_out_channels=[8, 16], down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2,
+        norm_num_groups=4,
+    )  # fmt: skip
+    letters = {"<|startoftext|>": 0, "<|endoftext|>": 1} | {f"{letter}</w>": 2 + i for i, letter in enumerate("abcdef")}
+    return diffusers.StableDiffusionPipeline(
+        vae=vae, unet=unet, text_encoder=small_clip(), tokenizer=transformers.CLIPTokenizer(vocab=letters, merges=[]),
+        scheduler=diffusers.DDIMScheduler(), safety_checker=None, feature_extractor=None, requires_safety_checker=False,
+    )  # fmt: skip
+
+
+def test_diffusers_loads_an_exported_pipeline(real_pipeline: Any, tmp_path: Path) -> None:
+    import diffusers
+
+    source, out = tmp_path / "source", tmp_path / "out"
+    real_pipeline.save_pretrained(source, max_shard_size="100KB")
+    assert dtype_engine("export", source, "--cast", "*=bf16", "--cast", "vae=f16", "-o", out) == 0
+    loaded = diffusers.DiffusionPipeline.from_pretrained(out, torch_dtype=torch.bfloat16)
+    plain = diffusers.DiffusionPipeline.from_pretrained(out)
+    assert type(loaded) is diffusers.StableDiffusionPipeline
+    for part in ("unet", "vae", "text_encoder"):
+        cast = torch.float16 if part == "vae" else torch.bfloat16
+        before = getattr(real_pipeline, part).state_dict()
+        for name, tensor in getattr(loaded, part).state_dict().items():
+            assert torch.equal(tensor, before[name].to(cast).to(torch.bfloat16)), (part, name)
+        for name, tensor in getattr(plain, part).state_dict().items():
+            assert tensor.dtype == (torch.bfloat16 if part == "text_encoder" else torch.float32)
+            assert torch.equal(tensor.float(), before[name].to(cast).float()), (part, name)
+    unet = diffusers.UNet2DConditionModel.from_config(diffusers.UNet2DConditionModel.load_config(out / "unet"))
+    kept = de.load_pretrained(out / "unet", module=unet)
+    assert {parameter.dtype for parameter in kept.parameters()} == {torch.bfloat16}
+
+
+def test_peft_loads_an_exported_adapter(make_llama: Any, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = make_llama()
+    settings = peft.LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(transformers.LlamaForCausalLM.from_pretrained(base), settings)
+    model.save_pretrained(tmp_path / "lora")
+    before = load_file(tmp_path / "lora" / "adapter_model.safetensors")
+    out = tmp_path / "out"
+    assert dtype_engine("export", tmp_path / "lora", "--cast", "*=bf16", "-o", out) == 0
+    for dtype, more, given in (
+        (torch.float32, {}, torch.float32),
+        (torch.bfloat16, {}, torch.float32),
+        (torch.bfloat16, {"autocast_adapter_dtype": False}, torch.bfloat16),
+    ):
+        whole = transformers.LlamaForCausalLM.from_pretrained(base, dtype=dtype)
+        loaded = peft.get_peft_model_state_dict(peft.PeftModel.from_pretrained(whole, out, **more))
+        assert loaded.keys() == before.keys()
+        for name, tensor in before.items():
+            assert loaded[name].dtype == given
+            assert torch.equal(loaded[name].float(), tensor.bfloat16().float())
