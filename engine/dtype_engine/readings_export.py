@@ -42,8 +42,9 @@ class TensorDifference:
 class VerifyReport:
     """An exported checkpoint against its source and the recipe in it.
 
-    `tensors` were compared, bit for bit. The drift is that of the source under the recipe, and that of the weights as loaded
-    back from the export, both against the source's reference; None where it was not asked for.
+    `tensors` were compared, bit for bit, as other programs' loaders read them. unchecked: what was not compared, a sentence each.
+    The drift is that of the source under the recipe, and that of the weights as loaded back from the export, both against the
+    source's reference; None where it was not asked for.
     """
 
     folder: str
@@ -55,6 +56,7 @@ class VerifyReport:
     seconds: float
     drift_before: OutputDrift | None = None
     drift_after: OutputDrift | None = None
+    unchecked: tuple[str, ...] = ()
 
     @property
     def same(self) -> bool:

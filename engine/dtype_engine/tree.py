@@ -23,9 +23,9 @@ class TensorInfo:
     """One tensor of the model as it is stored, before any cast.
 
     `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
-    has the bytes of a dtype that only its format knows (GGUF's blocks), `fixed` says why a tensor is never cast where its
-    dtype alone does not (it is part of a quantised weight). `scaled`: a storage-only dtype that comes with the scales of this
-    program, as an exported checkpoint has it. `numel` elements, `nbytes` bytes as stored, the scales included.
+    has the bytes of a dtype that only its format knows (GGUF's blocks, whose values are float32), `fixed` says why a tensor is
+    never cast where its dtype alone does not (it is part of a quantised weight). `scaled`: a storage-only dtype that comes with
+    the scales of this program, as an exported checkpoint has it. `numel` elements, `nbytes` bytes as stored, the scales included.
     """
 
     name: str
@@ -56,8 +56,10 @@ class TensorInfo:
 
     @property
     def castable(self) -> bool:
-        """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast."""
-        return self.fixed is None and self.dtype in dtypes.COMPUTED
+        """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast, and blocks that can be
+        dequantized.
+        """
+        return self.fixed is None and (self.dtype in dtypes.COMPUTED or self.packed_bytes is not None)
 
     @property
     def names(self) -> tuple[str, ...]:

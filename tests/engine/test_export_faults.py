@@ -27,6 +27,7 @@ from dtype_engine.errors import UserError
 from dtype_engine.export import claim, export_checkpoint
 from dtype_engine.export.claim import CLAIM
 from dtype_engine.export.contents import of_checkpoint
+from dtype_engine.export.source_values import of_files
 from dtype_engine.export.verify import compare
 
 MOMENTS = 20
@@ -66,7 +67,10 @@ def contents_of(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def is_whole(source: Path, out: Path) -> bool:
-    return compare(of_checkpoint(open_checkpoint(source), "source", RECIPE), open_checkpoint(out)) == ()
+    checkpoint = open_checkpoint(source)
+    contents = of_checkpoint(checkpoint, "source", RECIPE)
+    names = frozenset(item.name for item in contents.items)
+    return compare(contents, of_files(checkpoint.files, names, trust=False), out) == ()
 
 
 def pieces(place: Path) -> list[Path]:

@@ -221,10 +221,10 @@ def test_a_gguf_file(tmp_path: Path) -> None:
         "blk.0.attn_norm.weight": "float32", "blk.0.ffn_up.weight": "float16", "blk.0.ffn_down.weight": "q8_0",
     }  # fmt: skip
     down = tree.tensors["blk.0.ffn_down.weight"]
-    assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, False)
+    assert (down.shape, down.nbytes, down.castable) == ((4, 64), 4 * 2 * 34, True)
     assert torch.equal(read_tensor(checkpoint, "blk.0.attn_norm.weight"), torch.from_numpy(plain))
-    with pytest.raises(UserError, match="q8_0"):
-        read_tensor(checkpoint, "blk.0.ffn_down.weight")
+    values = gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType.Q8_0)
+    assert torch.equal(read_tensor(checkpoint, "blk.0.ffn_down.weight"), torch.from_numpy(values))
     assert "llama.cpp" in why_not_run(path)
 
 

@@ -2,10 +2,11 @@
 
 from .file_identity import FileIdentity, refuse_changed
 from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
-from .safetensors_header import CheckpointTensor, read_header
+from .safetensors_header import ByteRange, CheckpointTensor, read_header
 
 __all__ = [
     "PICKLES",
+    "ByteRange",
     "Checkpoint",
     "CheckpointTensor",
     "FileIdentity",

@@ -65,7 +65,8 @@ class Checkpoint:
     form: which reader its files need. values: the tensors themselves where reading the headers already mapped them
     (pickles). base: the model that an adapter was made for. notices: what a user should know, a sentence each. identities: the
     files with weights as they were before anything of them was read. components: the folders of a diffusers pipeline that have
-    weights.
+    weights. aliases: names that stand for the very same tensor as another, and that other's name (tied weights of a pickle, or
+    of a file written by safetensors' `save_model`).
     """
 
     path: Path
@@ -79,6 +80,7 @@ class Checkpoint:
     notices: tuple[str, ...] = ()
     identities: tuple[FileIdentity, ...] = ()
     components: tuple[Component, ...] = ()
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def scaled(self) -> dict[str, Scaled]:
@@ -106,14 +108,17 @@ class Checkpoint:
                     f"{self.path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
                 )
             found[name] = Scaled(dtype, data, scale)
-        return found
+        return found | {alias: found[first] for alias, first in self.aliases.items() if first in found}
 
     @cached_property
     def weights(self) -> dict[str, CheckpointTensor]:
-        """The tensors by the names that the model has for them: scales are left out, as they belong to their weight."""
-        own = {tensor.data.name: name for name, tensor in self.scaled.items()}
+        """The tensors by the names that the model has for them, tied ones under each of theirs. Scales are left out, as they
+        belong to their weight.
+        """
+        own = {tensor.data.name: name for name, tensor in self.scaled.items() if name not in self.aliases}
         scales = {tensor.scale.name for tensor in self.scaled.values()}
-        return {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
+        found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
+        return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
         """The dtype of one of `weights`: a name of `dtypes`, `@tensor` included."""
@@ -123,6 +128,9 @@ class Checkpoint:
     def tree(self) -> Tree:
         """The tree of its tensor names; module classes and ties are not known from headers."""
         fixed = parts_of_quantised(self.tensors.keys() - self._own_parts, self.config)
+        further: dict[str, tuple[str, ...]] = {}
+        for alias, first in self.aliases.items():
+            further[first] = (*further.get(first, ()), alias)
         with _without_collecting():
             return from_tensors(
                 TensorInfo(
@@ -130,11 +138,13 @@ class Checkpoint:
                     tensor.shape,
                     self.dtype(name),
                     _kind(name),
-                    packed_bytes=tensor.nbytes if tensor.packed else None,
-                    fixed=fixed.get(name),
+                    further.get(name, ()),
+                    packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
+                    fixed=tensor.refusal or fixed.get(name),
                     scaled=name in self.scaled,
                 )
                 for name, tensor in self.weights.items()
+                if name not in self.aliases
             )
 
     @property
@@ -144,8 +154,8 @@ class Checkpoint:
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all tensors, as stored."""
-        return sum(tensor.nbytes for tensor in self.tensors.values())
+        """Bytes of all tensors, as stored, tied ones once."""
+        return sum(tensor.nbytes for name, tensor in self.tensors.items() if name not in self.aliases)
 
 
 def _kind(name: str) -> Kind:
@@ -200,7 +210,8 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None
-    return Checkpoint(path, (path,), tensors, config, metadata, identities=identities)
+    aliases = _aliases(tensors, metadata)
+    return Checkpoint(path, (path,), tensors, config, metadata, identities=identities, aliases=aliases)
 
 
 def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
@@ -219,7 +230,16 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     tensors, metadata = _of_shards(folder, files)
     variant = variant_of(files[0].name)
     notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
-    found = Checkpoint(folder, files, tensors, config, metadata, notices=notices, identities=identities)
+    found = Checkpoint(
+        folder,
+        files,
+        tensors,
+        config,
+        metadata,
+        notices=notices,
+        identities=identities,
+        aliases=_aliases(tensors, metadata),
+    )
     return _as_adapter(found) if adapter else found
 
 
@@ -228,6 +248,19 @@ def _as_adapter(found: Checkpoint) -> Checkpoint:
     base = str(read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
     return dataclasses.replace(found, config=None, form="adapter", base=base, notices=(*found.notices, notice))
+
+
+def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """The names that a file has in its metadata alone, and the tensor's that each of them stands for.
+
+    safetensors' `save_model` writes a tied weight once, and into the metadata each name that it left out and the one it kept.
+    """
+    return {
+        name: kept
+        for name, kept in metadata.items()
+        if (kept in tensors or SCALED_KEY + kept in metadata)
+        and not (not name or name == "format" or name in tensors or name.startswith(SCALED_KEY))
+    }
 
 
 def _identities(files: Iterable[Path]) -> tuple[FileIdentity, ...]:
@@ -252,10 +285,11 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     from .pickles import read_pickles
 
     identities = _identities(files)
-    tensors, values, notices = read_pickles(files, trust_pickle)
+    found = read_pickles(files, trust_pickle)
     return Checkpoint(
-        path, files, tensors, config, form="pickle", values=values, notices=notices, identities=identities
-    )
+        path, files, found.tensors, config, form="pickle", values=found.values, notices=found.notices,
+        identities=identities, aliases=found.aliases,
+    )  # fmt: skip
 
 
 def _open_pipeline(folder: Path) -> Checkpoint:

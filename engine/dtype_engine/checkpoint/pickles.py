@@ -6,12 +6,16 @@ import pickle
 import stat
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import dtypes
 from ..errors import UserError
 from ..text import printable
+from .pickle_zip import check_archive
 from .safetensors_header import CheckpointTensor
 
 if TYPE_CHECKING:
@@ -31,27 +35,96 @@ _NESTED = (
 )
 
 
-def read_pickles(
-    files: tuple[Path, ...], trust: bool
-) -> tuple[dict[str, CheckpointTensor], dict[str, torch.Tensor], tuple[str, ...]]:
-    """The tensors of one or several files: their specifications, the (mapped) tensors themselves, and notices.
-
-    Raises UserError with the file and the reason.
+@dataclass(frozen=True, slots=True)
+class Pickled:
+    """What pickles hold: specifications and tensors by name, both with every name. `aliases`: the further names of a tensor
+    that has several, and its first one. `notices`: what a user should know.
     """
+
+    tensors: dict[str, CheckpointTensor]
+    values: dict[str, torch.Tensor]
+    aliases: dict[str, str]
+    notices: tuple[str, ...]
+
+
+def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
+    """The tensors of one or several files, mapped where they can be. Raises UserError with the file and the reason."""
     tensors: dict[str, CheckpointTensor] = {}
     values: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
     notices: list[str] = []
     for file in files:
-        found, entry = state_dict(load_pickle(file, trust), file)
-        if entry:
-            notices.append(f"{file.name}: the weights are its entry {printable(entry)!r}")
+        found, notes = state_dict(load_pickle(file, trust), file)
+        notices += notes
+        firsts: dict[Any, str] = {}
         for name, tensor in found.items():
             if name in values:
                 raise UserError(f"tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}")
+            tensors[name] = _specification(name, tensor, file)
             values[name] = tensor
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors[name] = CheckpointTensor(name, tuple(tensor.shape), dtype, file, 0, tensor.nbytes)
-    return tensors, values, tuple(notices)
+            if (key := _place(tensor)) is not None and (first := firsts.setdefault(key, name)) != name:
+                aliases[name] = first
+    return Pickled(tensors, values, aliases, tuple(notices))
+
+
+def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTensor:
+    """What a tensor is. Those that safetensors has no place for keep their bytes and the reason."""
+    import torch
+
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    refusal: str | None = None
+    shape: tuple[int, ...] = ()
+    nbytes = 0
+    if tensor.is_nested:
+        refusal, shape, nbytes = "is a nested tensor", (tensor.numel(),), int(tensor.nbytes)
+    elif tensor.layout != torch.strided:
+        refusal = f"is sparse ({str(tensor.layout).removeprefix('torch.')})"
+        shape, nbytes = tuple(tensor.shape), sum(part.nbytes for part in _sparse_parts(tensor))
+    elif tensor.is_meta:
+        refusal, shape = "has no data (it was saved on the meta device)", tuple(tensor.shape)
+    else:
+        shape, nbytes = tuple(tensor.shape), tensor.nbytes
+        if tensor.is_quantized:
+            refusal = f"is quantized by torch ({dtype}), with a scale of its own kind"
+        elif dtype not in dtypes.BY_NAME:
+            refusal = f"is {dtype}"
+        elif dtype == "float4_e2m1fn_x2" and shape:
+            shape = (*shape[:-1], 2 * shape[-1])
+        elif _past_the_end(tensor):
+            raise UserError(f"{file}: tensor {printable(name)} is larger than its storage: the file is damaged")
+    return CheckpointTensor(name, shape, dtype, file, None, nbytes, refusal=refusal)
+
+
+def _sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    import torch
+
+    if tensor.layout == torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def _past_the_end(tensor: torch.Tensor) -> bool:
+    """Whether a view reaches over the end of its storage."""
+    if not tensor.numel():
+        return False
+    last = tensor.storage_offset() + sum(
+        (extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return (last + 1) * tensor.element_size() > tensor.untyped_storage().nbytes()
+
+
+def _place(tensor: torch.Tensor) -> Any:
+    """What two names of one tensor have in common: storage, place in it, shape and strides. None where that is no sign."""
+    import torch
+
+    if tensor.is_nested or tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return None
+    return (
+        tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype,
+        tensor.is_conj(), tensor.is_neg(),
+    )  # fmt: skip
 
 
 def load_pickle(path: Path, trust: bool) -> Any:
@@ -60,10 +133,10 @@ def load_pickle(path: Path, trust: bool) -> Any:
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
         zipped = zipfile.is_zipfile(path)
-        scripted = zipped and any(name.endswith("/constants.pkl") for name in zipfile.ZipFile(path).namelist())
-    except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"can't read {path}: {getattr(error, 'strerror', None) or error}") from None
-    if scripted:
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    archive = check_archive(path, trust) if zipped else None
+    if archive is not None and archive.scripted:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
     if not zipped and _first_byte(path) != b"\x80":
         raise UserError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle")
@@ -72,7 +145,9 @@ def load_pickle(path: Path, trust: bool) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", mmap=zipped, weights_only=not trust)
+            # What is compressed can't be mapped; torch's reader inflates it.
+            mapped = archive is not None and not archive.compressed
+            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
     except pickle.UnpicklingError as error:
         raise UserError(_refused(path, error)) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
@@ -102,35 +177,92 @@ def _refused(path: Path, error: Exception) -> str:
     return f"{path} is no PyTorch file, or it is damaged"
 
 
-def state_dict(found: Any, path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
-    """The tensors by name, and the entry they were nested under. Raises UserError when there are none."""
+def state_dict(found: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+    """The tensors by name, and notices: the entry they were nested under, and tensors that are not among them.
+
+    Raises UserError when there are none, or two have the same name.
+    """
     import torch
     from torch import nn
 
     if isinstance(found, nn.Module):
-        return dict(found.state_dict()), None
+        return _tensors(found.state_dict(), path), ()
     if isinstance(found, torch.Tensor):
-        return {"tensor": found}, None
+        return {"tensor": found.detach()}, ()
     if not isinstance(found, Mapping):
         raise UserError(f"{path} holds a {type(found).__name__}, not a state dict of tensors by name")
-    here = _tensors(found)
-    best, entry = here, None
+    best, most, entry = found, _count(found), None
     for key in (*_NESTED, *(key for key in found if isinstance(key, str))):
         inside = found.get(key)
         if isinstance(inside, nn.Module):
             inside = inside.state_dict()
         if isinstance(inside, Mapping):
-            nested = _tensors(inside)
-            if len(nested) > len(best) or (nested and entry is None and len(nested) == len(best)):
-                best, entry = nested, key
+            count = _count(inside)
+            if count > most or (count and entry is None and count == most):
+                best, most, entry = inside, count, key
             if entry in _NESTED:
                 break
-    if not best:
+    if not most:
         raise UserError(f"{path} holds no tensors by name: it is no checkpoint")
-    return best, entry
+    notices = []
+    if entry is not None:
+        notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
+    others, first = _elsewhere(found, best)
+    if others:
+        what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
+        notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
+    return _tensors(best, path), tuple(notices)
 
 
-def _tensors(found: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
+def _count(found: Mapping[Any, Any]) -> int:
     import torch
 
-    return {str(name): value.data for name, value in found.items() if name != "" and isinstance(value, torch.Tensor)}
+    return sum(isinstance(value, torch.Tensor) for value in found.values())
+
+
+def _tensors(found: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of one mapping. Keys that are no text are written as text."""
+    import torch
+
+    named: dict[str, torch.Tensor] = {}
+    for key, value in found.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        name = str(key)
+        if not name:
+            raise UserError(f"{path} has a tensor without a name")
+        if name in named:
+            raise UserError(
+                f"{path} has two tensors whose names are both written {printable(name)!r}, such as 1 and '1'"
+            )
+        # A view that is conjugated or negated as it is read has other bytes in its storage.
+        plain = value.layout == torch.strided and not value.is_nested and not value.is_quantized
+        named[name] = value.detach().resolve_conj().resolve_neg() if plain else value.detach()
+    return named
+
+
+_MOST_LOOKED_AT = 1_000_000
+_LONGEST_PLACE = 200
+
+
+def _elsewhere(found: Any, chosen: Any) -> tuple[int, str]:
+    """How many tensors lie in a pickle's mappings and lists besides those directly in `chosen`, and the first one's place."""
+    import torch
+
+    waiting: deque[tuple[Any, str]] = deque([(found, "")])
+    seen: set[int] = set()
+    count, first = 0, ""
+    while waiting and len(seen) < _MOST_LOOKED_AT:
+        holder, place = waiting.popleft()
+        if id(holder) in seen:
+            continue
+        seen.add(id(holder))
+        parts = holder.items() if isinstance(holder, Mapping) else enumerate(holder)
+        for key, value in parts:
+            inner = f"{place}.{key}" if place and len(place) < _LONGEST_PLACE else place or str(key)
+            if isinstance(value, torch.Tensor):
+                if holder is not chosen:
+                    count, first = count + 1, first or inner
+            elif isinstance(value, (Mapping, list, tuple)):
+                waiting.append((value, inner))
+    return count, first

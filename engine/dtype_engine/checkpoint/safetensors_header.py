@@ -25,18 +25,38 @@ _MOST_DIMENSIONS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class ByteRange:
+    """Where in a file some bytes are; `start` counts from its first byte."""
+
+    file: Path
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """One tensor of a file: torch's name of its dtype, and where its bytes are (`start` counts from the file's first
-    byte). `packed`: its dtype is one that only its format knows.
+    """One tensor of a file. `model.mapped.read_tensor` has its values, whatever the file's form.
+
+    dtype: torch's name. shape: as safetensors has it, so that of `float4_e2m1fn_x2` counts values, of which a byte holds two.
+    start: where its bytes begin in the file; None where no stretch of the file is just its bytes (pickles). packed: its dtype
+    is one that only its format knows. refusal: why its values can't be read as a tensor or written, as in "is sparse".
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     file: Path
-    start: int
+    start: int | None
     nbytes: int
     packed: bool = False
+    refusal: str | None = None
+
+    @property
+    def bytes(self) -> ByteRange | None:
+        """Where its bytes are, in the order and width that torch has for its dtype; None where they are nowhere so."""
+        if self.start is None or self.packed or self.refusal is not None:
+            return None
+        return ByteRange(self.file, self.start, self.nbytes)
 
     def renamed(self, name: str) -> CheckpointTensor:
         """The same tensor under another name."""
@@ -134,9 +154,9 @@ def _whole(value: object) -> bool:
 
 def _check_layout(path: Path, tensors: dict[str, CheckpointTensor], body_start: int, size: int) -> None:
     at = body_start
-    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start, tensor.nbytes)):
+    for tensor in sorted(tensors.values(), key=lambda tensor: (tensor.start or 0, tensor.nbytes)):
         if tensor.start != at:
-            what = "overlaps another" if tensor.start < at else "leaves a hole before it"
+            what = "overlaps another" if (tensor.start or 0) < at else "leaves a hole before it"
             raise UserError(f"{path}: tensor {printable(tensor.name)} {what}: the file is damaged")
         at += tensor.nbytes
     if at != size:

@@ -192,5 +192,6 @@ def verify_text(report: VerifyReport, most: int) -> str:
         before, after = report.drift_before, report.drift_after
         lines.append(f"drift      max |Δ| {before.max_abs:.6e} cast, {after.max_abs:.6e} loaded back")
         lines.append(f"           mean |Δ| {before.mean_abs:.6e} cast, {after.mean_abs:.6e} loaded back")
+    lines += [f"unchecked  {printable(sentence, 1000)}" for sentence in report.unchecked]
     lines.append("the same, bit for bit" if report.same else "not the same")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,16 +16,15 @@ from typing import Any
 import torch
 
 from .. import dtypes
-from ..checkpoint import Checkpoint, CheckpointTensor
+from ..checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, Scaled
 from ..checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
 from ..errors import UserError
 from ..model.live import LiveModel, Weight, inventory
 from ..model.load import skeleton
-from ..model.mapped import read_mapped
+from ..model.mapped import read_mapped, read_stored, read_tensor
 from ..model.names import Placed, placed, stored_dtypes
 from ..options import Options
 from ..recipe import Recipe, make_plan, require_matches
-from ..storage import convert, torch_dtype
 from ..text import printable
 from ..tree import TensorInfo, Tree
 from .layout import PLAIN, Layout, layout_of
@@ -54,8 +53,8 @@ class Item:
     """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
 
     scaled: it is written with scales. declared: as compressed-tensors has it, so that others read it. raw: its very bytes in
-    the source where nothing is cast, the scales' last. values: what is to be brought into `dtype`. kept: data and scales of a
-    scaled one that is there already; None where its values are to be converted.
+    the source where nothing is cast and they lie in a file so, the scales' last. values: what is to be brought into `dtype`.
+    kept: data and scales of a scaled one that is there already; None where its values are to be converted.
     """
 
     name: str
@@ -64,21 +63,9 @@ class Item:
     dtype: str
     scaled: bool
     declared: bool
-    raw: tuple[CheckpointTensor, ...]
+    raw: tuple[ByteRange, ...]
     values: Callable[[], torch.Tensor]
     kept: Callable[[], Kept] | None = None
-
-    def read(self) -> tuple[torch.Tensor, ...]:
-        """The tensors as they are to be written, one for each of `pieces`, in their dtypes and shapes."""
-        found: tuple[torch.Tensor | None, ...]
-        if self.kept is not None:
-            found = self.kept()
-        else:
-            found = (
-                convert(self.values(), self.dtype) if self.scaled else (self.values().to(torch_dtype(self.dtype)), None)
-            )
-        present = (tensor for tensor in found if tensor is not None)
-        return tuple(tensor.reshape(piece.shape) for tensor, piece in zip(present, self.pieces, strict=True))
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -104,7 +91,8 @@ class Contents:
     """Everything about an export but where it goes.
 
     `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along; `files` are those
-    that are read; `layout` says which folders and files it is written to.
+    that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
+    the source that stand for the very tensor of another, which is written once, under that other name.
     """
 
     title: str
@@ -116,6 +104,8 @@ class Contents:
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     layout: Layout = PLAIN
+    identities: tuple[FileIdentity, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -159,8 +149,10 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
         notice = f"{len(absent)} weights that the checkpoint does not have are not exported, first {absent[0]}"
         return dataclasses.replace(contents, notices=(*contents.notices, notice))
     items = []
+    tied: dict[str, str] = {}
     for info in model.tree.tensors.values():
         if info.persistent:
+            tied |= dict.fromkeys(info.aliases, info.name)
             weight, dtype = model.weights[info.name], planned[info.name]
             scaled = dtype in dtypes.STORAGE_ONLY and (dtype != info.dtype or info.scaled)
             items.append(
@@ -169,7 +161,10 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
                     partial(_live_values, weight, dtype), _live_kept(weight, dtype) if scaled else None,
                 )
             )  # fmt: skip
-    return Contents(model.title, _checked(items), recipe, files=model.files)
+    notices = _tied_notice(tied)
+    return Contents(
+        model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied
+    )
 
 
 def _stored_tree(module: torch.nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> Tree:
@@ -195,14 +190,16 @@ def _placed_contents(
     """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
     items: list[Item] = []
     written: dict[str, str] = {}
+    tied: dict[str, str] = {}
     for name, tensor in checkpoint.weights.items():
         stored = checkpoint.dtype(name)
         place = places.get(name)
         info = tree.canonical(place.name) if place is not None else None
-        if info is not None and info.aliases and place is not None and not place.part:
+        if info is not None and info.aliases and place is not None and not place.part and name != "format":
             first = written.setdefault(info.name, name)
-            if first != name and _same_bytes(checkpoint.weights[first], tensor):
-                continue  # a tied weight that its file holds twice is written once
+            if first != name and _same_values(checkpoint, first, name):
+                tied[name] = first  # a tied weight that its file holds twice is written once
+                continue
         dtype = planned[info.name] if info is not None and info.castable else stored
         if place is not None and place.part and info is not None and dtype == info.dtype:
             dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
@@ -220,20 +217,36 @@ def _placed_contents(
     files = (checkpoint.path, *checkpoint.files)
     layout = layout_of(checkpoint)
     _refuse_scales(layout, items)
-    notices = (*_notices(items), *layout.notices)
-    return Contents(title, _checked(items), recipe, checkpoint.config, folder, linears, notices, files, layout)
+    _refuse_unwritable(checkpoint, items)
+    # Where an architecture is known, it ties them again by itself.
+    tied_notice = _tied_notice(tied) if checkpoint.config is None else ()
+    notices = (*_notices(items), *tied_notice, *layout.notices)
+    return Contents(
+        title,
+        _checked(items),
+        recipe,
+        checkpoint.config,
+        folder,
+        linears,
+        notices,
+        files,
+        layout,
+        checkpoint.identities,
+        tied,
+    )
 
 
 def _item(
     checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, scaled: bool, declared: bool
 ) -> Item:
     stored = checkpoint.dtype(name)
-    raw: tuple[CheckpointTensor, ...] = ()
-    if dtype == stored:
-        found = checkpoint.scaled.get(name)
-        raw = (tensor,) if found is None else (found.data, found.scale)
-    kept = partial(_stored_kept, *raw) if scaled and raw else None
-    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, partial(read_mapped, tensor), kept)
+    found = checkpoint.scaled.get(name)
+    parts = (tensor,) if found is None else (found.data, found.scale)
+    places = [part.bytes for part in parts]
+    raw = tuple(place for place in places if place is not None) if dtype == stored and None not in places else ()
+    kept = partial(_stored_kept, found) if found is not None and dtype == stored else None
+    values = partial(read_tensor, checkpoint, name)
+    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, values, kept)
 
 
 def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:
@@ -273,17 +286,52 @@ def _refuse_scales(layout: Layout, items: list[Item]) -> None:
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"
     for item in items:
-        if item.scaled and not item.raw:
+        if item.scaled and item.dtype != item.stored:
             raise UserError(
                 f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
                 f"would be one; cast to one of {', '.join(dtypes.COMPUTED)}, or leave it as stored"
             )
 
 
-def _same_bytes(one: CheckpointTensor, other: CheckpointTensor) -> bool:
+def _refuse_unwritable(checkpoint: Checkpoint, items: list[Item]) -> None:
+    """Raise UserError for the first tensor that safetensors has no place for, with what can be done."""
+    lost = [
+        item
+        for item in items
+        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.scaled or row.safetensors)
+    ]
+    refused = [item for item in items if checkpoint.weights[item.name].refusal is not None]
+    first = next(iter(refused or lost), None)
+    if first is None:
+        return
+    stored = checkpoint.weights[first.name]
+    others = len(refused or lost) - 1
+    more = f" (and {others} more)" if others else ""
+    what = stored.refusal or f"is stored as {first.dtype}"
+    advice = "; give it a dtype to be dequantized to, as in --cast '*=bf16'" if stored.packed and not refused else ""
+    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {what}, which safetensors can't hold{advice}")
+
+
+def _tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
+    """What became of the further names of tied weights."""
+    if not tied:
+        return ()
+    name, kept = next(iter(tied.items()))
+    count = "1 further name of a tied weight is" if len(tied) == 1 else f"{len(tied)} further names of tied weights are"
+    return (
+        f"{count} not written again, first {printable(name)}, which is {printable(kept)}: the file's metadata names both, as with "
+        "safetensors' save_model, and its load_model puts the weight in both places of a module that ties them",
+    )
+
+
+def _same_values(checkpoint: Checkpoint, first: str, name: str) -> bool:
+    """Whether two names of a tied weight hold the same: one tensor of the file, or the same bytes twice."""
+    if checkpoint.aliases.get(name, name) == checkpoint.aliases.get(first, first):
+        return True
+    one, other = checkpoint.weights[first], checkpoint.weights[name]
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
-    return torch.equal(as_bytes(read_mapped(one)), as_bytes(read_mapped(other)))
+    return torch.equal(as_bytes(read_stored(checkpoint, one)), as_bytes(read_stored(checkpoint, other)))
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -291,8 +339,8 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _stored_kept(data: CheckpointTensor, scale: CheckpointTensor) -> Kept:
-    return read_mapped(data), read_mapped(scale)
+def _stored_kept(stored: Scaled) -> Kept:
+    return read_mapped(stored.data), read_mapped(stored.scale)
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:

@@ -86,7 +86,7 @@ def export(
         for part, of_part in files.items():
             folder_of_part = stage / part.folder
             for name, items in of_part.items():
-                write_file(folder_of_part / name, items, _metadata(part, items), progress)
+                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress)
             if len(of_part) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(of_part), encoding="utf-8")
     give_memory_back()
@@ -103,9 +103,15 @@ def export(
     )
 
 
-def _metadata(part: Part, items: tuple[Item, ...]) -> dict[str, str]:
-    kept = {key: said for key, said in part.metadata.items() if not key.startswith(SCALED_KEY)}
-    return kept | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
+def _metadata(part: Part, items: tuple[Item, ...], tied: Mapping[str, str]) -> dict[str, str]:
+    """What the source's metadata says, the dtypes of scaled weights, and each further name of a tied one with the name that it is
+    written by.
+    """
+    names = {item.name for item in items}
+    kept = {key: said for key, said in part.metadata.items() if not key.startswith(SCALED_KEY) and key not in names}
+    local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
+    further = {name: first for name, first in local.items() if first in names}
+    return kept | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
 
 
 def _index(files: Files) -> str:

@@ -8,20 +8,25 @@ from pathlib import Path
 
 import torch
 
-from ..checkpoint import Checkpoint, CheckpointTensor, open_checkpoint
+from .. import dtypes
+from ..checkpoint import Checkpoint, open_checkpoint, refuse_changed
+from ..checkpoint.folder import SCALED_KEY
 from ..drift import DriftMeter
 from ..errors import Cancelled, UserError
 from ..model.live import LiveModel, Weight
 from ..model.load import fill, load, load_module
-from ..model.mapped import read_mapped
 from ..model.source import Source
 from ..options import Options
 from ..readings import OutputDrift
 from ..readings_export import TensorDifference, VerifyReport
 from ..recipe.file import read_recipe
 from ..session import Session, open_session
-from .contents import Contents, Item, Piece, as_bytes, of_checkpoint, of_live
+from ..storage import dtype_name, torch_dtype
+from ..text import printable
+from .contents import Contents, Item, Piece, of_checkpoint, of_live
+from .exported_values import ExportedValues, read_export
 from .run import OnBytes
+from .source_values import SourceValues, of_files, of_module
 
 
 def verify(
@@ -32,7 +37,7 @@ def verify(
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> VerifyReport:
-    """Compare an exported folder with the recipe in it applied to `source`.
+    """Compare an exported folder with the recipe in it applied to `source`, both read by loaders that the exporter does not use.
 
     With `drift`, also run both: the drift of the weights loaded back must be that of the source cast by the recipe. Raises
     UserError when either can't be read, NoForward when `drift` can't be run, and Cancelled.
@@ -40,22 +45,28 @@ def verify(
     started = time.perf_counter()
     options = options or Options()
     recipe = read_recipe(folder / "recipe.yaml")
-    exported = open_checkpoint(folder)
     checkpoint = source.open()
     session: Session | None = None
     if checkpoint is None or drift:
         session = open_session(source, options)
-        session.apply(recipe)
     if checkpoint is not None:
         contents = of_checkpoint(checkpoint, source.title, recipe, options)
+        names = frozenset(item.name for item in contents.items)
+        values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
     else:
         assert session is not None
+        values = of_module(session.model.module)  # as the code made them: before the recipe is applied
+    if session is not None:
+        session.apply(recipe)
+    if checkpoint is None:
+        assert session is not None
         contents = of_live(session.model, recipe, session.plan.dtypes)
-    differences = compare(contents, exported, on_bytes, cancelled)
+    differences = compare(contents, values, folder, on_bytes, cancelled)
     before = after = None
     if drift and session is not None and not differences:
         before = session.drift(cancelled=cancelled).output
-        after = drift_of_export(session, source, exported, options, cancelled)
+        after = drift_of_export(session, source, open_checkpoint(folder), options, cancelled)
+    refuse_changed(contents.identities)
     return VerifyReport(
         folder=str(folder),
         model=source.title,
@@ -66,57 +77,150 @@ def verify(
         seconds=time.perf_counter() - started,
         drift_before=before,
         drift_after=after,
+        unchecked=(*values.unchecked, *_not_compared(folder, contents)),
     )
 
 
 def compare(
     contents: Contents,
-    exported: Checkpoint,
+    source: SourceValues,
+    folder: Path,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[TensorDifference, ...]:
-    """What is different in the export from what it ought to hold. Reads one tensor at a time. Raises Cancelled."""
-    found: list[TensorDifference] = []
+    """What is different in the export from what `contents` plans to make of the source's values.
+
+    Of the plan only names, dtypes and shapes are taken; a cast is done anew, by torch's own `to` or the formula of scales. Reads
+    one tensor at a time. Raises UserError when a file can't be read, Cancelled.
+    """
+    exported = read_export(folder, frozenset(place for _, place in contents.layout.copied))
+    found = [TensorDifference(name, what) for name, what in exported.misplaced.items()]
     done = 0
     for item in contents.items:
         if cancelled():
             raise Cancelled
-        what = _difference(item, exported)
-        if what is not None:
+        if (what := _difference(item, source, exported)) is not None:
             found.append(TensorDifference(item.name, what))
         done += item.nbytes
         on_bytes(done, contents.nbytes)
-    expected = {piece.name for item in contents.items for piece in item.pieces}
-    found += [TensorDifference(name, "is not in the source") for name in exported.tensors if name not in expected]
-    found += [TensorDifference(place, what) for place, what in contents.layout.differences(exported.path)]
-    return tuple(found)
+    pieces = {piece.name for item in contents.items for piece in item.pieces}
+    found += [TensorDifference(name, "is not in the source") for name in exported.handles if name not in pieces]
+    found += [TensorDifference(place, what) for place, what in contents.layout.differences(folder)]
+    return (*found, *_lost(contents, source))
 
 
-def _difference(item: Item, exported: Checkpoint) -> str | None:
+def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
+    """Tensors of the source that nothing in the export stands for."""
+    written = {item.name for item in contents.items} | {piece.name for item in contents.items for piece in item.pieces}
+    found = []
+    for name in sorted(source.names - written):
+        kept = contents.tied.get(name)
+        if kept is None:
+            found.append(TensorDifference(name, "is in the source and not in the export"))
+        elif kept in source.names and not _same_bits(source.read(name), source.read(kept)):
+            found.append(TensorDifference(name, f"was left out as the same as {kept}, and differs from it"))
+    return found
+
+
+def _difference(item: Item, source: SourceValues, exported: ExportedValues) -> str | None:
     """What is wrong with one tensor, None for nothing."""
     for place, piece in enumerate(item.pieces):
-        stored = exported.tensors.get(piece.name)
-        if stored is None:
+        if piece.name not in exported.handles:
             return "has no scales" if place else "is missing"
-        if (stored.dtype, stored.shape) != (piece.dtype, piece.shape):
-            return f"is {stored.dtype} {list(stored.shape)} and should be {piece.dtype} {list(piece.shape)}"
-    if item.scaled:
-        named = exported.scaled.get(item.name)
-        if named is None or named.dtype != item.dtype:
-            return f"should be {item.dtype}, and the file says {named.dtype if named else 'nothing of scales'}"
-    for piece, expected in zip(item.pieces, item.read(), strict=True):
-        if what := _values_differ(piece, expected, exported.tensors[piece.name]):
+        stored = exported.read(piece.name)
+        wanted = torch_dtype(piece.dtype), _torch_shape(piece)
+        if (stored.dtype, tuple(stored.shape)) != wanted:
+            return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {piece.dtype} {list(wanted[1])}"
+    if item.scaled and (said := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
+        return f"should be {item.dtype}, and the file says {said or 'nothing of scales'}"
+    missing = next((name for name in _names_read(item) if name not in source.names), None)
+    if missing is not None:
+        return f"is not in the source as {missing}"
+    for piece, expected in zip(item.pieces, _expected(item, source), strict=True):
+        if what := _values_differ(piece, expected, exported.read(piece.name), item.stored != item.dtype):
             return what
     return None
 
 
-def _values_differ(piece: Piece, expected: torch.Tensor, stored: CheckpointTensor) -> str | None:
-    ours, theirs = as_bytes(expected), as_bytes(read_mapped(stored))
-    if torch.equal(ours, theirs):
-        return None
-    width = max(1, expected.element_size())
-    elements = int((ours.view(-1, width) != theirs.view(-1, width)).any(dim=1).sum())
-    return f"{elements} of {expected.numel()} values of {piece.name} differ"
+def _names_read(item: Item) -> tuple[str, ...]:
+    """The source's names for what an item is made of: one that has scales already has them beside it."""
+    if item.scaled and item.dtype == item.stored:
+        return tuple(piece.name for piece in item.pieces)
+    return (item.name,)
+
+
+def _expected(item: Item, source: SourceValues) -> tuple[torch.Tensor, ...]:
+    """The tensors that an item should be in the file, worked out here."""
+    found = tuple(map(source.read, _names_read(item)))
+    if len(found) == len(item.pieces) == 2:
+        return found
+    if not item.scaled:
+        return (found[0].to(torch_dtype(item.dtype)),)
+    return scaled_anew(found[0], item.dtype)
+
+
+def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor in a storage-only dtype, and its scales: the formula at the top of `dtype_engine.storage`, in plain torch.
+
+    scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
+    zero; never below float32's smallest normal value. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
+    """
+    row = dtypes.BY_NAME[dtype]
+    wide = values.to(torch.float32)
+    per_channel = wide.ndim >= 2 and not row.one_scale
+    rows = wide.reshape(wide.shape[0], -1) if per_channel and wide.numel() else wide.reshape(1, -1)
+    count = dtypes.scale_count(tuple(values.shape), dtype)
+    if not wide.numel():
+        return torch.empty(values.shape, dtype=torch_dtype(dtype)), torch.ones(count)
+    largest = torch.where(torch.isfinite(rows), rows, 0.0).abs().amax(dim=1)
+    scale = torch.where(largest > 0, (largest / row.max).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
+    codes = (rows / scale[:, None]).clamp(-row.max, row.max)
+    if row.kind == "int":
+        codes = torch.where(torch.isnan(codes), 0.0, codes).round()
+    return codes.to(torch_dtype(dtype)).reshape(values.shape), scale
+
+
+def _torch_shape(piece: Piece) -> tuple[int, ...]:
+    """The shape that torch has for a tensor of a file: of `float4_e2m1fn_x2`, an element holds two values."""
+    halved = piece.dtype == "float4_e2m1fn_x2" and piece.shape
+    return (*piece.shape[:-1], piece.shape[-1] // 2) if halved else piece.shape
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """[elements, bytes of one]"""
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).view(-1, tensor.element_size())
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bits(one), _bits(other))
+
+
+def _values_differ(piece: Piece, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
+    """How many elements differ. A cast of NaN may have any of NaN's patterns of bits."""
+    if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
+        return f"{piece.name} is of {expected.numel()} values in the source"
+    differing = (_bits(expected) != _bits(stored)).any(dim=1)
+    if cast and stored.is_floating_point() and bool(differing.any()):
+        nan = torch.isnan(expected.to(torch.float32)) & torch.isnan(stored.to(torch.float32)).reshape(expected.shape)
+        differing &= ~nan.reshape(-1)
+    elements = int(differing.sum())
+    return f"{elements} of {expected.numel()} values of {piece.name} differ" if elements else None
+
+
+def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
+    """The files of an export that hold no weights and are no copies of the source's, in a sentence."""
+    known = {"README.md", "recipe.yaml", *(place for _, place in contents.layout.copied)}
+    others = sorted(
+        printable(str(entry.relative_to(folder)))
+        for entry in folder.rglob("*")
+        if entry.is_file()
+        and entry.relative_to(folder).as_posix() not in known
+        and not entry.name.endswith((".safetensors", ".safetensors.index.json"))
+    )
+    if not others:
+        return ()
+    shown = ", ".join(others[:4]) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+    return (f"files beside the weights were not compared: {shown}",)
 
 
 def drift_of_export(

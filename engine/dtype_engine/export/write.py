@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .. import dtypes
-from ..checkpoint import CheckpointTensor
+from ..checkpoint import ByteRange
 from ..errors import Cancelled, UserError
 from ..storage import one_thread, take_codes, torch_dtype
 from .contents import Item, Piece, as_bytes
@@ -109,6 +109,9 @@ def _write_item(out: int, starts: Mapping[str, int], progress: Progress, item: I
 def _write_tensor(tensor: torch.Tensor, dtype: torch.dtype, out: int, at: int, progress: Progress) -> None:
     """The values in `dtype`, cast piece by piece: a cast is of each element alone, so this gives what the whole would."""
     flat = tensor.reshape(-1)
+    if flat.dtype == dtype:
+        _write_bytes(as_bytes(flat), out, at, progress)
+        return
     step = min(flat.numel(), _PIECE // max(flat.element_size(), dtype.itemsize))
     # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
     wide = torch.empty(step) if flat.dtype == torch.bfloat16 and dtype == torch.float16 else None
@@ -122,6 +125,13 @@ def _write_tensor(tensor: torch.Tensor, dtype: torch.dtype, out: int, at: int, p
         progress.wrote(len(data))
 
 
+def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> None:
+    for start in range(0, len(data), _PIECE):
+        piece = data[start : start + _PIECE]
+        _write(out, piece.numpy().data, at + start)
+        progress.wrote(len(piece))
+
+
 def _write_codes(tensor: torch.Tensor, dtype: str, out: int, at: int, progress: Progress) -> torch.Tensor:
     """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
 
@@ -133,7 +143,7 @@ def _write_codes(tensor: torch.Tensor, dtype: str, out: int, at: int, progress: 
     return take_codes(tensor, dtype, write)
 
 
-def _copy(source: CheckpointTensor, out: int, at: int, progress: Progress) -> None:
+def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:
     """A tensor's bytes as they are, from file to file: inside the kernel where the two file systems can."""
     try:
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
@@ -151,7 +161,7 @@ def _copy(source: CheckpointTensor, out: int, at: int, progress: Progress) -> No
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
     """A whole file as it is, to a new one. Raises UserError when it can't be read, OSError when it can't be written, Cancelled."""
-    whole = CheckpointTensor("", (), "uint8", source, 0, source.stat().st_size)
+    whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, out.fileno(), 0, progress)
 

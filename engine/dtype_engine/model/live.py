@@ -222,7 +222,7 @@ def inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tens
     infos = [
         TensorInfo(
             known[0],
-            tuple(tensors[key].shape),
+            _shape(tensors[key]),
             dtype_name(tensors[key].dtype),
             kinds[key],
             tuple(dict.fromkeys(known[1:])),
@@ -230,6 +230,13 @@ def inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tens
         for key, known in names.items()
     ]
     return infos, {known[0]: tensors[key] for key, known in names.items()}
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape as files have it: torch counts bytes of `float4_e2m1fn_x2`, each of which holds two values."""
+    if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
+        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+    return tuple(tensor.shape)
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:

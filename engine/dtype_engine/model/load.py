@@ -35,7 +35,7 @@ from ..storage import bring_back, dtype_name, torch_dtype
 from ..text import printable
 from ..tree import Tree
 from .live import LiveModel, give_memory_back, inventory, tree_of
-from .mapped import read_all, read_mapped
+from .mapped import read_all, read_mapped, read_stored
 from .names import Placed, placed, restorable, stored_dtypes
 from .room import no_room
 from .source import Source
@@ -219,7 +219,7 @@ def fill(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
         if info is None or info.shape != stored.shape:
             what = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {what}")
-        tensors[info.name].data = read_mapped(stored)
+        tensors[info.name].data = read_stored(checkpoint, stored)
         filled.add(info.name)
         if (found := checkpoint.scaled.get(name)) is not None:
             scaled[info.name] = (found.dtype, read_mapped(found.scale).reshape(-1).clone())
@@ -343,7 +343,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[s
             continue
         stored = checkpoint.weights[name]
         if not place.part and stored.shape == tuple(tensor.shape):
-            tensor.data = checkpoint.values[name] if checkpoint.values is not None else read_mapped(stored)
+            tensor.data = read_stored(checkpoint, stored)
         elif dtype in dtypes.COMPUTED:
             tensor.data = tensor.data.to(torch_dtype(dtype))
 

@@ -18,42 +18,68 @@ from ..text import printable
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
     """The tensor, in its own dtype and shape, over a private mapping of its bytes (the file can't be written through it).
 
-    Raises UserError when the file can't be read.
+    For tensors that are a stretch of their file; `read_tensor` knows all the others. Raises UserError when the file can't be
+    read.
     """
+    place = stored.bytes
+    if place is None:
+        raise UserError(
+            f"{printable(stored.name)} can't be mapped from {stored.file}: its bytes lie nowhere as torch has them"
+        )
     dtype = torch_dtype(stored.dtype)
-    if not stored.nbytes:
-        return torch.empty(stored.shape, dtype=dtype)
-    before = stored.start % mmap.ALLOCATIONGRANULARITY
+    shape = torch_shape(stored)
+    if not place.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    before = place.start % mmap.ALLOCATIONGRANULARITY
     try:
-        with open(stored.file, "rb") as file:
+        with open(place.file, "rb") as file:
             mapping = mmap.mmap(
-                file.fileno(), before + stored.nbytes, access=mmap.ACCESS_COPY, offset=stored.start - before
+                file.fileno(), before + place.nbytes, access=mmap.ACCESS_COPY, offset=place.start - before
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"can't read {stored.file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"can't read {place.file}: {getattr(error, 'strerror', None) or error}") from None
     if before % dtype.itemsize:  # a file may be laid out so, and torch's kernels rely on aligned addresses
-        values = torch.frombuffer(mapping, dtype=torch.uint8, count=stored.nbytes, offset=before).clone().view(dtype)
+        values = torch.frombuffer(mapping, dtype=torch.uint8, count=place.nbytes, offset=before).clone().view(dtype)
     else:
-        values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(stored.shape), offset=before)
-    return values.view(stored.shape)
+        values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=before)
+    return values.view(shape)
+
+
+def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
+    """The shape that torch has for a tensor: a byte of `float4_e2m1fn_x2` is one element there, of two values."""
+    if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
+        return (*stored.shape[:-1], stored.shape[-1] // 2)
+    return stored.shape
+
+
+def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
+    """One of the checkpoint's tensors as the file has it; one in a dtype of GGUF's own as float32 values.
+
+    Raises UserError when its file can't be read, or it is of a kind that has no values here (sparse, without data, ...).
+    """
+    if stored.refusal is not None:
+        raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
+    if checkpoint.values is not None:
+        found = checkpoint.values[stored.name]
+        assert isinstance(found, torch.Tensor)
+        return found
+    if stored.packed:
+        from .gguf_blocks import dequantize
+
+        return torch.from_numpy(dequantize(stored))
+    return read_mapped(stored)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
-    """A tensor by the name that the model has for it, as it is stored; one stored with scales as float32 values.
+    """A tensor by the name that the model has for it, as it is stored; one stored with scales, or in blocks of GGUF, as
+    float32 values.
 
-    Raises UserError when its file can't be read, or keeps it in a form of its own.
+    The one way to a checkpoint's values, whatever form it has. Raises UserError as `read_stored` does.
     """
-    if checkpoint.values is not None:
-        found = checkpoint.values[name]
-        assert isinstance(found, torch.Tensor)
-        return found
-    stored = checkpoint.weights[name]
-    if stored.packed:
-        raise UserError(f"{printable(name)} is packed as {stored.dtype}, which only llama.cpp reads")
     scaled = checkpoint.scaled.get(name)
     if scaled is not None:
         return bring_back(read_mapped(scaled.data), read_mapped(scaled.scale).reshape(-1), torch.float32)
-    return read_mapped(stored)
+    return read_stored(checkpoint, checkpoint.weights[name])
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

@@ -1,0 +1,236 @@
+"""The zip archive that `torch.save` writes, checked before anything in it is believed. Never imports torch.
+
+`data.pkl` names tensors and the storages that they are views of; each storage is a record `data/KEY` of raw bytes. torch maps
+the file and takes a storage's bytes from where its record begins, as many as the pickle claims: it asks neither whether the
+record is compressed nor how long it is. (torch/csrc/jit/serialization and torch/serialization.py have the format.)
+"""
+
+from __future__ import annotations
+
+import pickletools
+import struct
+import zipfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+from ..report_text import human_bytes
+from ..text import printable
+
+_LARGEST_PICKLE = 100_000_000
+"""Bytes of a compressed data.pkl, once inflated: as many as a safetensors header may have."""
+_MOST_DEFLATED = 1032
+"""How many times smaller deflate can make anything (zlib's own figure), give or take the first bytes."""
+_LOCAL = struct.Struct("<4s22xHH")
+"""What stands before the bytes of a record: a signature, and the lengths of the name and of more fields that follow it."""
+_STORAGES = {
+    "UntypedStorage": 1, "ByteStorage": 1, "CharStorage": 1, "BoolStorage": 1, "QInt8Storage": 1, "QUInt8Storage": 1,
+    "QUInt4x2Storage": 1, "QUInt2x4Storage": 1, "ShortStorage": 2, "HalfStorage": 2, "BFloat16Storage": 2, "IntStorage": 4,
+    "FloatStorage": 4, "QInt32Storage": 4, "LongStorage": 8, "DoubleStorage": 8, "ComplexFloatStorage": 8,
+    "ComplexDoubleStorage": 16,
+}  # fmt: skip
+"""Bytes of an element of torch's classes of storages, by name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What a zip archive of torch is. `compressed`: it can't be mapped. `scripted`: it holds compiled code."""
+
+    compressed: bool
+    scripted: bool
+
+
+def check_archive(path: Path, trust: bool) -> Archive:
+    """Look through the archive's directory and at what its pickle claims of the storages.
+
+    Raises UserError where a record is missing, shorter than its storage, there twice, packed so that torch can't read it, or
+    inflates to more than there is room for. With `trust`, a pickle of a kind that torch itself does not write is let through.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            records = archive.infolist()
+            by_name = _checked_records(path, records)
+            _check_places(path, records)
+            scripted = any(name.endswith("/constants.pkl") for name in by_name)
+            compressed = any(record.compress_type != zipfile.ZIP_STORED for record in records)
+            root = records[0].filename.partition("/")[0] if records else ""
+            pickled = by_name.get(f"{root}/data.pkl")
+            if pickled is not None and not scripted:
+                if pickled.compress_type != zipfile.ZIP_STORED and pickled.file_size > _LARGEST_PICKLE:
+                    raise UserError(
+                        f"{path}: its data.pkl inflates to {human_bytes(pickled.file_size)}, over the limit of "
+                        f"{human_bytes(_LARGEST_PICKLE)} for the names of tensors"
+                    )
+                claims = _claims(path, archive.read(pickled), trust)
+                for key, size in claims.items():
+                    _check_claim(path, key, size, by_name.get(f"{root}/data/{key}"))
+    except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or printable(" ".join(str(error).split()), 200)
+        raise UserError(f"can't read {path}: {reason}") from None
+    return Archive(compressed, scripted)
+
+
+def is_compressed(path: Path) -> bool:
+    """Whether a file is a zip archive with compressed records, which programs that map it read as if they were weights."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(record.compress_type != zipfile.ZIP_STORED for record in archive.infolist())
+
+
+def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zipfile.ZipInfo]:
+    by_name: dict[str, zipfile.ZipInfo] = {}
+    inflated = 0
+    for record in records:
+        name = printable(record.filename)
+        if record.filename in by_name:
+            raise UserError(f"{path}: the archive holds {name} twice, so it is not clear which one is meant")
+        by_name[record.filename] = record
+        if record.flag_bits & 1:
+            raise UserError(f"{path}: {name} in the archive is encrypted, which PyTorch can't read")
+        if record.compress_type == zipfile.ZIP_STORED:
+            whole = record.compress_size == record.file_size
+        elif record.compress_type == zipfile.ZIP_DEFLATED:
+            whole = record.file_size <= _MOST_DEFLATED * (record.compress_size + 64)
+            inflated += record.file_size
+        else:
+            raise UserError(f"{path}: {name} in the archive is compressed in a way that PyTorch can't read")
+        if not whole:
+            raise UserError(
+                f"{path}: {name} claims {record.file_size} bytes and takes {record.compress_size} in the archive: it is damaged"
+            )
+    if inflated:
+        import psutil
+
+        free = int(psutil.virtual_memory().available)
+        if inflated > free:
+            raise UserError(
+                f"{path} is compressed and inflates to {human_bytes(inflated)}, and {human_bytes(free)} of memory are free; save "
+                "it again without compression, so that it can be mapped"
+            )
+    return by_name
+
+
+def _check_places(path: Path, records: list[zipfile.ZipInfo]) -> None:
+    """Refuse records that lie over each other: where the bytes of each begin is said in front of them, not in the directory."""
+    end, before = 0, ""
+    with open(path, "rb") as file:
+        for record in sorted(records, key=lambda record: record.header_offset):
+            file.seek(record.header_offset)
+            local = file.read(_LOCAL.size)
+            signature, name, extra = _LOCAL.unpack(local) if len(local) == _LOCAL.size else (b"", 0, 0)
+            if signature != b"PK\x03\x04":
+                raise UserError(f"{path}: {printable(record.filename)} is not where the archive says: it is damaged")
+            if record.header_offset < end:
+                raise UserError(
+                    f"{path}: {printable(record.filename)} lies over {before} in the archive: it is damaged"
+                )
+            end = record.header_offset + _LOCAL.size + name + extra + record.compress_size
+            before = printable(record.filename)
+        file.seek(0, 2)
+        if end > file.tell():
+            raise UserError(f"{path}: {before} ends after the archive does: it is truncated or damaged")
+
+
+def _check_claim(path: Path, key: str, size: int, record: zipfile.ZipInfo | None) -> None:
+    if record is None:
+        raise UserError(f"{path}: storage {printable(key)} of its tensors is not in the archive: the file is damaged")
+    if size > record.file_size:
+        raise UserError(
+            f"{path}: storage {printable(key)} should have {size} bytes and has {record.file_size}: the file is damaged"
+        )
+
+
+def _claims(path: Path, pickled: bytes, trust: bool) -> dict[str, int]:
+    try:
+        return storage_claims(pickled)
+    except Exception as error:  # a pickle is a program; a damaged one can fail in any way
+        if trust:
+            return {}
+        reason = printable(" ".join(str(error).split()), 100) or type(error).__name__
+        raise UserError(
+            f"{path} is no PyTorch file, or it is damaged: its data.pkl can't be followed ({reason})"
+        ) from None
+
+
+class _Global(str):
+    """The name of a class or function in a pickle."""
+
+    __slots__ = ()
+
+
+_OTHER = object()
+"""Whatever else a pickle makes: it says nothing of storages."""
+
+
+def storage_claims(pickled: bytes) -> dict[str, int]:
+    """How many bytes a pickle of torch claims of each storage, by key.
+
+    Runs the pickle's opcodes on strings, numbers and names of classes alone: nothing is imported, called or made. Raises
+    ValueError for a reference to a storage that is not as torch writes it, and whatever pickletools raises for a damaged one.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: dict[int, Any] = {}
+    claims: dict[str, int] = {}
+    argument: Any
+    for opcode, argument, _ in pickletools.genops(pickled):
+        name = opcode.name
+        if name == "MARK":
+            marks.append(len(stack))
+        elif name in ("GET", "BINGET", "LONG_BINGET"):
+            stack.append(memo[int(argument)])
+        elif name in ("PUT", "BINPUT", "LONG_BINPUT"):
+            memo[int(argument)] = stack[-1]
+        elif name == "MEMOIZE":
+            memo[len(memo)] = stack[-1]
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "POP" and marks and marks[-1] == len(stack):
+            marks.pop()
+        elif name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"):
+            start = marks.pop() if name == "TUPLE" else len(stack) - int(name[-1])
+            parts = tuple(stack[start:])
+            plain = len(parts) == 5 and all(isinstance(part, (str, int)) for part in parts)
+            stack[start:] = [parts if plain else _OTHER]
+        elif name == "GLOBAL":
+            stack.append(_Global(argument))
+        elif name == "STACK_GLOBAL":
+            module, attribute = stack[-2:]
+            stack[-2:] = [_Global(f"{module} {attribute}")]
+        elif name == "BINPERSID":
+            key, size = _storage(stack.pop())
+            claims[key] = max(size, claims.get(key, 0))
+            stack.append(_OTHER)
+        elif name == "PERSID":
+            raise ValueError("a storage is named in the way of old pickles")
+        elif not opcode.stack_before and len(opcode.stack_after) == 1 and isinstance(argument, (str, int)):
+            stack.append(argument)
+        else:
+            _step(opcode, stack, marks)
+    return claims
+
+
+def _step(opcode: Any, stack: list[Any], marks: list[int]) -> None:
+    """What any other opcode takes from the stack and leaves on it."""
+    before = [kind.name for kind in opcode.stack_before]
+    if "mark" in before:
+        del stack[marks.pop() :]
+        before = before[: before.index("mark")]
+    if len(before) > len(stack):
+        raise ValueError("it takes more than there is")
+    del stack[len(stack) - len(before) :]
+    stack += [_OTHER] * len(opcode.stack_after)
+
+
+def _storage(reference: Any) -> tuple[str, int]:
+    """A storage's key and bytes, as its persistent id has them: ("storage", its class, key, place, elements)."""
+    if not isinstance(reference, tuple):
+        raise ValueError("a storage is not named as torch does it")
+    kind, made, key, _, elements = reference
+    width = _STORAGES.get(made.rpartition(" ")[2].rpartition(".")[2]) if isinstance(made, _Global) else None
+    if kind != "storage" or width is None or not isinstance(key, str) or type(elements) is not int or elements < 0:
+        raise ValueError("a storage is not named as torch does it")
+    return key, elements * width

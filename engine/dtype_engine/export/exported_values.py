@@ -1,0 +1,84 @@
+"""An exported folder as safetensors' own loader reads it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ..errors import UserError
+from ..text import printable
+
+
+@dataclass(slots=True)
+class ExportedValues:
+    """The tensors of an export by name, and its files' metadata. Where an index names another file than a tensor's,
+    `misplaced` has that tensor and what is said of it.
+    """
+
+    handles: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    misplaced: dict[str, str] = field(default_factory=dict)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        handle, own = self.handles[name]
+        found = handle.get_tensor(own)
+        assert isinstance(found, torch.Tensor)
+        return found
+
+
+def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
+    """Open every file with weights of an export; those of a pipeline's component have its name before theirs. copied: places of
+    files that are the source's own and hold no weights of the export.
+
+    Raises UserError when there is none, or safetensors can't read one.
+    """
+    found = ExportedValues()
+    parts = [("", folder)]
+    if (folder / "model_index.json").exists():
+        parts += [(f"{entry.name}.", entry) for entry in sorted(folder.iterdir()) if entry.is_dir()]
+    try:
+        for prefix, place in parts:
+            named = {prefix + name: file for name, file in _index(place).items()}
+            for file in sorted(place.glob("*.safetensors")):
+                if file.relative_to(folder).as_posix() in copied:
+                    continue
+                handle: Any = safe_open(file, framework="pt")
+                found.metadata |= {_prefixed(prefix, key): value for key, value in (handle.metadata() or {}).items()}
+                for name in list(handle.keys()):
+                    found.handles[prefix + name] = (handle, name)
+                    if named and named.get(prefix + name) != file.name:
+                        said = named.get(prefix + name)
+                        where = f"in {printable(said)}" if said is not None else "nowhere"
+                        found.misplaced[prefix + name] = f"is in {file.name}, and the index has it {where}"
+            found.misplaced |= {
+                name: f"is not in {printable(str(file))}, where the index has it"
+                for name, file in named.items()
+                if name not in found.handles
+            }
+    except (OSError, ValueError, SafetensorError) as error:
+        raise UserError(
+            f"{folder}: safetensors can't read this export: {printable(' '.join(str(error).split()), 200)}"
+        ) from None
+    if not found.handles:
+        raise UserError(f"{folder} has no safetensors files, so there is nothing to verify")
+    return found
+
+
+def _prefixed(prefix: str, key: str) -> str:
+    """A metadata key that ends in a tensor's name, with the component before that name."""
+    before, dot, name = key.partition("scaled.")
+    return f"{before}{dot}{prefix}{name}" if dot and before == "dtype_engine." else key
+
+
+def _index(folder: Path) -> dict[str, str]:
+    for file in sorted(folder.glob("*.safetensors.index.json")):
+        read = json.loads(file.read_text(encoding="utf-8"))
+        if isinstance(read, dict) and isinstance(read.get("weight_map"), dict):
+            return {str(name): str(place) for name, place in read["weight_map"].items()}
+    return {}

@@ -1,0 +1,40 @@
+"""The values of tensors in GGUF's blocks (Q8_0, Q4_K, ...), as the gguf package brings them back."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint import CheckpointTensor
+from ..errors import UserError
+from ..text import printable
+
+_PIECE = 1 << 20
+"""Values that are dequantized at once: the package makes several float32 arrays of that many on the way."""
+
+
+def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
+    """The float32 values of a tensor in blocks, in its shape, as `gguf.quants.dequantize` has them.
+
+    Raises UserError when the file can't be read.
+    """
+    from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+    from gguf.quants import dequantize as to_values
+
+    tensor_type = GGMLQuantizationType[stored.dtype.upper()]
+    block, width = GGML_QUANT_SIZES[tensor_type]
+    values = np.empty(stored.nbytes // width * block, dtype=np.float32)
+    step = max(1, _PIECE // block)
+    try:
+        with open(stored.file, "rb") as file, np.errstate(all="ignore"):
+            file.seek(stored.start or 0)
+            for first in range(0, stored.nbytes // width, step):
+                count = min(step, stored.nbytes // width - first)
+                blocks = np.frombuffer(file.read(count * width), dtype=np.uint8)
+                if len(blocks) != count * width:
+                    raise UserError(f"{stored.file} was cut short while {printable(stored.name)} was read")
+                part = to_values(blocks.reshape(count, width), tensor_type)
+                values[first * block : (first + count) * block] = part.reshape(-1)
+    except OSError as error:
+        raise UserError(f"can't read {stored.file}: {error.strerror}") from None
+    return values.reshape(stored.shape)

@@ -1,0 +1,320 @@
+"""Pickles in every shape that torch.save gives them: what is exported is what torch.load reads, or it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model, save_model
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli, run
+from dtype_engine.errors import UserError
+
+Make = Callable[..., Path]
+
+
+NEW = ("fixed.fp8", "fixed.fp4")
+"""What torch itself can't read back from a file in its old form."""
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Tensors of many dtypes, some of them views of one storage."""
+    generator = torch.Generator().manual_seed(0)
+    base = torch.randn(6, 8, generator=generator)
+    return {
+        "layer.transposed": base.t(),
+        "layer.sliced": base[1:5, ::3],
+        "layer.expanded": torch.randn(1, 4, generator=generator).expand(5, 4),
+        "layer.double": torch.randn(7, dtype=torch.float64, generator=generator),
+        "layer.bf16": torch.randn(3, 3, generator=generator).bfloat16(),
+        "layer.scalar": torch.tensor(2.5),
+        "layer.empty": torch.zeros(0, 3),
+        "fixed.steps": torch.tensor([7, -1]),
+        "fixed.mask": torch.tensor([True, False]),
+        "fixed.complex": torch.randn(2, 2, dtype=torch.complex64, generator=generator).conj(),
+        "fixed.fp8": torch.randn(4, generator=generator).to(torch.float8_e4m3fn),
+        "fixed.fp4": torch.arange(8, dtype=torch.uint8).view(torch.float4_e2m1fn_x2).view(2, 4),
+    }
+
+
+def zipped_again(
+    path: Path, change: Callable[[str, bytes], bytes] = lambda name, data: data, deflate: bool = True
+) -> None:
+    """Write a zip archive anew, its records changed, or compressed as other programs would."""
+    with zipfile.ZipFile(path) as archive:
+        records = {record.filename: archive.read(record) for record in archive.infolist()}
+    how = zipfile.ZIP_DEFLATED if deflate else zipfile.ZIP_STORED
+    with zipfile.ZipFile(path, "w", how) as archive:
+        for name, data in records.items():
+            archive.writestr(name, change(name, data))
+
+
+FORMS: dict[str, Callable[[dict[str, torch.Tensor], Path], None]] = {
+    "zip": lambda held, path: torch.save(held, path),
+    "legacy": lambda held, path: torch.save(held, path, _use_new_zipfile_serialization=False),
+    "nested": lambda held, path: torch.save({"epoch": 3, "state_dict": held}, path),
+    "deflated": lambda held, path: (torch.save(held, path), zipped_again(path))[1],
+}
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    def bits(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8)
+
+    return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(bits(one), bits(other))
+
+
+def engine(*arguments: object) -> int:
+    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_export_is_the_cast_of_what_torch_loads(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "net.pth"
+    saved = {name: tensor for name, tensor in tensors().items() if form != "legacy" or name not in NEW}
+    FORMS[form](saved, path)
+    source = torch.load(path, weights_only=True)
+    source = source.get("state_dict", source)
+    assert all(same_bits(source[name], tensor) for name, tensor in saved.items())  # what torch reads is what was saved
+    assert engine("export", path, "-o", tmp_path / "same") == 0
+    assert engine("export", path, "--cast", "layer=fp16", "--cast", "layer.sliced=fp8", "-o", tmp_path / "cast") == 0
+    same, cast = (load_file(tmp_path / name / "model.safetensors") for name in ("same", "cast"))
+    assert same.keys() == source.keys()
+    for name, tensor in source.items():
+        assert same_bits(same[name], tensor), name
+        if name == "layer.sliced":
+            scale = tensor.abs().amax(dim=1) / 448
+            assert torch.equal(cast[f"{name}_scale"].reshape(-1), scale)
+            assert same_bits(cast[f"{name}_quantized"], (tensor / scale[:, None]).to(torch.float8_e4m3fn))
+        else:
+            assert same_bits(cast[name], tensor.half() if name.startswith("layer") else tensor), name
+    capsys.readouterr()
+    for name in ("same", "cast"):
+        assert engine("verify", tmp_path / name, "--against", path) == 0
+    assert engine("weights", path, "--cast", "layer=fp16", "--json") == 0
+    found = {
+        row["name"]: row["max_abs"] for row in json.loads(capsys.readouterr().out.split("bit for bit\n")[-1])["weights"]
+    }
+    for name in ("layer.transposed", "layer.sliced", "layer.double"):
+        assert found[name] == pytest.approx(float((source[name].half().double() - source[name].double()).abs().max()))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_folder_with_pickled_weights(make_llama: Make, tmp_path: Path, sharded: bool) -> None:
+    """Through the command line and a live session, loaded back by transformers."""
+    import transformers
+
+    folder = make_llama("pickled", tie_word_embeddings=False)
+    wanted = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(wanted)
+    files = {"pytorch_model.bin": names}
+    if sharded:
+        files = {f"pytorch_model-0000{n}-of-00002.bin": names[n - 1 :: 2] for n in (1, 2)}
+        index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
+        (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    for file, held in files.items():
+        torch.save({name: wanted[name] for name in held}, folder / file)
+    assert engine("export", folder, "--cast", "*.mlp=bf16", "-o", tmp_path / "cli") == 0
+    session = de.open(str(folder))
+    session.cast("*.mlp", "bfloat16")
+    session.export(tmp_path / "live")
+    for out in (tmp_path / "cli", tmp_path / "live"):
+        found = load_file(out / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert same_bits(found[name], tensor.bfloat16() if ".mlp." in name else tensor), name
+        assert engine("verify", out, "--against", folder) == 0
+        model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+        for name, tensor in model.state_dict().items():
+            assert torch.equal(tensor, wanted[name].bfloat16().float() if ".mlp." in name else wanted[name]), name
+
+
+def test_the_check_does_not_read_as_the_exporter_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the exporter's own reader gets wrong is found, whatever the source's form."""
+    from dtype_engine.export import contents
+
+    torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
+    right = contents.read_tensor
+    monkeypatch.setattr(contents, "read_tensor", lambda checkpoint, name: right(checkpoint, name).flip(0))
+    assert engine("export", tmp_path / "net.pth", "--cast", "a=bf16", "-o", tmp_path / "out") == 0
+    assert engine("verify", tmp_path / "out", "--against", tmp_path / "net.pth") == 1
+    said = capsys.readouterr().out
+    assert "values of a differ" in said
+    assert "values of b differ" in said
+    assert "not the same" in said
+
+
+def shorter(name: str, data: bytes) -> bytes:
+    return data[:-8] if "/data/" in name else data
+
+
+def test_a_storage_shorter_than_its_tensor_is_refused(tmp_path: Path) -> None:
+    for deflate in (True, False):
+        path = tmp_path / "short.pth"
+        torch.save({"weight": torch.randn(30)}, path)
+        zipped_again(path, shorter, deflate)
+        with pytest.raises(UserError, match=r"storage 0 should have 120 bytes and has 112: the file is damaged"):
+            open_checkpoint(path)
+
+
+def test_records_that_lie_over_each_other_or_are_missing_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.pth"
+    torch.save({"a": torch.zeros(100), "b": torch.ones(100)}, path)
+    whole = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        first, second = (archive.getinfo(f"x/data/{key}").header_offset for key in "01")
+    # The directory's entry of the second storage points to the first.
+    at = whole.rindex(b"x/data/1") - 4
+    assert int.from_bytes(whole[at : at + 4], "little") == second
+    path.write_bytes(whole[:at] + first.to_bytes(4, "little") + whole[at + 4 :])
+    with pytest.raises(UserError, match="x/data/1 lies over x/data/0"):
+        open_checkpoint(path)
+    path.write_bytes(whole)
+    with zipfile.ZipFile(path) as archive:
+        records = {
+            record.filename: archive.read(record) for record in archive.infolist() if "data/1" not in record.filename
+        }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in records.items():
+            archive.writestr(name, data)
+    with pytest.raises(UserError, match="storage 1 of its tensors is not in the archive"):
+        open_checkpoint(path)
+
+
+def test_what_inflates_to_more_than_the_memory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import psutil
+
+    path = tmp_path / "bomb.pth"
+    torch.save({"weight": torch.zeros(1_000_000)}, path)
+    zipped_again(path)
+    assert path.stat().st_size < 50_000
+    free = psutil.virtual_memory()._replace(available=1_000_000)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: free)
+    with pytest.raises(UserError, match=r"inflates to 3\.8\d MiB, and .* of memory are free"):
+        open_checkpoint(path)
+
+
+ODD: dict[str, tuple[Callable[[], torch.Tensor], int, str]] = {
+    "coo": (lambda: torch.eye(3).to_sparse(), 3 * (2 * 8 + 4), "is sparse (sparse_coo)"),
+    "csr": (lambda: torch.eye(3).to_sparse_csr(), 3 * (8 + 4) + 4 * 8, "is sparse (sparse_csr)"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), 20, "is a nested tensor"),
+    "meta": (lambda: torch.zeros(3, device="meta"), 0, "has no data"),
+    "qint8": (
+        lambda: torch.quantize_per_tensor(torch.ones(3, 4), 0.1, 0, torch.qint8),
+        12,
+        "is quantized by torch (qint8)",
+    ),
+    "bits8": (lambda: torch.zeros(5, dtype=torch.uint8).view(torch.bits8), 5, "is bits8"),
+    "complex32": (lambda: torch.zeros(3, dtype=torch.complex32), 12, "is complex32"),
+    "complex128": (lambda: torch.zeros(2, dtype=torch.complex128), 32, "is stored as complex128"),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ODD)
+def test_what_safetensors_can_not_hold_is_shown_and_refused_by_name(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make, nbytes, reason = ODD[kind]
+    path = tmp_path / "odd.pth"
+    torch.save({"plain.weight": torch.ones(4), f"odd.{kind}": make()}, path)
+    assert engine("inspect", path, "--cast", "*=bf16", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["stored_bytes"] == 16 + nbytes
+    assert shown["planned_bytes"] == 8 + nbytes
+    assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
+    said = capsys.readouterr().err
+    assert f"odd.pth: odd.{kind} {reason}" in said
+    assert said.strip().count("\n") == 0
+    assert [entry.name for entry in tmp_path.iterdir()] == ["odd.pth"]
+    assert engine("weights", path, "--cast", "*=bf16") == 0
+
+
+def test_two_keys_that_are_written_the_same_are_refused(tmp_path: Path) -> None:
+    torch.save({1: torch.zeros(2), "1": torch.ones(2)}, tmp_path / "x.pth")
+    with pytest.raises(UserError, match="two tensors whose names are both written '1'"):
+        open_checkpoint(tmp_path / "x.pth")
+
+
+def test_what_is_not_among_the_weights_is_said(tmp_path: Path) -> None:
+    state = {"weight": torch.zeros(2), "bias": torch.zeros(2)}
+    torch.save({"model": state, "optimizer": {"state": {0: {"exp_avg": torch.zeros(2)}}}}, tmp_path / "x.pth")
+    assert open_checkpoint(tmp_path / "x.pth").notices == (
+        "x.pth: the weights are its entry 'model'",
+        "x.pth: 1 other tensor in it is not among the weights, first optimizer.state.0.exp_avg",
+    )
+
+
+class Tied(nn.Module):
+    """A language model's usual tie."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_is_counted_and_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = Tied()
+    torch.save(net.state_dict(), tmp_path / "net.pth")
+    assert engine("inspect", tmp_path / "net.pth", "--cast", "head=bf16", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["stored_bytes"], shown["planned_bytes"]) == (160, 80)
+    assert engine("export", tmp_path / "net.pth", "--cast", "head=bf16", "-o", tmp_path / "out") == 0
+    assert "head.weight, which is embed.weight" in capsys.readouterr().err
+    file = tmp_path / "out" / "model.safetensors"
+    assert load_file(file).keys() == {"embed.weight"}
+    assert engine("verify", tmp_path / "out", "--against", tmp_path / "net.pth") == 0
+    # As safetensors' own save_model has it, and its load_model reads it.
+    save_model(net, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
+    for written in (file, tmp_path / "theirs.safetensors"):
+        with safe_open(written, framework="pt") as opened:
+            kept = next(iter(opened.keys()))
+            tied = {name for name in ("embed.weight", "head.weight") if name != kept}
+            assert {name: opened.metadata()[name] for name in tied} == dict.fromkeys(tied, kept)
+        checkpoint = open_checkpoint(written)
+        assert set(checkpoint.weights) == {"embed.weight", "head.weight"}
+        (tensor,) = checkpoint.tree().tensors.values()
+        assert len(tensor.names) == 2
+    back = Tied()
+    assert load_model(back, file) == (set(), [])
+    assert torch.equal(back.head.weight, net.head.weight.bfloat16().float())
+    ours = Tied()
+    de.load_pretrained(tmp_path / "out", module=ours)
+    assert ours.head.weight is ours.embed.weight
+    assert torch.equal(ours.head.weight.float(), back.head.weight)
+
+
+def test_one_storage_that_a_model_does_not_tie_is_written_for_each_of_its_names(
+    make_llama: Make, tmp_path: Path
+) -> None:
+    """Two modules that hold the same storage in a pickle, and an architecture that has them apart."""
+    import transformers
+
+    folder = make_llama("shared", tie_word_embeddings=False)
+    held = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    held["lm_head.weight"] = held["model.embed_tokens.weight"]
+    torch.save(held, folder / "pytorch_model.bin")
+    assert engine("export", folder, "--cast", "lm_head=bf16", "-o", tmp_path / "out") == 0
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert torch.equal(model.lm_head.weight, held["lm_head.weight"].bfloat16().float())
+    assert torch.equal(model.model.embed_tokens.weight, held["lm_head.weight"])
+    assert engine("verify", tmp_path / "out", "--against", folder) == 0
