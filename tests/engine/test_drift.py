@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -19,10 +20,19 @@ from dtype_engine.errors import Cancelled
     ("dtype", "mean", "largest"), [("float16", 2.0458e-04, 2.2590e-04), ("bfloat16", 9.9789e-04, 1.6907e-03)]
 )
 def test_the_golden_figures_of_the_tutorials(tinynet: Any, dtype: str, mean: float, largest: float) -> None:
+    """With one dtype everywhere the candidate is plain torch's `module.to(dtype)`, whose last bits are the processor's."""
+    reference, candidate = copy.deepcopy(tinynet.model.module), copy.deepcopy(tinynet.model.module)
+    (ids,) = tinynet.inputs.batches[0].args
+    candidate.to(getattr(torch, dtype))
+    with torch.no_grad():
+        delta = (candidate(ids).double() - reference(ids).double()).abs()
     tinynet.cast("*", dtype)
     output = tinynet.drift().output
-    assert output.mean_abs == pytest.approx(mean, rel=1e-4)
-    assert output.max_abs == pytest.approx(largest, rel=1e-4)
+    assert output.mean_abs == pytest.approx(delta.mean().item(), rel=1e-6)
+    assert output.max_abs == pytest.approx(delta.max().item(), rel=1e-6)
+    # The tutorials' figures come from another processor: of their size, but for what rounding in another order may do.
+    assert mean / 2 < output.mean_abs < 2 * mean
+    assert largest / 2 < output.max_abs < 2 * largest
 
 
 def test_float32_on_a_float32_model_does_not_drift_at_all(make_llama: Callable[..., Path]) -> None:
