@@ -5,8 +5,13 @@ by side have one thread each, and so have the programs they start.
 from __future__ import annotations
 
 import os
+import signal
 import tempfile
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
+for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, handler)
