@@ -2,8 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+LOWEST := .venv-lowest
+LOWEST_PYTHON ?= 3.11
 
-.PHONY: demo test lint unit benchmarks screenshots clean
+.PHONY: demo test lint unit test-lowest benchmarks screenshots clean
 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
@@ -20,6 +22,10 @@ lint: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
+# The same tests on the oldest Python and the oldest libraries that pyproject.toml promises to work with.
+test-lowest: $(LOWEST)/.tests
+	$(LOWEST)/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+
 benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks
 
@@ -27,11 +33,11 @@ screenshots: $(VENV)/.tests
 	$(BIN)/python screenshots/draw.py
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
 $(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || \
-		{ echo "dtype-tui needs Python 3.10 or newer; name one with make PYTHON=python3.12"; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "dtype-tui needs Python 3.11 or newer; name one with make PYTHON=python3.12"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 
 # The constraints hold the exact versions that the tests ran with, torch's among them.
@@ -42,3 +48,10 @@ $(VENV)/.runs: $(VENV)/bin/python pyproject.toml constraints.txt
 $(VENV)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@ $(VENV)/.runs
+
+# uv is what can take the lowest versions; it looks for the oldest Python on PATH, and fetches it where there is none.
+$(LOWEST)/.tests: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(BIN)/uv venv --quiet --clear --python $(LOWEST_PYTHON) $(LOWEST)
+	$(BIN)/uv pip install --quiet --python $(LOWEST)/bin/python --resolution lowest-direct -e '.[dev]'
+	@touch $@

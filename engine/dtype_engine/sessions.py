@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ class SavedSession:
     at: int = 0
     cursor: str = ""
     measured: tuple[MeasuredRecipe, ...] = ()
-    saved: datetime = field(default_factory=lambda: datetime.now(timezone.utc))
+    saved: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def recipe(self) -> Recipe:
@@ -133,7 +133,7 @@ class SessionFile:
     """The file of one running program. Written anew, whole, at every `save`; the oldest of all sessions go."""
 
     def __init__(self) -> None:
-        stamp = datetime.now(timezone.utc).strftime("%Y%m%d-%H%M%S")
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         self.path = sessions_folder() / f"{stamp}-{secrets.token_hex(4)}.json"
         self._pruned = False
 
@@ -153,7 +153,7 @@ def prune(most: int = MOST_KEPT) -> None:
     """Remove the oldest sessions, and pieces of files whose writer was killed a day or longer ago."""
     for path in _files()[most:]:
         path.unlink(missing_ok=True)
-    yesterday = datetime.now(timezone.utc).timestamp() - 86400
+    yesterday = datetime.now(UTC).timestamp() - 86400
     for path in sessions_folder().glob(".*.partial-*"):
         try:
             if path.stat().st_mtime < yesterday:

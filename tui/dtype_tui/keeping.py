@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -120,7 +120,7 @@ class SessionKeeper:
             at=shown.at,
             cursor=shown.cursor,
             measured=shown.measured,
-            saved=datetime.now(timezone.utc),
+            saved=datetime.now(UTC),
         )
 
 

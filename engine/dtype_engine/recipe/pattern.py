@@ -14,7 +14,6 @@ matched whole, so `model.layers.1` never means `model.layers.10`.
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -145,16 +144,9 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
         if None in lengths[opened + 1 : closed]:
             source, again = f"{source}.*{inside}", again + 1
         else:
-            source += _for_good(f".*?{inside}", opened)
+            source += f"(?>.*?{inside})"  # not tried again, once it has matched
     source += "".join(piece.source for piece in pieces[stars[-1] :])
     return _Piece(source, None, again + 1, choices)
-
-
-def _for_good(source: str, number: int) -> str:
-    """An expression that does not try again, once it has matched; `number` is its own in the pattern."""
-    if sys.version_info >= (3, 11):
-        return f"(?>{source})"
-    return f"(?=(?P<_{number}>{source}))(?P=_{number})"
 
 
 def _braces(text: str, opened: int, depth: int) -> tuple[_Piece, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 from .. import dtypes
 from ..options import RunSettings
@@ -31,7 +31,7 @@ def gather(
     when: datetime | None = None,
 ) -> Report:
     """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why."""
-    when = when or datetime.now(timezone.utc)
+    when = when or datetime.now(UTC)
     sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), _tree(tree, plan)]
     if drift is not None:
         sections.append(_where(tree, drift))
