@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .errors import UserError
 from .options import Options
+from .regular_files import open_regular
 from .text import printable, read_text
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -22,7 +23,7 @@ def check_files(options: Options) -> None:
         read_text(path)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
         try:
-            with path.open("rb") as file:
+            with open_regular(path) as file:
                 empty = not file.read(1)
         except OSError as error:
             raise UserError(f"can't read {path}: {error.strerror}") from None

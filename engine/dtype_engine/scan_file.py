@@ -15,11 +15,14 @@ from .errors import UserError
 from .inputs import Inputs
 from .model.live import LiveModel
 from .options import RunSettings
+from .regular_files import read_regular
 from .scan_scores import OneSequence
 from .selections import Key, SelectionSample
+from .text import printable
 
 _VERSION = 2
 _SAMPLED = 1024
+_LARGEST = 4 << 30
 
 
 @dataclass(frozen=True)
@@ -105,10 +108,12 @@ def write(path: Path, saved: Saved) -> None:
 def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
     """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, _LARGEST))
         version = data["version"]
         if version != _VERSION:
-            raise UserError(f"{path}: saved scan version {version!r} is unknown; this program reads version {_VERSION}")
+            raise UserError(
+                f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
+            )
         saved = Saved(
             Fingerprint(**(data["fingerprint"] | {"dtypes": tuple(data["fingerprint"]["dtypes"])})),
             int(data["draws"]),
@@ -119,7 +124,7 @@ def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
         )
     except OSError as error:
         raise UserError(f"can't read the saved scan {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise UserError(f"{path} is not a saved scan; remove it or give another file") from None
     differing = [key for key, value in asdict(expected).items() if getattr(saved.fingerprint, key) != value]
     if draws is not None and saved.draws != draws:

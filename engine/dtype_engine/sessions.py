@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import secrets
+import stat
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -19,8 +21,12 @@ from typing import Any
 
 from .errors import UserError
 from .history import MeasuredRecipe
+from .model.source import is_python
 from .options import Options, RunSettings
 from .recipe import Recipe, Rule
+from .recipe.plan import MATCHING_S
+from .recipe.regexes import time_limit
+from .regular_files import read_regular
 from .text import printable
 from .whole_files import write_whole
 
@@ -52,6 +58,8 @@ class SavedSession:
     cursor: str = ""
     measured: tuple[MeasuredRecipe, ...] = ()
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
+    own: bool = True
+    """Whether nobody but the user and this program can have written it: only then may it name Python code to run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -85,6 +93,8 @@ def recent_models(most: int = 10) -> tuple[RecentModel, ...]:
     """The models that were open last, the newest first, each once. Files that can't be read are passed over."""
     found: dict[str | None, RecentModel] = {}
     for saved in _readable():
+        if not saved.own and is_python(saved.model):
+            continue
         found.setdefault(saved.model, RecentModel(saved.title, saved.model, saved.path, saved.saved))
         if len(found) == most:
             break
@@ -121,8 +131,11 @@ def reopened_by(model: str | None) -> str | None:
     """What opens the same model from any folder: paths made absolute, everything else as it is."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
-    if Path(model).expanduser().exists():
-        return str(Path(model).expanduser().resolve())
+    try:
+        if Path(model).expanduser().exists():
+            return str(Path(model).expanduser().resolve())
+    except (OSError, RuntimeError):  # too long for a name, or the home of nobody
+        return model
     before, colon, attribute = model.rpartition(":")
     if colon and before.endswith(".py"):
         return f"{Path(before).expanduser().resolve()}:{attribute}"
@@ -165,9 +178,8 @@ def prune(most: int = MOST_KEPT) -> None:
 def read_session(path: Path) -> SavedSession:
     """Raises UserError that names the file and says what is wrong with it."""
     try:
-        if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path} is not a session of dtype-tui: it is too large; remove it")
-        data: Any = json.loads(path.read_text(encoding="utf-8"))
+        own = is_own(path)
+        data: Any = json.loads(read_regular(path, _LARGEST))
     except OSError as error:
         raise UserError(f"can't read the session {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
@@ -182,12 +194,26 @@ def read_session(path: Path) -> SavedSession:
             "open the model itself"
         )
     try:
-        return _decoded(data)
-    except (UserError, KeyError, TypeError, ValueError, OverflowError) as error:
+        with time_limit(MATCHING_S):
+            return dataclasses.replace(_decoded(data), own=own)
+    except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
         reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
         raise UserError(
             f"the session {path} can't be read: {printable(reason, 200)}; remove it, or open the model itself"
         ) from None
+
+
+def is_own(path: Path) -> bool:
+    """Whether a file is as this program writes a session: a plain file of the user's, which no one else may read or write,
+    in a folder that no one else may write to.
+    """
+    file, folder = path.lstat(), path.parent.stat()
+    return (
+        stat.S_ISREG(file.st_mode)
+        and file.st_uid == folder.st_uid == os.geteuid()
+        and not file.st_mode & 0o077
+        and not folder.st_mode & 0o022
+    )
 
 
 def _files() -> list[Path]:
@@ -252,7 +278,7 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         at=at,
         cursor=_of(str, data["cursor"]),
         measured=tuple(_measured(row) for row in _of(list, data["measured"])),
-        saved=datetime.fromisoformat(_of(str, data["saved"])),
+        saved=_time(_of(str, data["saved"])),
     )
 
 
@@ -260,6 +286,13 @@ def _measured(row: Any) -> MeasuredRecipe:
     entry = MeasuredRecipe(**_checked(MeasuredRecipe, row))
     _ = entry.recipe  # rules that can't be read are refused here, and not when somebody goes back to them
     return entry
+
+
+def _time(text: str) -> datetime:
+    time = datetime.fromisoformat(text)
+    if time.tzinfo is None:
+        raise ValueError(f"{printable(text)} says no time zone")
+    return time
 
 
 def _of(kind: type | tuple[type, ...], value: Any) -> Any:

@@ -4,9 +4,11 @@ terminal.
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 
 from .errors import UserError
+from .regular_files import open_regular
 
 _BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 
@@ -30,7 +32,8 @@ def _escaped(character: str) -> str:
 def read_text(path: Path) -> str:
     """A text file. Raises UserError that says what is wrong with it."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with open_regular(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8").read()
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

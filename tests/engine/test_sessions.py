@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from dtype_engine import Options, Recipe, Rule, RunSettings, dtypes, sessions
 from dtype_engine.errors import UserError
 from dtype_engine.history import MeasuredRecipe
+from dtype_engine.model.source import locate
 from dtype_engine.sessions import (
     MOST_STEPS,
     SavedSession,
@@ -237,3 +239,69 @@ def test_a_folder_that_can_not_be_written_is_a_sentence(tmp_path: Path, monkeypa
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
     with pytest.raises(UserError, match="can't keep the session"):
         SessionFile().save(SavedSession(None, "demo"))
+
+
+def planted(model: str, folder: Path, mode: int) -> None:
+    """A session of Python code, as if by somebody else: with other permissions than those of our own files."""
+    (path,) = save(9_000_000_000, SavedSession(model, "gpt2", None, folder))
+    path.chmod(mode)
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o606, 0o660])
+def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs(tmp_path: Path, mode: int) -> None:
+    from dtype_tui.keeping import saved_session
+
+    (tmp_path / "planted_again.py").write_text("raise SystemExit('ran')")
+    before = list(sys.path)
+    planted("planted_again:Net", tmp_path, mode)
+    assert recent_models() == ()
+    with pytest.raises(UserError, match="somebody else could have written it"):
+        saved_session(None)
+    assert saved_session("planted_again:Net").model == "planted_again:Net"  # named by the user
+    assert sys.path == before
+
+
+def test_our_own_session_takes_up_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dtype_tui.keeping import saved_session
+
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    planted("planted_again:Net", tmp_path, 0o600)
+    assert saved_session(None).model == "planted_again:Net"
+    assert sys.path[0] == str(tmp_path)
+    assert [recent.model for recent in recent_models()] == ["planted_again:Net"]
+
+
+def test_a_session_in_a_folder_that_others_may_write_to_is_not_our_own(tmp_path: Path) -> None:
+    planted("planted_again:Net", tmp_path, 0o600)
+    sessions_folder().chmod(0o777)
+    assert not newest_session().own
+    sessions_folder().chmod(0o700)
+    assert newest_session().own
+
+
+def test_a_planted_folder_is_no_place_to_import_from(tmp_path: Path) -> None:
+    from dtype_tui.keeping import saved_session
+
+    before = list(sys.path)
+    planted("org/name", tmp_path, 0o600)
+    assert saved_session(None).model == "org/name"
+    assert sys.path == before
+
+
+@pytest.mark.parametrize("model", ["x" * 100_000, "~nobody-of-this-name/x", "a\0b:Net", "\ud800"])
+def test_a_session_of_what_can_be_no_path(model: str, tmp_path: Path) -> None:
+    (path,) = save(9_000_000_000, SavedSession("here", "here"))
+    data = json.loads(path.read_text()) | {"model": model}
+    path.write_text(json.dumps(data))
+    assert newest_session().model == model
+    with pytest.raises(UserError):
+        locate(model)
+    assert isinstance(sessions.reopened_by(model), str)
+
+
+@pytest.mark.parametrize("time", ["0001-01-01T00:00:00", "2026-01-01", "9999-99-99"])
+def test_a_time_that_is_none_is_refused(time: str) -> None:
+    (path,) = save(9_000_000_000, SavedSession("here", "here"))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"saved": time}))
+    with pytest.raises(UserError, match="can't be read"):
+        read_session(path)

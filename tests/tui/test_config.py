@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,13 @@ def test_all_of_it(written: Path) -> None:
         ("- theme", "must hold names and values"),
         ("theme: [", "not YAML"),
         ("theme: [nord]", "unknown theme"),
+        ("theme: 2024-13-45", "2024-13-45 is no valid timestamp"),
+        ('theme: !!int "zz"', "zz is no valid int"),
+        (f"theme: {'9' * 5000}", "is no valid int"),
+        (f"theme: {'[' * 3000}", "nested too deep"),
+        ("theme: &a [nord]\nkeys: *a", "anchors and aliases"),
+        (f"theme: {'x' * 100_001}", "too many"),
+        ('keys: {undo: "\\e[2J", cast: "\\e[2J"}', "is given to more than one action"),
     ],
 )
 def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Path, text: str, says: str) -> None:
@@ -66,7 +74,54 @@ def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Pat
         read_config(*KNOWN)
     assert says in str(caught.value)
     assert str(caught.value).startswith(str(written))
-    assert "\n" not in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("defaults", "says"),
+    [
+        ("{device: {a: b}}", "device takes one value, not {'a': 'b'}"),
+        ("{device: [cpu, cuda]}", "device takes one value"),
+        ("{text: [[a]]}", "text takes a value or a list of them"),
+        ("{text: [2024-01-01]}", "text takes a value or a list of them"),
+    ],
+)
+def test_a_default_of_another_kind_is_refused(
+    written: Path, defaults: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from dtype_tui import cli
+
+    written.write_text(f"defaults: {defaults}")
+    cli.configured.cache_clear()
+    monkeypatch.setattr("sys.argv", ["dtype-tui", "demo"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    cli.configured.cache_clear()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert says in said
+    assert said.count("\n") == 1
+
+
+def test_defaults_are_what_click_takes(written: Path) -> None:
+    """One text for an option that may be repeated is one text, and not its letters."""
+    from dtype_tui import cli
+
+    written.write_text("defaults: {text: a.txt, sequences: 8, chat: true, inputs: 5, prompt: [one, 2]}")
+    cli.configured.cache_clear()
+    found = cli._defaults()
+    cli.configured.cache_clear()
+    assert found == {"texts": ["a.txt"], "sequences": "8", "chat": True, "tensors": "5", "prompts": ["one", "2"]}
+    context = cli.command.make_context("dtype-tui", ["demo"], default_map=found)
+    assert context.params["texts"] == (Path("a.txt"),)
+    assert context.params["sequences"] == 8
+    assert context.params["chat"] is True
+
+
+def test_a_pipe_for_a_configuration_is_refused_at_once(written: Path) -> None:
+    os.mkfifo(written)
+    with pytest.raises(UserError, match="is not a regular file"):
+        read_config(*KNOWN)
 
 
 async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:

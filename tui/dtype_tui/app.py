@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
 from textual import events as textual_events
-from textual.app import App, ComposeResult, SystemCommand
+from textual.app import ComposeResult, SystemCommand
 from textual.binding import Binding, BindingType
 from textual.containers import Container
 from textual.screen import Screen
@@ -33,6 +33,7 @@ from .engine import Engine
 from .experiment import Experiment
 from .hints import next_keys, status_line
 from .keys import keys_of, on_keyboard
+from .last_words import LastWords
 from .start import collect_again, hold_garbage
 from .themes import HIGH_CONTRAST
 from .widgets.command_line import CommandLine
@@ -57,7 +58,7 @@ _SERVER_EVERY_S = 1.0
 _ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
 
 
-class DtypeApp(App[None]):
+class DtypeApp(LastWords):
     """Explore a model, cast what a pattern takes, watch drift and memory."""
 
     CSS_PATH = "app.tcss"

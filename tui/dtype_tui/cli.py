@@ -27,12 +27,14 @@ from dtype_engine.cli.common import (
     run,
     run_options,
     settled,
+    told_unexpected,
     with_options,
 )
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.errors import UserError
 from dtype_engine.events import Event
 from dtype_engine.recipe import Recipe
+from dtype_engine.text import printable
 
 if TYPE_CHECKING:
     from .config import Config
@@ -54,7 +56,7 @@ def command(
     in_ascii: bool,
     resume: bool,
     **run_settings: Any,
-) -> None:
+) -> int:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
@@ -74,7 +76,7 @@ def command(
         _need_a_terminal()
         model = _chosen(config)
         if model is None:
-            return
+            return 0
     source = located(model, options)
     tree, whole = source.glance()
     if recipe.rules and tree is not None and not whole:
@@ -109,9 +111,11 @@ def command(
     app.start_with(recipe, preset_asked())
     app.experiment.thresholds = limits
     app.run()
+    status = BAD_INPUT if app.return_code else 0
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
-        os._exit(app.return_code or 0)
+        os._exit(status)
+    return status
 
 
 def _need_a_terminal() -> None:
@@ -168,11 +172,32 @@ def configured() -> Config:
 
 def _options() -> dict[str, str]:
     """The options by the name that people write, and by the one that click has for them."""
-    return {
-        option.opts[0].lstrip("-"): option.name
-        for option in command.params
-        if isinstance(option, click.Option) and option.name
-    }
+    return {name: option.name for name, option in _click_options().items() if option.name}
+
+
+def _click_options() -> dict[str, click.Option]:
+    return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}
+
+
+def _defaults() -> dict[str, Any]:
+    """The options' defaults of the configuration, as click takes them. Raises UserError for what is no value of one."""
+    from .config import config_path
+
+    known = _click_options()
+    found: dict[str, Any] = {}
+    for name, value in configured().defaults.items():
+        option = known[name]
+        values = value if isinstance(value, list) else [value]
+        if (isinstance(value, list) and not option.multiple) or not all(
+            isinstance(one, (str, int, float)) for one in values
+        ):
+            takes = "a value or a list of them" if option.multiple else "one value"
+            raise UserError(
+                f"{config_path()}: defaults: {printable(name)} takes {takes}, not {printable(repr(value), 60)}"
+            )
+        texts = [one if isinstance(one, bool) else str(one) for one in values]
+        found[option.name or name] = texts if option.multiple else texts[0]
+    return found
 
 
 def main() -> None:
@@ -182,9 +207,10 @@ def main() -> None:
 
         sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
     try:
-        known = _options()
-        command.context_settings["default_map"] = {known[name]: value for name, value in configured().defaults.items()}
+        command.context_settings["default_map"] = _defaults()
     except UserError as error:
         print(f"dtype-tui: {error}", file=sys.stderr)
         sys.exit(BAD_INPUT)
+    except Exception as error:
+        sys.exit(told_unexpected("dtype-tui", error))
     sys.exit(run(command, "dtype-tui"))

@@ -19,8 +19,10 @@ from typing import Any
 import platformdirs
 
 from dtype_engine.errors import UserError
+from dtype_engine.regular_files import read_regular
 from dtype_engine.text import printable
 
+_LARGEST = 100_000
 ASCII_CHOICES = ("auto", "always", "never")
 
 
@@ -46,17 +48,19 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
     """
     path = config_path()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular(path, _LARGEST).decode()
     except FileNotFoundError:
         return Config()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: can't be read: {error}") from None
-    import yaml  # most people have no such file, and it takes a while
+    except OSError as error:
+        raise UserError(f"{path}: can't be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path}: can't be read: it is not text") from None
+    from dtype_engine.plain_yaml import load_yaml  # most people have no such file, and it takes a while
 
     try:
-        found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+        found = load_yaml(text)
+    except UserError as error:
+        raise UserError(f"{path}: not YAML: {error}") from None
     if found is None:
         return Config()
     if not isinstance(found, dict):
@@ -72,11 +76,11 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
     for action, key in keys.items():
         if not isinstance(key, str) or not key.strip():
             raise UserError(
-                f'{path}: keys: {action}: {_shown(key)} is no key; write it as text, such as "f5" or "ctrl+s"'
+                f'{path}: keys: {_shown(action)}: {_shown(key)} is no key; write it as text, such as "f5" or "ctrl+s"'
             )
     twice = {key for key in keys.values() if list(keys.values()).count(key) > 1}
     if twice:
-        raise UserError(f"{path}: keys: {', '.join(sorted(twice))} is given to more than one action")
+        raise UserError(f"{path}: keys: {_shown(', '.join(sorted(twice)))} is given to more than one action")
     _known(path, "default", defaults, tuple(options))
     return Config(theme, ascii_choice, keys, defaults)
 
@@ -92,7 +96,7 @@ def _mapping(path: Path, name: str, value: object) -> dict[str, Any]:
 def _known(path: Path, what: str, names: Iterable[object], known: tuple[str, ...]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name), known, 1)
+            near = difflib.get_close_matches(str(name)[:100], known, 1)
             raise UserError(
                 f"{path}: unknown {what} {_shown(name)}; "
                 + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")

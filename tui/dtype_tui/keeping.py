@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Protocol
 import click
 
 from dtype_engine.errors import UserError
+from dtype_engine.model.source import is_python
 from dtype_engine.options import Options, RunSettings
 from dtype_engine.sessions import SavedSession, SessionFile, newest_session, reopened_by
+from dtype_engine.text import printable
 
 if TYPE_CHECKING:
     from dtype_engine.history import MeasuredRecipe
@@ -141,12 +143,22 @@ def with_saved_options(options: Options, saved: Options, said: set[str]) -> Opti
 
 
 def saved_session(model: str | None) -> SavedSession:
-    """What `--resume` takes up: the newest session, or that of the model given. Raises UserError.
+    """What `--resume` takes up: the newest session, or that of the model given. Raises UserError, also for a session that
+    names Python code and that someone else could have written: the user has to name the code then.
 
     A module of Python that was found in the folder where the program was started is found again from any other.
     """
     saved = newest_session(model, any_model=model is None)
-    if saved.path is None and saved.folder is not None and saved.model is not None and saved.folder.is_dir():
+    if not is_python(saved.model):
+        return saved
+    if not saved.own:
+        if model is None:
+            raise UserError(
+                f"the last session is of Python code, {printable(saved.model or '', 200)}, and somebody else could have written "
+                "it: to run that code, name it before --resume"
+            )
+        return saved
+    if saved.path is None and saved.folder is not None and saved.folder.is_dir():
         sys.path.insert(0, str(saved.folder))
     return saved
 

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ..session import Session
 
 BAD_INPUT, INTERRUPTED = 2, 130
+TRACEBACK = "DTYPE_TUI_TRACEBACK"
 _PRESET = f"{__name__}.preset"
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 
@@ -135,11 +137,14 @@ def with_options(options: Sequence[Callable[[Any], Any]]) -> Callable[[Command],
     return decorate
 
 
-def located(model: str | None, options: Options) -> Source:
-    """What MODEL on the command line means. Raises UserError, also for an option that does not go with such a model."""
+def located(model: str | None, options: Options, python_only_by: str | None = None) -> Source:
+    """What MODEL on the command line means (one that a file names, with `python_only_by`; see `locate`).
+
+    Raises UserError, also for an option that does not go with such a model.
+    """
     from ..model.source import locate
 
-    source = locate(model, options.trust_pickle, options.download)
+    source = locate(model, options.trust_pickle, options.download, python_only_by)
     if source.kind == "checkpoint" and options.weights is not None:
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     if source.kind == "python" and options.architecture is not None:
@@ -325,3 +330,25 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception as error:
+        return told_unexpected(program, error)
+
+
+def told_unexpected(program: str, error: BaseException) -> int:
+    """Say in one line that something happened which has no sentence of its own; the exit status.
+
+    With DTYPE_TUI_TRACEBACK set, where it happened comes before that line.
+    """
+    if os.environ.get(TRACEBACK):
+        traceback.print_exception(error)
+    print(f"{program}: {unexpected(error)}", file=sys.stderr)
+    return BAD_INPUT
+
+
+def unexpected(error: BaseException) -> str:
+    """An error that nobody thought of, in one line."""
+    if isinstance(error, MemoryError):
+        return "there is not enough memory for this"
+    reason = printable(" ".join(str(error).split()), 300)
+    said = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
+    return f"unexpected {said}; this is a fault of the program or of the file; {TRACEBACK}=1 shows where it arose"

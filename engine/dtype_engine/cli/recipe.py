@@ -209,15 +209,17 @@ def _from_file(file: Path, model: str | None, options: Options) -> Context:
     given = read_recipe_file(file)
     if model is None and given.model is None:
         raise UserError(f"{file} does not say what model it is for: add --model")
-    return _context(given.recipe, model if model is not None else given.model, options)
+    if model is not None:
+        return _context(given.recipe, model, options)
+    return _context(given.recipe, given.model, options, python_only_by="--model")
 
 
-def _context(recipe: Recipe, model: str | None, options: Options) -> Context:
+def _context(recipe: Recipe, model: str | None, options: Options, python_only_by: str | None = None) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
     from ..model.described import describe
     from ..recipe.dialects import Context
 
-    source = located(model, options)
+    source = located(model, options, python_only_by)
     found = describe(source, options)
     require_matches(found.tree, recipe)
     return Context(found.tree, make_plan(found.tree, recipe), source.title, found.model_type, found.kinds)

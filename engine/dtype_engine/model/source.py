@@ -54,12 +54,17 @@ class Source:
         return checkpoint.tree(), True
 
 
-def locate(model: str | None, trust_pickle: bool = False, download: bool = False) -> Source:
+def locate(
+    model: str | None, trust_pickle: bool = False, download: bool = False, python_only_by: str | None = None
+) -> Source:
     """Find what `model` means: a folder or file of a checkpoint, `file.py:Name`, `package.module:Name`, a Hugging
     Face id in the local cache (or, with `download`, on the hub), or None (or `demo`, where there is no such file) for the
     built-in demo. Raises UserError that says what was looked for.
+
+    `python_only_by` is for a `model` that a file names: a file does not choose which Python code runs. It says how the
+    user can name the code, and code is refused with it.
     """
-    path = Path(model).expanduser() if model is not None else DEMO
+    path = _path(model)
     if model is None or (model == "demo" and not path.exists()):
         return Source("checkpoint", "demo", DEMO)
     if path.is_dir():
@@ -68,17 +73,46 @@ def locate(model: str | None, trust_pickle: bool = False, download: bool = False
         return _file(path, trust_pickle)
     before, colon, attribute = model.rpartition(":")
     if colon and before:
+        if python_only_by is not None:
+            raise UserError(
+                f"{printable(model, 200)} is Python code, and no file chooses what code runs: name it with {python_only_by}"
+            )
         return _python(before, attribute)
     if model.endswith(".py"):
-        raise UserError(f"there is no file {model}")
+        raise UserError(f"there is no file {printable(model, 200)}")
     if _HUB_ID.fullmatch(model) and (snapshot := _cached(model)) is not None:
         return Source("checkpoint", model, snapshot)
     if download and _HUB_ID.fullmatch(model):
         return Source("checkpoint", model, _downloaded(model))
     raise UserError(
-        f"{printable(model)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
+        f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"
     )
+
+
+def is_python(model: str | None) -> bool:
+    """Whether `locate` takes a text for Python code."""
+    if model is None:
+        return False
+    try:
+        path = _path(model)
+    except UserError:
+        return False
+    before, colon, _ = model.rpartition(":")
+    return bool(colon and before) and not (path.exists() or path.is_symlink())
+
+
+def _path(model: str | None) -> Path:
+    """The path that MODEL would be. Raises UserError for one that can't be any: too long, or of an unknown user's home."""
+    if model is None:
+        return DEMO
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{printable(model)} is no model: {printable(str(reason), 200)}") from None
+    return path
 
 
 def _file(path: Path, trust_pickle: bool) -> Source:
@@ -99,7 +133,7 @@ def _python(place: str, attribute: str) -> Source:
     if place.endswith(".py"):
         path = Path(place).expanduser()
         if not path.is_file():
-            raise UserError(f"there is no file {place}")
+            raise UserError(f"there is no file {printable(place, 200)}")
         return Source("python", f"{path.name}:{attribute}", path=path, attribute=attribute)
     if not _DOTTED.fullmatch(place):
         raise UserError(

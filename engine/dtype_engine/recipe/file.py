@@ -15,17 +15,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from .. import dtypes
 from ..errors import UserError
 from ..options import RunSettings
+from ..plain_yaml import load_yaml
+from ..regular_files import read_regular
+from ..text import printable
+from .plan import MATCHING_S
+from .regexes import time_limit
 from .rules import Recipe, Rule
 
 VERSION = 1
+_LARGEST = 1_000_000
 _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
@@ -49,28 +55,35 @@ def read_recipe(path: Path) -> Recipe:
 def read_recipe_file(path: Path) -> RecipeFile:
     """Read a recipe file. Raises UserError that names the file, and the rule or entry where one is to blame."""
     try:
-        data: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
+        text = read_regular(path, _LARGEST).decode()
     except OSError as error:
         raise UserError(f"can't read the recipe {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" in line {mark.line + 1}" if mark else ""
-        raise UserError(f"{path} is not a recipe: no valid YAML{where}") from None
+    return _understood(path, text)
+
+
+@lru_cache(maxsize=1)  # a command asks for the rules, the settings and the model one after the other
+def _understood(path: Path, text: str) -> RecipeFile:
+    try:
+        data = load_yaml(text)
+    except UserError as error:
+        raise UserError(f"{path} is not a recipe: {error}") from None
     if not isinstance(data, dict) or not isinstance(data.get("rules"), list):
         raise UserError(f"{path} is not a recipe: it needs 'version: {VERSION}' and a list of 'rules'")
     if data.get("version") != VERSION:
         raise UserError(
-            f"{path}: recipe version {data.get('version')!r} is unknown; this program reads version {VERSION}"
+            f"{path}: recipe version {_shown(data.get('version'))} is unknown; this program reads version {VERSION}"
         )
     if unknown := set(map(str, data)) - _KEYS:
-        raise UserError(f"{path}: unknown entry {sorted(unknown)[0]!r}; a recipe has {', '.join(sorted(_KEYS))}")
+        raise UserError(f"{path}: unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
     model = data.get("model")
     if model is not None and not isinstance(model, str):
         raise UserError(f"{path}: 'model' must be a text")
+    with time_limit(MATCHING_S):
+        rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
     return RecipeFile(
-        Recipe(tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))),
+        Recipe(rules),
         model,
         _settings(path, data["settings"]) if data.get("settings") is not None else None,
         _measured(path, data["measured"]) if data.get("measured") is not None else {},
@@ -80,6 +93,8 @@ def read_recipe_file(path: Path) -> RecipeFile:
 def _rule(path: Path, number: int, entry: object) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"pattern", "dtype"}:
         raise UserError(f"{path}: rule {number} needs just 'pattern' and 'dtype'")
+    if not all(isinstance(value, str | int) for value in entry.values()):
+        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be texts")
     try:
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
     except UserError as error:
@@ -128,8 +143,12 @@ def _measured(path: Path, entry: object) -> dict[str, Figure]:
         raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
     for name, value in entry.items():
         if not isinstance(name, str) or not (value is None or isinstance(value, str | int | float | bool)):
-            raise UserError(f"{path}: measured {name!r} must be one figure or text")
+            raise UserError(f"{path}: measured {_shown(name)} must be one figure or text")
     return dict(entry)
+
+
+def _shown(value: object) -> str:
+    return printable(repr(value), 60)
 
 
 def write_recipe(

@@ -1,0 +1,59 @@
+"""The YAML that our own files are written in: texts, numbers, lists and mappings. What else YAML can do is refused, since a
+few hundred bytes of it can take all the memory. Never imports torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from .errors import UserError
+from .text import printable
+
+_DEEPEST = 40
+_LONGEST_NUMBER = 100
+
+
+class _PlainLoader(yaml.SafeLoader):
+    """`SafeLoader` without anchors and aliases, and with an end to nesting and to the digits of a number."""
+
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None) is not None:
+            raise yaml.MarkedYAMLError(
+                problem="anchors and aliases (& and *) are not read", problem_mark=event.start_mark
+            )
+        if self._depth >= _DEEPEST:
+            raise yaml.MarkedYAMLError(problem="it is nested too deep", problem_mark=event.start_mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """Raises MarkedYAMLError for a value that its own type refuses, such as a 45th of the month."""
+        try:
+            if node.tag == "tag:yaml.org,2002:int" and len(str(node.value)) > _LONGEST_NUMBER:
+                raise ValueError("so many digits")
+            return super().construct_object(node, deep)
+        except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
+            kind = node.tag.rpartition(":")[2]
+            value = printable(str(node.value), 40) if isinstance(node, yaml.ScalarNode) else "this"
+            raise yaml.MarkedYAMLError(problem=f"{value} is no valid {kind}", problem_mark=node.start_mark) from None
+
+
+def load_yaml(text: str) -> Any:
+    """What a text of YAML says. Raises UserError with the reason and the line."""
+    try:
+        return yaml.load(text, _PlainLoader)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f" in line {mark.line + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or getattr(error, "reason", None)
+        raise UserError(f"no valid YAML{where}" + (f": {printable(str(problem), 120)}" if problem else "")) from None
+    except RecursionError:
+        raise UserError("no valid YAML: it is nested too deep") from None

@@ -1,0 +1,42 @@
+"""Files that somebody names: opened only where they are plain files, so that a pipe or a device holds nothing up. Never
+imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from .errors import UserError
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """A file opened for reading. Raises UserError for what is no plain file (a named pipe would be waited for, a device
+    might never end), and OSError where it can't be opened.
+    """
+    _refuse_special(path, os.stat(path))
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _refuse_special(path, os.fstat(number))  # another may stand there by now
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def read_regular(path: Path, most: int) -> bytes:
+    """All of a file. Raises UserError as `open_regular` does, and for one of more than `most` bytes; OSError."""
+    with open_regular(path) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise UserError(f"{path} has over {most:,} bytes, which are too many for such a file")
+    return content
+
+
+def _refuse_special(path: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise UserError(f"{path} is a folder, not a file")
+    if not stat.S_ISREG(status.st_mode):
+        raise UserError(f"{path} is not a regular file")

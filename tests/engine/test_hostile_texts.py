@@ -1,0 +1,208 @@
+"""Our own text files when somebody else wrote them: nothing runs, nothing hangs, and every refusal is one line."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import BAD_INPUT, TRACEBACK, run
+from dtype_engine.errors import UserError
+from dtype_engine.input_files import check_files
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
+from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.scan_file import Fingerprint
+from dtype_engine.scan_file import read as read_scan
+from dtype_engine.sessions import read_session
+
+RULES = 'rules:\n  - {pattern: "*", dtype: bf16}\n'
+
+
+def test_a_recipe_does_not_choose_what_code_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ran"
+    code = "import torch\ndef Net():\n    return torch.nn.Linear(4, 4)\n"
+    (tmp_path / "planted_net.py").write_text(f"open({str(mark)!r}, 'w')\n{code}")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    recipe = tmp_path / "r.yaml"
+    for model in ("planted_net.py:Net", f"{tmp_path}/planted_net.py:Net", "planted_net:Net", "planted_net.inner:Net"):
+        recipe.write_text(f"version: 1\nmodel: {model}\n{RULES}")
+        for command in (["lint", str(recipe), "--for", "torchao"], ["convert", str(recipe), "--to", "torchao"]):
+            assert run(cli, "dtype-engine", ["recipe", *command]) == BAD_INPUT
+            said = capsys.readouterr()
+            assert said.out == ""
+            assert said.err.count("\n") == 1
+            assert "name it with --model" in said.err
+            assert not mark.exists()
+    # The user may name it.
+    named = ["--model", "planted_net.py:Net"]
+    assert run(cli, "dtype-engine", ["recipe", "lint", str(recipe), "--for", "torchao", *named]) in (0, 1)
+    assert mark.exists()
+
+
+def test_a_recipe_may_name_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "net.safetensors")
+    (tmp_path / "r.yaml").write_text(f"version: 1\nmodel: {tmp_path}/net.safetensors\n{RULES}")
+    assert run(cli, "dtype-engine", ["recipe", "convert", str(tmp_path / "r.yaml"), "--to", "transformers"]) == 0
+    assert "bfloat16" in capsys.readouterr().out
+
+
+ALIASES = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{number}: &a{number} [{', '.join([f'*a{number - 1}'] * 9)}]\n" for number in range(1, 12)
+)
+TEXTS = {
+    "aliases": (f"{ALIASES}version: *a11\n{RULES}", "anchors and aliases"),
+    "one alias": (f"version: 1\nmodel: &m x\n{RULES}measured: {{a: *m}}\n", "anchors and aliases"),
+    "no such day": (f"version: 2024-13-45\n{RULES}", "no valid timestamp"),
+    "no such number": (f'version: !!int "zz"\n{RULES}', "no valid int"),
+    "no such truth": (f"version: !!bool maybe\n{RULES}", "no valid bool"),
+    "no such time": (f"version: !!timestamp abc\n{RULES}", "no valid timestamp"),
+    "no number at all": (f'version: !!int ""\n{RULES}', "no valid int"),
+    "long number": (f"version: {'9' * 5000}\n{RULES}", "no valid int"),
+    "long number in hex": (f"version: 0x{'f' * 100_000}\n{RULES}", "no valid int"),
+    "deep list": (f"version: {'[' * 3000}{']' * 3000}\n{RULES}", "nested too deep"),
+    "deep block": ("".join(f"{' ' * depth}- \n" for depth in range(300)), "no valid YAML"),
+    "python object": (f"version: !!python/object/apply:os.system [id]\n{RULES}", "no valid YAML"),
+    "list for a pattern": ("version: 1\nrules: [{pattern: [a], dtype: bf16}]\n", "must be texts"),
+    "bytes": ("\ufffe\x00", "no valid YAML"),
+    "long range": (f'version: 1\nrules: [{{pattern: "{{0..{"9" * 5000}}}", dtype: bf16}}]\n', "too many digits"),
+    "brackets": (f'version: 1\nrules: [{{pattern: "re:{"(" * 5000}", dtype: bf16}}]\n', "too long"),
+    "repeats": ('version: 1\nrules: [{pattern: "re:a{99999999999}", dtype: bf16}]\n', "repeats more than"),
+    "unknown key": (f"version: 1\n? {'[' * 30}{']' * 30}\n: 1\n{RULES}", "no valid"),
+    "too long": (f"version: 1 #{'x' * 1_000_001}\n{RULES}", "too many"),
+}
+
+
+@pytest.mark.parametrize("what", TEXTS)
+def test_a_hostile_recipe_is_one_line_that_names_it(tmp_path: Path, what: str) -> None:
+    text, says = TEXTS[what]
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        read_recipe_file(path)
+    said = str(caught.value)
+    assert says in said
+    assert str(path) in said
+    assert said.isprintable()
+    assert len(said) < 600
+
+
+SPECIAL: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a socket": lambda path: _socket(path),
+}
+
+
+def _socket(path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(str(path))
+
+
+READERS: dict[str, Callable[[Path], object]] = {
+    "recipe": read_recipe_file,
+    "session": read_session,
+    "scan": lambda path: read_scan(path, Fingerprint("", "", (), ""), None),
+    "text": lambda path: check_files(Options(texts=(path,))),
+    "image": lambda path: check_files(Options(images=(path,))),
+    "sound": lambda path: check_files(Options(audio=(path,))),
+    "tensors": lambda path: check_files(Options(tensors=path)),
+    "checkpoint": lambda path: locate(str(path)).open(),
+}
+
+
+@pytest.mark.parametrize("special", SPECIAL)
+@pytest.mark.parametrize("reader", READERS)
+def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, special: str) -> None:
+    """The test's own timeout is what a hang would meet."""
+    path = tmp_path / "x.safetensors"
+    SPECIAL[special](path)
+    with pytest.raises(UserError) as caught:
+        READERS[reader](path)
+    assert "\n" not in str(caught.value)
+
+
+def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) -> None:
+    from dtype_engine.text import read_text
+
+    (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
+    assert read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[" * 100_000 + "]" * 100_000,
+        "[]",
+        '{"version": 2}',
+        '{"version": [[1]]}',
+        "9" * 9999,
+        '{"version": 2, "fingerprint": {"dtypes": 5}}',
+        '{"version": 2, "fingerprint": [1]}',
+    ],
+)
+def test_what_is_no_saved_scan_is_said(tmp_path: Path, content: str) -> None:
+    (tmp_path / "scan.json").write_text(content)
+    with pytest.raises(UserError, match=r"scan\.json"):
+        read_scan(tmp_path / "scan.json", Fingerprint("", "", (), ""), None)
+
+
+@pytest.mark.parametrize("model", ["x" * 5000, "a/" * 3000, "~nobody-of-this-name/x", "x" * 5000 + ":Net", "a\0b"])
+def test_what_can_be_no_path_is_said(model: str) -> None:
+    with pytest.raises(UserError) as caught:
+        locate(model)
+    assert len(str(caught.value)) < 500
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [(RecursionError("maximum recursion depth exceeded"), "unexpected RecursionError: maximum"),
+     (ValueError("one\ntwo\x1b[2J"), r"unexpected ValueError: one two\x1b[2J"), (MemoryError(), "not enough memory"),
+     (OSError(36, "File name too long"), "unexpected OSError"), (OverflowError(), "unexpected OverflowError;"),
+     (KeyError("q8_0"), "unexpected KeyError: 'q8_0'")],
+)  # fmt: skip
+def test_an_error_that_nobody_thought_of_is_one_line_and_status_2(
+    error: Exception, says: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @click.command()
+    def failing() -> None:
+        raise error
+
+    monkeypatch.delenv(TRACEBACK, raising=False)
+    assert run(failing, "dtype-engine", []) == BAD_INPUT
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(f"dtype-engine: {says}" if says.startswith("unexpected") else "dtype-engine: there is")
+    assert said.err.count("\n") == 1
+    monkeypatch.setenv(TRACEBACK, "1")
+    assert run(failing, "dtype-engine", []) == BAD_INPUT
+    assert "in failing" in capsys.readouterr().err
+
+
+def test_the_program_itself_ends_so(tmp_path: Path) -> None:
+    """A pipe for a recipe and one for a scan, by the installed program."""
+    os.mkfifo(tmp_path / "pipe")
+    code = "from dtype_engine.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "inspect", "--recipe", str(tmp_path / "pipe")],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"dtype-engine: {tmp_path / 'pipe'} is not a regular file\n"

@@ -1,0 +1,61 @@
+"""An error that nobody thought of, in the app."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+from noting import make_app
+from rich.console import Console
+
+from dtype_engine.cli.common import TRACEBACK
+from dtype_engine.recipe import Rule
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.panes import SidePanes
+
+
+@pytest.mark.parametrize("asked", [False, True])
+async def test_it_is_one_sentence_and_a_status_that_is_not_0(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRACEBACK, "1") if asked else monkeypatch.delenv(TRACEBACK, raising=False)
+    app = make_app()
+    app.error_console = Console(file=io.StringIO(), width=400)
+
+    def fail() -> None:
+        raise ScreenlessError("no screen\x1b[2J")
+
+    with pytest.raises(ScreenlessError):
+        await failing(app, fail)
+    assert app.return_code == 1
+    app._print_error_renderables()
+    said = app.error_console.file.getvalue()  # type: ignore[attr-defined]
+    assert "ScreenlessError" in said
+    assert ("in fail" in said) is asked
+    if not asked:
+        assert said.count("\n") == 1
+        assert "\x1b" not in said
+        assert said.startswith("dtype-tui: unexpected ScreenlessError: no screen")
+
+
+async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
+    """Run the app until `fail` was called in it."""
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        app.call_later(fail)
+        await pilot.pause()
+
+
+class ScreenlessError(Exception):
+    """What nobody thought of."""
+
+
+async def test_a_pattern_that_takes_too_long_takes_nothing_off_the_screen() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press("2")
+        before = app.experiment.recipe
+        app.add_rule(Rule.make("re:" + "(.*?)*?" * 6 + "[YZ]", "bfloat16"))
+        await pilot.pause()
+        assert app.experiment.recipe == before
+        assert "takes too long to match" in str([note.message for note in app._notifications])
+        assert app.query_one(SidePanes)
