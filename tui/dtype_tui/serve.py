@@ -12,17 +12,6 @@ from dtype_engine.model.source import locate
 
 from .start import collect_again
 
-START = """\
-import sys
-if sys.path[:1] == [""]:
-    del sys.path[0]
-sys.argv[0] = "dtype-tui"
-from dtype_tui.start import main
-main()
-"""
-"""What a browser's connection runs. The folder that the server was started in is not where Python looks for its modules: it
-may be one that was downloaded, with a `click.py` of its own. (`-P` says so from Python 3.11 on.)"""
-
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
 @click.option(
@@ -45,7 +34,9 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
         from .guarded_server import GuardedServer
     except ImportError:
         raise UserError("serving needs textual-serve: pip install 'dtype-tui[serve]'") from None
-    program = [sys.executable, "-c", START, *(arguments if asked["model"] else (*arguments, "demo"))]
+    # -P: the folder that this was started in is not where Python looks for modules. It may be one that was downloaded, with a
+    # click.py of its own.
+    program = [sys.executable, "-P", "-m", "dtype_tui", *(arguments if asked["model"] else (*arguments, "demo"))]
     server = GuardedServer(shlex.join(program), host=host, port=port, title="dtype-tui")
     print(f"dtype-tui: open {server.address} in a browser; Ctrl+C ends it", file=sys.stderr)
     collect_again()
