@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from .readings import (
-        CastNotes,
         DriftReport,
         FlowCast,
         Generation,
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     )
     from .readings_drift import CausesReport, Floor, Nonfinite
     from .readings_inputs import InputsReading
+    from .readings_losses import LossRemedy, ValueLoss
     from .recipe import Recipe
     from .tree import Tree
     from .wishes import ExportPlan
@@ -80,10 +80,19 @@ class Casting(NamedTuple):
 
 
 class CastDone(NamedTuple):
-    """Every tensor now has its planned dtype; `notes` has those whose values did not all survive."""
+    """Every tensor now has its planned dtype, where there is a live model; `lost` has those whose values did not all survive,
+    None where that was not looked for, and `reason` says why."""
 
     recipe: Recipe
-    notes: tuple[CastNotes, ...]
+    lost: tuple[ValueLoss, ...] | None
+    reason: str = ""
+
+
+class LossRemedyFound(NamedTuple):
+    """The rules that keep the values which the recipe loses, and the drift without and with them."""
+
+    recipe: Recipe
+    found: LossRemedy
 
 
 class Measuring(NamedTuple):
@@ -242,6 +251,7 @@ Event = (
     | Measured
     | FloorMeasured
     | NonfiniteFound
+    | LossRemedyFound
     | CausesTold
     | Working
     | Flowed

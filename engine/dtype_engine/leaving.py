@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .errors import NoForward, UserError
 from .options import RunSettings
+from .planned_losses import PlannedLosses
 from .readings import DriftReport
 from .recipe import Recipe, make_plan
 from .report_text import human_bytes, seconds_text
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from .export import Contents
     from .model.source import Source
     from .options import Options
+    from .readings_losses import ValueLoss
     from .session import Session
 
 OnBytes = Callable[[int, int], None]
@@ -38,6 +40,8 @@ class Workshop:
     checkpoint: Checkpoint | None
     on_bytes: OnBytes
     cancelled: Callable[[], bool]
+    counting: PlannedLosses = field(default_factory=PlannedLosses)
+    """What was counted before, without a live model."""
 
     def plan_export(self, max_shard_size: str = "5GB") -> ExportPlan:
         """Raises UserError where this recipe can't be exported."""
@@ -52,6 +56,7 @@ class Workshop:
             tuple((name, found.tensors, found.nbytes) for name, found in sums.items()),
             loading_text(contents),
             contents.notices,
+            self._lost(read=False),
         )
 
     def fulfil(self, wish: Wish) -> tuple[str, tuple[str, ...]]:
@@ -71,6 +76,22 @@ class Workshop:
             raise UserError("the model is not open")
         return self.checkpoint.tree()
 
+    def _lost(self, read: bool = True) -> tuple[ValueLoss, ...] | None:
+        """The weights whose cast loses values. Without a live model they are read from the files; without `read` only where that
+        was done before, else None.
+        """
+        if self.session is not None:
+            return self.session.lost_values(self.cancelled, make_plan(self.session.tree, self.recipe))
+        if self.checkpoint is None:
+            return None
+        from .value_loss import losses_in_files
+
+        tree = self.checkpoint.tree()
+        plan = make_plan(tree, self.recipe)
+        if not read and not self.counting.known(self.checkpoint, plan):
+            return None
+        return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
+
     def _contents(self) -> Contents:
         from .export import of_checkpoint, of_live
 
@@ -86,7 +107,13 @@ class Workshop:
 
         free_name(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
         report = export(
-            self._contents(), wish.folder, wish.max_shard_size, self.on_bytes, self.cancelled, force=wish.replace
+            self._contents(),
+            wish.folder,
+            wish.max_shard_size,
+            self.on_bytes,
+            self.cancelled,
+            wish.replace,
+            self._lost(),
         )
         rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
         size = f"{human_bytes(report.nbytes)} in {seconds_text(report.seconds)}{rate}"
@@ -99,7 +126,8 @@ class Workshop:
         tree = self._tree()
         plan = make_plan(tree, self.recipe)
         notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
-        return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions()), notices
+        lost = self._lost()
+        return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
 
     def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
         from .report import check_name, gather, render, versions
@@ -110,7 +138,8 @@ class Workshop:
             drift, reason = self._measured()
         tree = self._tree()
         plan = make_plan(tree, self.recipe)
-        made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason)
+        lost = self._lost()
+        made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason, lost=lost)
         return render(made, wish.file), (f"without drift: {reason}",) if reason else ()
 
     def _measured(self) -> tuple[DriftReport | None, str]:

@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from .readings_losses import ValueLoss
+
 
 @dataclass(frozen=True, slots=True)
 class OutputDrift:
@@ -111,18 +113,6 @@ class FlowCast:
     elements: int
     count: int
     torch_raises: bool
-
-
-@dataclass(frozen=True, slots=True)
-class CastNotes:
-    """What a cast did to the values of one tensor, besides rounding them. Counts of elements."""
-
-    name: str
-    dtype: str
-    overflowed: int = 0
-    saturated: int = 0
-    underflowed: int = 0
-    nonfinite: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,7 +260,7 @@ class SpeedReport:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """One measurement: a recipe against the reference."""
+    """One measurement: a recipe against the reference. `lost`: the weights whose cast loses values."""
 
     model: str
     device: str
@@ -284,6 +274,7 @@ class DriftReport:
     memory: MemoryReading
     seconds: Seconds
     notices: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +345,9 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class SearchReport:
-    """The recipe that was found, as rules, with its planned bytes and predicted drift, and the whole Pareto front."""
+    """The recipe that was found, as rules, with its planned bytes and predicted drift, and the whole Pareto front; `lost`: the
+    weights whose cast by it loses values.
+    """
 
     model: str
     unit: str
@@ -365,6 +358,7 @@ class SearchReport:
     front: tuple[FrontPoint, ...]
     measured: float | None = None
     notices: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] = ()
 
 
 def as_json(value: Any) -> Any:

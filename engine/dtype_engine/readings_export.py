@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .readings import OutputDrift
+from .readings_losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,9 @@ class ExportedDtype:
 
 @dataclass(frozen=True, slots=True)
 class ExportReport:
-    """A checkpoint that was written. `nbytes`: of its tensors, scales included, headers not; `files`: with the weights."""
+    """A checkpoint that was written. `nbytes`: of its tensors, scales included, headers not; `files`: with the weights;
+    `lost`: the weights whose cast loses values.
+    """
 
     folder: str
     model: str
@@ -28,6 +31,7 @@ class ExportReport:
     dtypes: dict[str, ExportedDtype]
     seconds: float
     notices: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from . import dtypes
 from .readings import FrontPoint, ScanReport, SearchReport, WeightScore
+from .report_losses import loss_lines
 from .report_text import human_bytes, seconds_text, with_error
 from .text import printable
 
@@ -61,7 +62,8 @@ def search_text(report: SearchReport) -> str:
     ]
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
-    lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",)), "", "Pareto front"]
+    lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",))]
+    lines += [*loss_lines(report.lost), "", "Pareto front"]
     lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _some(report.front, 12)]
     return "\n".join(lines)
 

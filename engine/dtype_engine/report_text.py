@@ -182,6 +182,8 @@ def _columns(rows: list[tuple[str, str, str, str]]) -> str:
 
 def drift_text(report: DriftReport) -> str:
     """The figures of one measurement, the worst modules last."""
+    from .report_losses import loss_lines
+
     output, memory = report.output, report.memory
     lines = [
         f"model      {report.model} on {report.device}; reference {report.reference}",
@@ -195,6 +197,7 @@ def drift_text(report: DriftReport) -> str:
         f"SQNR       {decibels(output.sqnr_db)}",
         f"cosine     {output.cosine:.8f}",
         f"non-finite {output.nonfinite}",
+        *loss_lines(report.lost),
     ]
     if output.kl_mean is not None:
         lines.append(

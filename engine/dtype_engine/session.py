@@ -25,13 +25,13 @@ from .forward import Passes, reference_name
 from .generation import OnTokens, generate
 from .input_files import typed
 from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
+from .loss_remedy import tried_remedy, untried_remedy
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
 from .model.source import Source, locate
 from .nonfinite import find_nonfinite
 from .options import Options, RunSettings
 from .readings import (
-    CastNotes,
     DriftReport,
     FlowCast,
     Generation,
@@ -45,6 +45,7 @@ from .readings import (
 from .readings_drift import CausesReport, Floor, Nonfinite
 from .readings_export import ExportReport
 from .readings_inputs import InputsReading
+from .readings_losses import LossRemedy, ValueLoss
 from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
 from .recipe.compress import compress
 from .scan import DEFAULT_DTYPES, OnEstimate, Scan
@@ -144,9 +145,9 @@ class Session:
             self._plan = make_plan(self.tree, self.recipe)
         self.model.apply(self._plan.dtypes, on_progress, cancelled)
 
-    def lost_values(self, cancelled: Cancelled = _never) -> tuple[CastNotes, ...]:
-        """The casts in force that lose values: overflow, underflow, saturation."""
-        return self.model.lost_values(cancelled)
+    def lost_values(self, cancelled: Cancelled = _never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
+        """The weights that lose values, besides rounding them, under the recipe in force or another plan. Raises Cancelled."""
+        return self.model.lost_values((plan or self._plan).dtypes, cancelled)
 
     def drift(
         self,
@@ -182,6 +183,7 @@ class Session:
             memory=self.memory(),
             seconds=Seconds(found.reference_seconds, found.candidate_seconds, found.reused),
             notices=(*self.model.notices, *found.notices),
+            lost=self.lost_values(cancelled),
         )
 
     def causes(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> CausesReport:
@@ -209,6 +211,25 @@ class Session:
         bad = not output.nonfinite
         try:
             return find_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
+        finally:
+            self.model.apply(self._plan.dtypes)
+
+    def loss_remedy(
+        self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+    ) -> LossRemedy | None:
+        """The rules that keep the values which the recipe in force loses, tried out where there is a report of it; None where
+        nothing is lost but by rounding. Raises Cancelled.
+        """
+
+        def count(name: str, dtype: str) -> ValueLoss | None:
+            return self.model.weights[name].count_loss(dtype, cancelled)
+
+        losses = self.lost_values(cancelled)
+        if report is None or self._meter is None:
+            reason = self.no_forward or "the recipe was not measured"
+            return untried_remedy(self.tree, self._plan, losses, count, reason)
+        try:
+            return tried_remedy(self._meter, self.tree, self._plan, losses, report.output, count, on_trial, cancelled)
         finally:
             self.model.apply(self._plan.dtypes)
 
@@ -261,7 +282,7 @@ class Session:
         from .export import export, of_live
 
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
 
     def scan(
         self,
@@ -366,6 +387,7 @@ class Session:
             front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
             measured=measured,
             notices=self.model.notices,
+            lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
         )
 
     def use_inputs(self, options: Options, cancelled: Cancelled = _never) -> None:

@@ -20,13 +20,11 @@ from typing import TypeVar
 import torch
 
 from . import dtypes
-from .readings import CastNotes
 
 _PIECE = 1 << 19
 """Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""
 _DEVICE_PIECE = 1 << 22
 """The same on an accelerator, where starting the work on a small piece takes longer than the work."""
-_IN_CACHE = 1 << 18
 _PIECES_WORTH_A_THREAD = 4
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
@@ -70,7 +68,7 @@ def take_codes(tensor: torch.Tensor, dtype: str, take: Callable[[int, torch.Tens
     `take` hears where in the flattened tensor a piece begins, and its codes, flat, in memory that the next piece uses again. It
     is called in several threads, in no order.
     """
-    rows = _as_rows(tensor)
+    rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
     pieces = _pieces(rows)
@@ -215,7 +213,7 @@ def from_codes(kept: torch.Tensor, scale: torch.Tensor, scratch: Scratch | None 
 def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A storage-only tensor as values again, in `dtype`. Same shape as `kept`; no more memory than that."""
     per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
-    rows = _as_rows(kept) if per_channel else kept.reshape(-1, 1)
+    rows = as_rows(kept) if per_channel else kept.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=kept.device)
     pieces = _pieces(rows)
 
@@ -229,34 +227,8 @@ def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     return values.view(kept.shape)
 
 
-def _as_rows(tensor: torch.Tensor) -> torch.Tensor:
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
     """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
     if tensor.ndim >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, -1)
-
-
-def lost_values(name: str, original: torch.Tensor, kept: torch.Tensor, dtype: str) -> CastNotes | None:
-    """What did not survive a cast to `dtype`, besides rounding. None when every value did.
-
-    overflowed: finite values that became infinite; saturated: infinities clamped to the largest value of a
-    storage-only dtype;
-    underflowed: finite values that became zero; nonfinite: those not finite in the original. Read in chunks that stay
-    in cache.
-    """
-    overflowed = saturated = underflowed = nonfinite = 0
-    flat, cast = original.reshape(-1), kept.reshape(-1)
-    for start in range(0, flat.numel(), _IN_CACHE):
-        before = flat[start : start + _IN_CACHE]
-        after = cast[start : start + _IN_CACHE].to(torch.float64 if dtype == "float64" else torch.float32)
-        underflowed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
-        finite_before, finite_after = torch.isfinite(before), torch.isfinite(after)
-        strange = before.numel() - int(finite_before.sum())
-        if strange:
-            nonfinite += strange
-            saturated += int((torch.isinf(before) & finite_after).sum())
-            underflowed -= int((torch.isnan(before) & (after == 0)).sum())  # int8 has no NaN: it becomes 0
-        overflowed += int((finite_before & ~finite_after).sum())
-    if not (overflowed or saturated or underflowed or nonfinite):
-        return None
-    return CastNotes(name, dtype, overflowed, saturated, underflowed, nonfinite)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .readings import DriftReport
+    from .readings_losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +55,16 @@ Wish = ExportWish | RecipeWish | ReportWish | ConvertWish
 
 @dataclass(frozen=True, slots=True)
 class ExportPlan:
-    """What an export would write. nbytes: of all tensors, scales included; loading: what `from_pretrained` makes of it."""
+    """What an export would write. nbytes: of all tensors, scales included; loading: what `from_pretrained` makes of it; lost: the
+    weights whose cast loses values, None where that is not known yet.
+    """
 
     nbytes: int
     files: int
     dtypes: tuple[tuple[str, int, int], ...]
     loading: str
     notices: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] | None = ()
 
 
 TARGET_SUFFIXES = {

@@ -19,6 +19,7 @@ from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
 from .gate import Gate
 from .options import Options, RunSettings
+from .planned_losses import PlannedLosses
 from .recipe import Recipe
 from .text import printable
 from .wishes import Wish
@@ -73,6 +74,9 @@ class Worker:
         self._inputs_line: str | None = None
         """The inputs asked for last, until they are looked at."""
         self._floor_told: Floor | None = None
+        self._planned_losses = PlannedLosses()
+        self._asked_to_read = False
+        """Told to measure, which without a live model means to read values, however many."""
         self._asked: deque[Task] = deque()
         self._closing = threading.Event()
         self._stop_now = threading.Event()
@@ -98,6 +102,7 @@ class Worker:
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
+        self._asked_to_read = True
         self.set_recipe(self._recipe)
 
     def set_settings(self, settings: RunSettings) -> None:
@@ -266,7 +271,7 @@ class Worker:
                 )
             if self._waiting:
                 self._waiting = False
-                return self._recipe, self._with_session(self._apply_and_measure)
+                return self._recipe, self._cast_and_measure
             return self._recipe, self._asked.popleft()
 
     def _told_to(self) -> bool:
@@ -319,10 +324,19 @@ class Worker:
         found = session.nonfinite(report, working("trying what makes the output finite"), cancelled)
         if found is not None:
             self._emit(events.NonfiniteFound(recipe, found))
+        self._tell_loss_remedy(session, recipe, report)
         floor = session.floor(working("the reference against itself"), cancelled)
         if floor is not self._floor_told:
             self._floor_told = floor
             self._emit(events.FloorMeasured(floor))
+
+    def _tell_loss_remedy(self, session: Session, recipe: Recipe, report: DriftReport | None) -> None:
+        def on_trial(done: int, total: int) -> None:
+            self._emit(events.Working(recipe, "trying what keeps the values", done, total))
+
+        remedy = session.loss_remedy(report, on_trial, self._stop_now.is_set)
+        if remedy is not None:
+            self._emit(events.LossRemedyFound(recipe, remedy))
 
     def _tell_text(self, session: Session, recipe: Recipe, tokens: int) -> None:
         cancelled, told = self._stop_now.is_set, _Throttle()
@@ -359,6 +373,13 @@ class Worker:
             raise
         self._emit(events.Scanned(report, True))
 
+    def _cast_and_measure(self, recipe: Recipe) -> None:
+        asked, self._asked_to_read = self._asked_to_read, False
+        if self._session is not None:
+            self._apply_and_measure(self._session, recipe)
+        elif self._checkpoint is not None:
+            self._planned_losses.tell(self._checkpoint, recipe, self._emit, self._stop_now.is_set, asked)
+
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
         told = _Throttle()
@@ -378,6 +399,8 @@ class Worker:
             )
             self._emit(events.Measured(recipe, report))
             self._look_closer(session, recipe, report)
+        else:
+            self._tell_loss_remedy(session, recipe, None)
         self._unmeasured = False
         self._emit(events.Memory(recipe, session.memory()))
 
@@ -406,7 +429,8 @@ class Worker:
             lambda what, done, total: self._emit(events.Saving(recipe, what, done, total)), time.perf_counter
         )
         return Workshop(
-            self._source, self._options, self._settings, recipe, self._session, self._checkpoint, told, self._stop_now.is_set
+            self._source, self._options, self._settings, recipe, self._session, self._checkpoint, told, self._stop_now.is_set,
+            self._planned_losses,
         )  # fmt: skip
 
     def _tell_export_plan(self, recipe: Recipe) -> None:

@@ -388,7 +388,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
     # The program gets no further than its first megabyte, in the middle of the file of weights.
     halting = (
         "import os, sys, time; from dtype_engine.export import write; from dtype_engine.cli import cli, run\n"
-        "def wait(tensor, dtype, out, at, progress):\n"
+        "def wait(tensor, dtype, out, at, progress, *more):\n"
         "    os.write(1, b'writing\\n')\n"
         "    while True: time.sleep(0.05); progress.wrote(0)\n"
         "write._write_tensor = wait; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"

@@ -119,7 +119,7 @@ def test_values_that_overflow_are_told() -> None:
     opened = session(module)
     opened.cast("*", "float16")
     (lost,) = opened.lost_values()
-    assert (lost.name, lost.overflowed) == ("norm.weight", 1)
+    assert (lost.tensor, lost.overflowed) == ("norm.weight", 1)
     opened.undo()
     assert opened.lost_values() == ()
 

@@ -24,7 +24,7 @@ KEYS: list[BindingType] = with_ids(
         Binding("x", "drop_rules", "Drop the node's rules"),
         Binding("m", "measure", "Measure again"),
         Binding("d", "causes", "Drift over depth, and the modules that it arises in"),
-        Binding("a", "remedy", "Apply what makes the output finite"),
+        Binding("a", "remedy", "Apply what makes the output finite, or keeps the values that casts lose"),
         Binding("H", "history", "History: every measured recipe, to compare and go back to"),
         Binding("f", "flow", "Dtype flow: where dtypes silently change"),
         Binding("g", "generate", "Generate text with both, side by side"),

@@ -14,13 +14,15 @@ from dtype_engine.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
 from dtype_engine.thresholds import Thresholds
 
+from .loss_words import loss_marks
 from .scan_view import ScanView
 
 if TYPE_CHECKING:
     from dtype_engine.history import MeasuredRecipe
-    from dtype_engine.readings import CastNotes, DriftReport, MemoryReading, ModuleDrift
+    from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift
     from dtype_engine.readings_drift import CausesReport, Floor, Nonfinite
     from dtype_engine.readings_inputs import InputsReading
+    from dtype_engine.readings_losses import LossRemedy, ValueLoss
     from dtype_engine.tree import TensorInfo, Totals, Tree
 
 PREVIEW_S = 0.5
@@ -39,7 +41,13 @@ class Experiment:
     totals: Mapping[str, Totals] = field(init=False)
     report: DriftReport | None = None
     modules: dict[str, ModuleDrift] = field(default_factory=dict)
-    notes: tuple[CastNotes, ...] = ()
+    lost: tuple[ValueLoss, ...] | None = None
+    """Weights whose cast loses values; None while that is not known."""
+    lost_reason: str = ""
+    """Why it is not known, where it will not be by itself."""
+    loss_marks: Mapping[str, str] = field(default_factory=dict)
+    """What the tree says of a node that loses values."""
+    loss_remedy: LossRemedy | None = None
     failed_module: str | None = None
     failure: str | None = None
     memory: MemoryReading | None = None
@@ -69,7 +77,7 @@ class Experiment:
     def _replan(self) -> None:
         self.plan = make_plan(self.tree, self.recipe)
         self.totals = self.tree.totals(self.plan.dtypes)
-        self.notes = ()
+        self.lost, self.lost_reason, self.loss_marks = None, "", {}
         self.forget_readings()
 
     def set_settings(self, settings: RunSettings) -> None:
@@ -88,7 +96,12 @@ class Experiment:
         """The figures on the screen are no longer those of what is in force."""
         self.report, self.modules = None, {}
         self.failed_module = self.failure = None
-        self.nonfinite = self.causes = None
+        self.nonfinite = self.causes = self.loss_remedy = None
+
+    def set_lost(self, losses: tuple[ValueLoss, ...] | None, reason: str) -> None:
+        """What the casts of the recipe in force lose is known, or why it is not."""
+        self.lost, self.lost_reason = losses, reason
+        self.loss_marks = loss_marks(losses or ())
 
     def replace_tree(self, tree: Tree) -> None:
         """The live model's tree takes the place of the headers' one."""

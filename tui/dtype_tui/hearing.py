@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtype_engine import events, history
+from dtype_engine.report_losses import loss_notice
 
 from .inputs_screen import InputsScreen
 from .leaving_screen import LeavingScreen
@@ -70,8 +71,10 @@ def hear(app: DtypeApp, event: events.Event) -> None:
     elif isinstance(event, events.Casting):
         app.busy, app.activity, app.share = True, f"casting {event.total:,} tensors", event.done / event.total
     elif isinstance(event, events.CastDone):
-        experiment.notes = event.notes
+        experiment.set_lost(event.lost, event.reason)
         _say_lost(app, event)
+    elif isinstance(event, events.LossRemedyFound):
+        experiment.loss_remedy = event.found
     elif isinstance(event, events.Measuring):
         app.busy, app.activity = True, f"measuring: {event.run}"
         app.share = event.done / event.total if event.total else None
@@ -128,8 +131,6 @@ def _model_ready(app: DtypeApp, event: events.ModelReady) -> None:
 
 
 def _say_lost(app: DtypeApp, event: events.CastDone) -> None:
-    overflowed = [note for note in event.notes if note.overflowed]
-    if overflowed:
-        first = overflowed[0]
-        more = f" and in {len(overflowed) - 1} more tensors" if len(overflowed) > 1 else ""
-        app.say(f"{first.overflowed:,} values of {first.name} overflow to infinity in {first.dtype}{more}", "warning")
+    """A word more than what the pane, the tree and the status line go on showing."""
+    if words := loss_notice(event.lost or ()):
+        app.say(words, "warning")

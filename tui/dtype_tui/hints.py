@@ -8,6 +8,7 @@ from dtype_engine.text import printable
 
 from .cells import bar
 from .experiment import Experiment
+from .loss_words import loss_status
 
 ALWAYS = "? help  q quit"
 
@@ -46,6 +47,8 @@ def status_line(experiment: Experiment, doing: tuple[str, float | None], plannin
         line.append("  Esc stops", style="dim")
     else:
         line.append("no engine: planning only" if planning_only else "ready")
+    if lost := loss_status(experiment):
+        line.append(f"  {lost}", style="bold")
     parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]
     while len(parts) > 1 and line.cell_len + len(" · ".join(parts)) + 2 > width:
         parts.pop(1)  # the class goes first, then the device

@@ -18,6 +18,8 @@ from dtype_engine import dtypes
 from dtype_engine.errors import UserError
 from dtype_engine.events import ExportPlanned
 from dtype_engine.readings import DriftReport
+from dtype_engine.readings_losses import severe
+from dtype_engine.report_losses import loss_sentences
 from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
 from dtype_engine.wishes import (
@@ -143,6 +145,10 @@ class LeavingScreen(ModalScreen[Wish | None]):
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
         if not self._rules:
             lines.append(("No rules are in force: this is a copy.", ""))
+        if plan.lost is None:
+            lines.append(("Whether the casts lose values is found out while it is written.", ""))
+        else:
+            lines += [(f"⚠ {sentence}", "bold") for sentence in loss_sentences(plan.lost, 3) if severe(plan.lost)]
         lines += [(notice, "") for notice in plan.notices]
         return [*lines, (plan.loading, "dim")]
 

@@ -60,10 +60,17 @@ def drop(app: DtypeApp) -> None:
 
 
 def remedy(app: DtypeApp) -> None:
-    """Apply the rule that makes an output finite again, if there is one."""
-    found = app.experiment.nonfinite
+    """Apply the rule that makes an output finite again, if there is one, else those that keep values which casts lose."""
+    experiment = app.experiment
+    found, kept = experiment.nonfinite, experiment.loss_remedy
     if found is not None and found.remedy is not None:
         app.add_rule(Rule.parse(found.remedy))
+    elif kept is not None:
+        recipe = experiment.recipe
+        for rule in kept.rules:
+            recipe = recipe.then(Rule.parse(rule))
+        if experiment.push(recipe):
+            app.recipe_changed()
     else:
         app.say(found.reason if found is not None else "there is nothing to mend", "information")
 

@@ -16,6 +16,7 @@ from textual.widgets import Static
 
 from dtype_engine import dtypes
 from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReading, Written
+from dtype_engine.report_losses import loss_words
 from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text, share_text
 from dtype_engine.text import printable
 
@@ -101,17 +102,11 @@ def details(experiment: Experiment, node: str) -> Overlay:
             )
         if not tensor.castable:
             grid.add_row("never cast", tensor.fixed or f"{tensor.dtype} is not a dtype that one computes in")
-        for note in experiment.notes:
-            if note.name == tensor.name:
-                lost = [
-                    f"{count:,} {what}"
-                    for what, count in (
-                        ("overflow to infinity", note.overflowed), ("saturate", note.saturated),
-                        ("vanish to zero", note.underflowed), ("were not finite before", note.nonfinite),
-                    )
-                    if count
-                ]  # fmt: skip
-                grid.add_row("values lost", ", ".join(lost))
+        for loss in experiment.lost or ():
+            if loss.tensor == tensor.name:
+                before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
+                rounding = ", which is rounding" if loss.is_rounding else ""
+                grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
     for place, rule, won, taken in experiment.explain(node):
         verdict = (
             "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..readings import DriftReport, as_json
 from ..readings_drift import CausesReport, Floor, Nonfinite
+from ..readings_losses import LossRemedy, severe
 from ..thresholds import Verdict
 from .common import say
 
@@ -26,28 +27,39 @@ class More:
     nonfinite: Nonfinite | None
     causes: CausesReport | None
     noise: bool
+    asked_for_remedy: bool
+    remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
         """As keys of the report's object."""
         found = {"floor": as_json(self.floor), "under_floor": self.noise, "nonfinite": as_json(self.nonfinite)}
+        found |= {"suggest": as_json(self.remedy)} if self.asked_for_remedy else {}
         return found | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
     def text(self, report: DriftReport, found: Sequence[Verdict]) -> str:
         """As lines under the report's."""
         from ..report_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
+        from ..report_losses import remedy_lines
 
         lines = floor_lines(self.floor, report.output)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
+        if self.asked_for_remedy:
+            lines += remedy_lines(self.remedy)
+        elif severe(report.lost):
+            lines.append("           --suggest tries rules that keep the values that the casts lose")
         lines += [causes_text(self.causes)] if self.causes is not None else []
         return "\n".join([*lines, *verdict_lines(found)])
 
 
-def look_closer(session: Session, report: DriftReport, causes: bool) -> More:
-    """Measure the floor, look for the first value that is not finite where there is one, and tell causes where asked to."""
+def look_closer(session: Session, report: DriftReport, causes: bool, suggest: bool) -> More:
+    """Measure the floor, look for the first value that is not finite where there is one, and tell causes, and what keeps the
+    values that casts lose, where asked to.
+    """
     floor = session.floor(lambda done, total: say("the reference against itself"))
     nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
     told = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
-    return More(floor, nonfinite, told, floor.hides(report.output))
+    remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None
+    return More(floor, nonfinite, told, floor.hides(report.output), suggest, remedy)
 
 
 def fail_where_missed(found: Sequence[Verdict]) -> int:

@@ -19,6 +19,7 @@ from ..errors import UserError
 from ..options import Options
 from ..readings import as_json
 from ..readings_export import ExportReport, VerifyReport
+from ..report_losses import loss_lines
 from ..report_text import human_bytes, seconds_text
 from ..text import printable
 from .common import (
@@ -173,6 +174,7 @@ def export_text(report: ExportReport) -> str:
             f"tensors    {mix}",
             f"written    {printable(report.folder, 1000)}: {human_bytes(report.nbytes)}, {files}, in "
             f"{seconds_text(report.seconds)}{rate}",
+            *loss_lines(report.lost),
         ]
     )
 

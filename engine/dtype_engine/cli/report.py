@@ -65,7 +65,10 @@ def report(
     except NoForward as error:
         reason = str(error)
     say("")
-    made = gather(session.tree, session.plan, session.model.title, session.settings, measured, versions(), reason)
+    lost = session.lost_values()
+    made = gather(
+        session.tree, session.plan, session.model.title, session.settings, measured, versions(), reason, lost=lost
+    )
     written = write_whole(file, render(made, file), replace=force)
     if as_object:
         print_json({"file": str(written), "model": session.model.title, "measured": measured is not None})

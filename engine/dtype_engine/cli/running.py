@@ -113,6 +113,9 @@ def inspect(
 @click.option(
     "--causes", "with_causes", is_flag=True, help="Also run every module as cast by itself: where drift arises."
 )
+@click.option(
+    "--suggest", is_flag=True, help="Try rules that keep the values that the casts lose, and say the drift then."
+)
 @with_options(threshold_options)
 @json_option
 def drift(
@@ -123,10 +126,13 @@ def drift(
     save_recipe: Path | None,
     force: bool,
     with_causes: bool,
+    suggest: bool,
     as_object: bool,
     **run_settings: Any,
 ) -> int:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved.
+
+    Weights of which values became infinite or zero in their dtype are told as lost, whatever the output is.
 
     Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is not kept.
     """
@@ -137,7 +143,7 @@ def drift(
     save_measured(session, report, save_recipe, force)
     texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
     found = verdicts(limits, report.output)
-    more = look_closer(session, report, with_causes)
+    more = look_closer(session, report, with_causes, suggest)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}

@@ -121,7 +121,7 @@ def search(
     if output is not None:
         from ..recipe.file import write_recipe
 
-        text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model)
+        text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model, lost=report.lost)
         write_whole(output, text, replace=force)
     if as_object:
         print_json(as_json(report) | {"met": True})

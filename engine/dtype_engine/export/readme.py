@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from .. import __version__, dtypes
 from ..readings_export import ExportedDtype
+from ..readings_losses import ValueLoss
+from ..report_losses import loss_sentences
 from ..report_text import human_bytes
 from ..text import printable
 from .config import export_dtype
@@ -23,8 +25,8 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
     return {name: ExportedDtype(*sums[name]) for name in sorted(sums, key=lambda name: -sums[name][1])}
 
 
-def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype]) -> str:
-    """The text. `name` is the folder's."""
+def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
+    """The text. `name` is the folder's; `lost`: the weights whose cast loses values."""
     rows = [f"| {dtype} | {found.tensors} | {human_bytes(found.nbytes)} |" for dtype, found in sums.items()]
     made_from = printable(contents.title).replace("`", "'")
     lines = [
@@ -36,6 +38,7 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype]) -> 
         "|---|---|---|",
         *rows,
         "",
+        *_lost(lost),
         "## Loading it",
         "",
         *(_plain_section(contents, name) if contents.layout.kind == "model" else section(contents, printable(name))),
@@ -62,6 +65,13 @@ def _plain_section(contents: Contents, name: str) -> list[str]:
         "",
         *_theirs(contents),
     ]
+
+
+def _lost(lost: Sequence[ValueLoss]) -> list[str]:
+    if not lost:
+        return []
+    lines = [f"- {line.replace('`', chr(39))}" for line in loss_sentences(lost, most=40)]
+    return ["## Values lost in the casts", "", *lines, ""]
 
 
 def _snippet(contents: Contents, name: str) -> list[str]:

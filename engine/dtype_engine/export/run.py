@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..checkpoint import Checkpoint
@@ -14,8 +14,10 @@ from ..errors import UserError
 from ..model.live import give_memory_back
 from ..options import Options
 from ..readings_export import ExportReport
+from ..readings_losses import ValueLoss
 from ..recipe import Recipe
 from ..recipe.file import write_recipe
+from ..report_losses import loss_notice
 from .claim import clear_up
 from .config import export_config, export_dtype, written_configs
 from .contents import Contents, Item, of_checkpoint
@@ -53,11 +55,13 @@ def export(
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
     force: bool = False,
+    lost: Sequence[ValueLoss] | None = None,
 ) -> ExportReport:
     """Write an export to a new folder, streamed: never more than one tensor in memory, and of plain casts only a piece.
 
     `max_shard_size`: bytes, or as in "5GB". `on_bytes` hears the bytes written and those there will be. Until all is written
-    the folder does not exist. `force`: one of that name is replaced when all is written, but never the source. Raises UserError
+    the folder does not exist. `force`: one of that name is replaced when all is written, but never the source. `lost`: the weights
+    whose cast loses values, where that is known; else it is counted while they are written. Raises UserError
     (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
@@ -81,14 +85,19 @@ def export(
             copy_file(file, stage / place, progress)
         for place, text in written_configs(contents, config).items():
             (stage / place).write_text(text, encoding="utf-8")
-        (stage / "recipe.yaml").write_text(write_recipe(contents.recipe, contents.title), encoding="utf-8")
-        (stage / "README.md").write_text(readme(contents, target.name, sums), encoding="utf-8")
+        counted: list[ValueLoss] = []
         for part, of_part in files.items():
             folder_of_part = stage / part.folder
+            found: list[ValueLoss] | None = [] if lost is None else None
             for name, items in of_part.items():
-                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress)
+                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress, found)
+            counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in found or ()]
             if len(of_part) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(of_part), encoding="utf-8")
+        losses = tuple(lost if lost is not None else _in_order(counted, contents))
+        recipe = write_recipe(contents.recipe, contents.title, lost=losses)
+        (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
+        (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
     give_memory_back()
     return ExportReport(
         folder=str(target),
@@ -99,8 +108,15 @@ def export(
         files=names_of(files),
         dtypes=sums,
         seconds=time.perf_counter() - started,
-        notices=notices,
+        notices=notices + ((notice,) if (notice := loss_notice(losses)) else ()),
+        lost=losses,
     )
+
+
+def _in_order(losses: Sequence[ValueLoss], contents: Contents) -> list[ValueLoss]:
+    """In the order of the tensors, whichever was written first."""
+    places = {item.name: place for place, item in enumerate(contents.items)}
+    return sorted(losses, key=lambda loss: places[loss.tensor])
 
 
 def _metadata(part: Part, items: tuple[Item, ...], tied: Mapping[str, str]) -> dict[str, str]:

@@ -260,5 +260,3 @@ def _stand_on(weight: Weight, source: Weight) -> None:
     weight.dtype = weight.info.dtype
     weight.info, weight.original = source.info, source.original
     weight.stored_scale = source.stored_scale
-    if weight.changed:
-        weight.lost = None

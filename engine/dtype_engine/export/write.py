@@ -21,7 +21,9 @@ import torch
 from .. import dtypes
 from ..checkpoint import ByteRange
 from ..errors import Cancelled, UserError
+from ..readings_losses import ValueLoss
 from ..storage import one_thread, take_codes, torch_dtype
+from ..value_loss import LossCounter
 from .contents import Item, Piece, as_bytes
 
 _PIECE = 1 << 20
@@ -75,13 +77,21 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes,
     return len(text).to_bytes(8, "little") + text, {name: body + start for name, start in starts.items()}
 
 
-def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str], progress: Progress) -> None:
-    """One safetensors file with these items, several written side by side. Raises Cancelled, OSError."""
+def write_file(
+    path: Path,
+    items: Sequence[Item],
+    metadata: Mapping[str, str],
+    progress: Progress,
+    lost: list[ValueLoss] | None = None,
+) -> None:
+    """One safetensors file with these items, several written side by side. `lost` is given the weights whose cast loses values,
+    in no order; where it is None nobody looks. Raises Cancelled, OSError.
+    """
     head, starts = header([piece for item in items for piece in item.pieces], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
     with open(path, "wb", buffering=0) as file:
         _write(file.fileno(), head, 0)
-        write = partial(_write_item, file.fileno(), starts, progress)
+        write = partial(_write_item, file.fileno(), starts, progress, lost)
         # A new thread takes over the number of torch threads set just now.
         with one_thread(), ThreadPoolExecutor(threads) as pool:
             try:
@@ -92,21 +102,37 @@ def write_file(path: Path, items: Sequence[Item], metadata: Mapping[str, str], p
                 raise
 
 
-def _write_item(out: int, starts: Mapping[str, int], progress: Progress, item: Item) -> None:
+def _write_item(
+    out: int, starts: Mapping[str, int], progress: Progress, lost: list[ValueLoss] | None, item: Item
+) -> None:
     places = [starts[piece.name] for piece in item.pieces]
     if item.raw:
         for source, at in zip(item.raw, places, strict=True):
             _copy(source, out, at, progress)
-    elif item.scaled and item.kept is None:
-        scale = _write_codes(item.values(), item.dtype, out, places[0], progress)
+        return
+    if item.kept is not None:
+        for tensor, piece, at in zip(item.kept(), item.pieces, places, strict=True):
+            _write_tensor(tensor, torch_dtype(piece.dtype), out, at, progress)
+        return
+    values = item.values()
+    counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
+    if item.scaled:
+        scale = _write_codes(values, item.dtype, out, places[0], progress, counter)
         _write_tensor(scale, scale.dtype, out, places[1], progress)
     else:
-        tensors = (item.values(),) if item.kept is None else item.kept()
-        for tensor, piece, at in zip(tensors, item.pieces, places, strict=True):
-            _write_tensor(tensor, torch_dtype(piece.dtype), out, at, progress)
+        _write_tensor(values, torch_dtype(item.dtype), out, places[0], progress, counter)
+    if lost is not None and counter is not None and (found := counter.result()) is not None:
+        lost.append(found)
 
 
-def _write_tensor(tensor: torch.Tensor, dtype: torch.dtype, out: int, at: int, progress: Progress) -> None:
+def _write_tensor(
+    tensor: torch.Tensor,
+    dtype: torch.dtype,
+    out: int,
+    at: int,
+    progress: Progress,
+    counter: LossCounter | None = None,
+) -> None:
     """The values in `dtype`, cast piece by piece: a cast is of each element alone, so this gives what the whole would."""
     flat = tensor.reshape(-1)
     if flat.dtype == dtype:
@@ -120,7 +146,10 @@ def _write_tensor(tensor: torch.Tensor, dtype: torch.dtype, out: int, at: int, p
         piece = flat[start : start + step]
         if wide is not None:
             piece = wide[: len(piece)].copy_(piece)
-        data = as_bytes(cast[: len(piece)].copy_(piece))
+        done = cast[: len(piece)].copy_(piece)
+        if counter is not None:
+            counter.see(start, done)
+        data = as_bytes(done)
         _write(out, data.numpy().data, at + start * dtype.itemsize)
         progress.wrote(len(data))
 
@@ -132,10 +161,14 @@ def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> N
         progress.wrote(len(piece))
 
 
-def _write_codes(tensor: torch.Tensor, dtype: str, out: int, at: int, progress: Progress) -> torch.Tensor:
+def _write_codes(
+    tensor: torch.Tensor, dtype: str, out: int, at: int, progress: Progress, counter: LossCounter | None = None
+) -> torch.Tensor:
     """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
+        if counter is not None:
+            counter.see(start, codes)
         data = as_bytes(codes)
         _write(out, data.numpy().data, at + start)
         progress.wrote(len(data))

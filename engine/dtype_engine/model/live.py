@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,9 +22,10 @@ from torch import nn
 from .. import dtypes
 from ..checkpoint import Checkpoint, FileIdentity
 from ..errors import Cancelled, UserError
-from ..readings import CastNotes
-from ..storage import convert, dtype_name, lost_values, torch_dtype
+from ..readings_losses import ValueLoss
+from ..storage import convert, dtype_name, torch_dtype
 from ..tree import Kind, TensorInfo, Tree
+from ..value_loss import count_losses
 
 
 @dataclass(slots=True)
@@ -40,7 +41,8 @@ class Weight:
     original: torch.Tensor
     dtype: str
     scale: torch.Tensor | None = None
-    lost: CastNotes | Literal["unknown"] | None = None
+    losses: dict[str, ValueLoss | None] = field(default_factory=dict)
+    """What a cast of the original loses, by dtype, as far as it was counted."""
     aside: torch.Tensor | None = None
     """The cast data, while the original stands in its place for a reference pass."""
     stored_scale: torch.Tensor | None = None
@@ -55,12 +57,22 @@ class Weight:
         """Bring it into `dtype`, from the stored values."""
         if dtype == self.info.dtype:
             self.tensor.data = self.original.to(self.tensor.device)
-            self.scale, self.lost = self.stored_scale, None
+            self.scale = self.stored_scale
         else:
             data, scale = convert(self.original.to(self.tensor.device), dtype)
             self.tensor.data, self.scale = data, scale
-            self.lost = "unknown"
         self.dtype = dtype
+
+    def count_loss(self, dtype: str, cancelled: Callable[[], bool]) -> ValueLoss | None:
+        """What a cast of the stored values to `dtype` loses; counted at most once. Raises Cancelled."""
+        if dtype == self.info.dtype:
+            return None
+        if dtype not in self.losses:
+            held = self.tensor.data if self.aside is None else self.aside
+            self.losses[dtype] = count_losses(
+                self.info.name, self.original, dtype, held if dtype == self.dtype else None, cancelled
+            )
+        return self.losses[dtype]
 
     @property
     def nbytes(self) -> int:
@@ -178,17 +190,17 @@ class LiveModel:
             sums[device] = sums.get(device, 0) + weight.nbytes
         return sums
 
-    def lost_values(self, cancelled: Callable[[], bool] = lambda: False) -> tuple[CastNotes, ...]:
-        """The casts in force that lose values, besides rounding them. Looks at each changed tensor once. Raises
-        Cancelled.
+    def lost_values(
+        self, planned: Mapping[str, str] | None = None, cancelled: Callable[[], bool] = lambda: False
+    ) -> tuple[ValueLoss, ...]:
+        """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan. Counts each
+        tensor in each dtype once. Raises Cancelled.
         """
-        for weight in self.weights.values():
-            if weight.lost == "unknown":
-                if cancelled():
-                    raise Cancelled
-                data = weight.tensor.data.to(weight.original.device)
-                weight.lost = lost_values(weight.info.name, weight.original, data, weight.dtype)
-        return tuple(weight.lost for weight in self.weights.values() if isinstance(weight.lost, CastNotes))
+        found = [
+            weight.count_loss(weight.dtype if planned is None else planned[name], cancelled)
+            for name, weight in self.weights.items()
+        ]
+        return tuple(loss for loss in found if loss is not None)
 
     def uniform_dtype(self) -> torch.dtype | None:
         """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""

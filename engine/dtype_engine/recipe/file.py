@@ -6,7 +6,9 @@
       - {pattern: "*", dtype: float16}
       - {pattern: "type:LayerNorm", dtype: float32}
     settings: {autocast: bfloat16}    # how the candidate is run
-    measured: {kl_mean: 0.0013}       # figures of a run; nothing depends on them
+    measured:                         # figures of a run; nothing depends on them
+      kl_mean: 0.0013
+      lost: [{tensor: norm.weight, dtype: float16, overflowed: 1, vanished: 0}]    # values that a cast made infinite or zero
 
 Only `version` and `rules` must be there.
 """
@@ -24,6 +26,7 @@ from .. import dtypes
 from ..errors import UserError
 from ..options import RunSettings
 from ..plain_yaml import load_yaml
+from ..readings_losses import ValueLoss
 from ..regular_files import read_regular
 from ..text import printable
 from .plan import MATCHING_S
@@ -35,6 +38,9 @@ _LARGEST = 1_000_000
 _KEYS = {"version", "model", "rules", "settings", "measured"}
 
 Figure = str | int | float | bool | None
+LOST = "lost"
+"""The one entry of `measured` that is a list: the tensors whose cast loses values."""
+_OF_LOSS: Mapping[str, type] = {"tensor": str, "dtype": str, "overflowed": int, "vanished": int, "elements": int}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +51,7 @@ class RecipeFile:
     model: str | None = None
     settings: RunSettings | None = None
     measured: Mapping[str, Figure] = dataclasses.field(default_factory=dict)
+    lost: tuple[ValueLoss, ...] = ()
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -87,6 +94,7 @@ def _understood(path: Path, text: str) -> RecipeFile:
         model,
         _settings(path, data["settings"]) if data.get("settings") is not None else None,
         _measured(path, data["measured"]) if data.get("measured") is not None else {},
+        _losses(path, data["measured"].get(LOST)) if isinstance(data.get("measured"), dict) else (),
     )
 
 
@@ -141,10 +149,25 @@ def _dtype(path: Path, setting: str, value: object) -> str:
 def _measured(path: Path, entry: object) -> dict[str, Figure]:
     if not isinstance(entry, dict):
         raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
-    for name, value in entry.items():
+    figures = {name: value for name, value in entry.items() if name != LOST}
+    for name, value in figures.items():
         if not isinstance(name, str) or not (value is None or isinstance(value, str | int | float | bool)):
             raise UserError(f"{path}: measured {_shown(name)} must be one figure or text")
-    return dict(entry)
+    return figures
+
+
+def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
+    if entries is None:
+        return ()
+    found = []
+    for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
+        if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in _OF_LOSS.items()):
+            raise UserError(f"{path}: measured 'lost': entry {number} needs {', '.join(_OF_LOSS)}")
+        dtype = _dtype(path, LOST, entry["dtype"])
+        if dtype == dtypes.STORED or min(entry["overflowed"], entry["vanished"]) < 0 or entry["elements"] < 1:
+            raise UserError(f"{path}: measured 'lost': entry {number} counts values in a dtype")
+        found.append(ValueLoss(entry["tensor"], dtype, entry["overflowed"], entry["vanished"], entry["elements"]))
+    return tuple(found)
 
 
 def _shown(value: object) -> str:
@@ -158,8 +181,11 @@ def write_recipe(
     measured: Mapping[str, Figure] | None = None,
     comments: Sequence[str] | None = None,
     units: Mapping[str, str] | None = None,
+    lost: Sequence[ValueLoss] = (),
 ) -> str:
-    """The text of a recipe file: one line a rule, in order. `comments`: one for each rule; `units`: of figures, by name."""
+    """The text of a recipe file: one line a rule, in order. `comments`: one for each rule; `units`: of figures, by name; `lost`:
+    the tensors whose cast loses values, among the figures.
+    """
     lines = [f"version: {VERSION}"]
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")
@@ -170,11 +196,18 @@ def write_recipe(
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
         lines += [f"  {name}: {_figure(value)}" for name, value in dataclasses.asdict(settings).items()]
-    if measured:
+    if measured or lost:
         lines.append("measured:  # figures of a run; nothing depends on them")
-        for name, value in measured.items():
+        for name, value in (measured or {}).items():
             unit = f"  # {units[name]}" if units and name in units else ""
             lines.append(f"  {_key(name)}: {_figure(value)}{unit}")
+    if lost:
+        lines.append(f"  {LOST}:  # values that their cast made infinite (overflowed) or zero (vanished)")
+        lines += [
+            f"    - {{tensor: {_scalar(loss.tensor)}, dtype: {_scalar(loss.dtype) if '@' in loss.dtype else loss.dtype}, "
+            f"overflowed: {loss.overflowed}, vanished: {loss.vanished}, elements: {loss.elements}}}"
+            for loss in lost
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..options import RunSettings
 from ..readings import DriftReport
+from ..readings_losses import ValueLoss, severe
 from ..report_text import human_bytes
 from ..tree import Tree
 from .file import Figure, write_recipe
@@ -14,6 +15,8 @@ from .plan import Plan, tensor_bytes
 
 _DIGITS = 6
 """Significant digits of a figure: enough to compare, and a line changes only when the figure does."""
+_MOST_LOSSES = 200
+"""Tensors that lose values named in a file, those that lose most first; the sums are of all."""
 
 UNITS: dict[str, str] = {
     "reference": "dtype of the arithmetic that it is compared with",
@@ -26,6 +29,8 @@ UNITS: dict[str, str] = {
     "kl_p99": "nats",
     "kl_max": "nats",
     "top1_agreement": "share of positions, 1 is all",
+    "overflowed": "values of weights that became infinite",
+    "vanished": "values of weights that became zero",
 }
 _OF_OUTPUT = (
     "mean_abs", "max_abs", "rel_l2", "sqnr_db", "cosine", "nonfinite", "kl_mean", "kl_mean_se", "kl_p99", "kl_max",
@@ -53,16 +58,29 @@ def recipe_text(
     settings: RunSettings | None = None,
     report: DriftReport | None = None,
     versions: Mapping[str, str] | None = None,
+    lost: Sequence[ValueLoss] | None = None,
 ) -> str:
-    """The recipe of a plan as a file: after each rule what it takes and the bytes of that, then the figures with their units."""
+    """The recipe of a plan as a file: after each rule what it takes and the bytes of that, then the figures with their units and
+    the tensors whose cast loses values. `lost`: where there is no report; None where nobody looked.
+    """
+    losses = report.lost if report is not None else lost
     return write_recipe(
         plan.recipe,
         title,
         settings,
-        figures(plan, report, versions),
+        figures(plan, report, versions) | _sums(losses),
         comments=[_takes(tree, plan, place) for place in range(len(plan.recipe))],
         units=UNITS,
+        lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)][:_MOST_LOSSES],
     )
+
+
+def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
+    """The values lost, over all tensors; nothing where nobody looked."""
+    if losses is None:
+        return {}
+    overflowed, vanished = sum(loss.overflowed for loss in losses), sum(loss.vanished for loss in losses)
+    return {"tensors_that_lose_values": len(losses), "overflowed": overflowed, "vanished": vanished}
 
 
 def _takes(tree: Tree, plan: Plan, place: int) -> str:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from .. import dtypes
 from ..options import RunSettings
 from ..readings import DriftReport, ModuleDrift
+from ..readings_losses import ValueLoss, severe
 from ..recipe import Plan, tensor_bytes
+from ..report_losses import HELP, headline
 from ..report_text import decibels, human_bytes, human_count, mix_text, seconds_text, with_error
 from ..text import printable
 from ..tree import Module, Totals, Tree
@@ -18,6 +20,7 @@ from .parts import Name, Profile, Report, Section, Shares, Table
 MOST_MODULES = 2000
 _SUMMARY_ROWS = 40
 _WORST = 12
+_LOST = "Values lost in the casts"
 
 
 def gather(
@@ -29,17 +32,22 @@ def gather(
     versions: Mapping[str, str],
     no_drift: str = "",
     when: datetime | None = None,
+    lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
-    """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why."""
+    """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why, and `lost` are the
+    weights whose cast loses values, None where nobody looked.
+    """
+    losses = drift.lost if drift is not None else lost
     when = when or datetime.now(UTC)
-    sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), _tree(tree, plan)]
+    sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), *_lost(plan, losses)]
+    sections.append(_tree(tree, plan))
     if drift is not None:
         sections.append(_where(tree, drift))
     sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions, when)]
-    return Report(printable(title, 200), _summary(plan, drift), tuple(sections))
+    return Report(printable(title, 200), _summary(plan, drift, losses), tuple(sections))
 
 
-def _summary(plan: Plan, drift: DriftReport | None) -> str:
+def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] | None) -> str:
     words = f"{human_bytes(plan.stored_bytes)} stored"
     if plan.recipe.rules:
         words += f", {human_bytes(plan.planned_bytes)} under {_count(len(plan.recipe), 'rule')}"
@@ -50,7 +58,31 @@ def _summary(plan: Plan, drift: DriftReport | None) -> str:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
             words += f", same top token at {100 * drift.output.top1_agreement:.2f} % of positions"
+    if lost := headline(losses or ()):
+        words += f"; {lost} when they were cast"
     return words + "."
+
+
+def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
+    """The weights that lose values, where a rule casts any."""
+    if not any(rule.dtype != dtypes.STORED for rule in plan.recipe.rules):
+        return []
+    if losses is None:
+        return [Section(_LOST, ("Not looked for: the values were not read.",))]
+    if not losses:
+        return [Section(_LOST, ("None: no value became infinite, and none but by rounding became zero.",))]
+    ordered = [*severe(losses), *(loss for loss in losses if loss.is_rounding)]
+    rows = tuple(
+        (
+            Name(printable(loss.tensor, 300)), loss.dtype, f"{loss.elements:,}", f"{loss.overflowed:,}",
+            f"{loss.vanished:,}", f"{loss.saturated:,}", "rounding" if loss.is_rounding else "",
+        )
+        for loss in ordered[:MOST_MODULES]
+    )  # fmt: skip
+    head = ("tensor", "cast to", "values", "became infinite", "became zero", "clipped", "")
+    left_out = len(ordered) - len(rows)
+    more = (f"{left_out:,} more tensors are left out here.",) if left_out else ()
+    return [Section(_LOST, (HELP, Table(head, rows, 2), *more))]
 
 
 def _count(number: int, what: str) -> str:

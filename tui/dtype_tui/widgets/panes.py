@@ -17,11 +17,13 @@ from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
 from dtype_engine.recipe import Rule
 from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
+from dtype_engine.report_losses import HELP as HELP_LOSSES
 from dtype_engine.report_text import decibels, human_bytes
 from dtype_engine.text import printable
 from dtype_engine.thresholds import verdicts
 
 from ..cells import colour, fit, percent, short_bytes
+from ..loss_words import loss_rows
 from ..scan_actions import predicted
 
 if TYPE_CHECKING:
@@ -93,15 +95,16 @@ class DriftPane(Pane):
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
         "two; a drift no larger is noise. Causes (d): each module with weights is run as cast by itself, all else as the "
         "reference; its share is the drift of the output then over that of the whole recipe. Shares need not add up to "
-        "100 %: errors interact, and the rounding of sums and activations between modules belongs to none."
+        "100 %: errors interact, and the rounding of sums and activations between modules belongs to none. "
+        + HELP_LOSSES
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment
         if experiment.failure:
-            return Text(experiment.failure, style="bold")
+            return self._with_losses(Text(experiment.failure, style="bold"))
         if experiment.no_forward:
-            return Text(f"No drift: {experiment.no_forward}")
+            return self._with_losses(Text(f"No drift: {experiment.no_forward}"))
         if experiment.report is None:
             if not experiment.live:
                 return Text("Drift appears when the model is loaded and has run.", style="dim")
@@ -113,8 +116,14 @@ class DriftPane(Pane):
             if worst:
                 text.append("\nso far, worst modules\n")
                 _append_modules(text, worst, self.columns)
-            return text
+            return self._with_losses(text)
         return self._report(experiment.report)
+
+    def _with_losses(self, text: Text) -> Text:
+        """What the casts lose is known before a drift is, and where there will be none."""
+        for label, words in reversed(loss_rows(self.experiment)):
+            text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
+        return text
 
     def _report(self, report: DriftReport) -> Table:
         output = report.output
@@ -126,6 +135,8 @@ class DriftPane(Pane):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
+        for label, words in loss_rows(self.experiment):
+            grid.add_row(label, Text(words, style="bold"))
         grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
         grid.add_row("max |Δ|", f"{output.max_abs:.4e}")

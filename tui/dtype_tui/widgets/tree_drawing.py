@@ -12,7 +12,7 @@ from textual.strip import Strip
 from dtype_engine import dtypes
 from dtype_engine.report_text import human_count
 
-from ..cells import colour, drift_cell, mix_cell, name_cell, short_bytes
+from ..cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
 from .tree_rows import Row
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ CURSOR_AWAY = Style(underline=True)
 _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
+_LOST = Style(bold=True, color="red")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,12 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look)
     style = _LIT if look.lit else _MATCH if look.match else _BOLD if row.depth == 0 else PLAIN
     segments = [Segment(f"{marker}{indent}{twist}", DIM if not look.lit else _LIT), Segment(label, style)]
     used = 1 + len(indent) + 2 + len(label)
+    if mark := experiment.loss_marks.get(row.tensor.name if row.tensor is not None else row.name):
+        mark = fit(mark, max(0, columns.name - used - 2))
+        if len(mark) > 2:
+            segments.append(Segment(f"  {mark}", _LOST))
+            used += 2 + len(mark)
+            beside = fit(beside, columns.name - used - 2) if columns.name - used - 2 >= min(len(beside), 5) else ""
     if beside:
         segments.append(Segment(f"  {beside}", DIM))
         used += 2 + len(beside)

@@ -1,0 +1,127 @@
+"""Rules that keep the values which casts lose: each weight in the nearest dtype that holds them, tried out.
+
+A remedy is looked for whether the output is finite or not: a BatchNorm whose running variance became infinite gives zeros.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from . import dtypes
+from .drift import DriftMeter
+from .errors import KernelError, NoForward
+from .readings import OutputDrift
+from .readings_losses import LossRemedy, ValueLoss, drifts_less
+from .recipe import Plan, Recipe, Rule, generalisations, make_plan, select
+from .tree import TensorInfo, Tree
+
+Count = Callable[[str, str], ValueLoss | None]
+"""What a cast of a tensor (by its canonical name) to a dtype loses."""
+OnTrial = Callable[[int, int], None]
+
+
+def untried_remedy(tree: Tree, plan: Plan, losses: Sequence[ValueLoss], count: Count, reason: str) -> LossRemedy | None:
+    """The rules for the losses that are more than rounding, not tried out, and why; None where there are none."""
+    wanted = {
+        loss.tensor: holding_dtype(tree.tensors[loss.tensor], loss.dtype, count)
+        for loss in losses
+        if not loss.is_rounding
+    }
+    return _remedy(tree, plan, wanted, reason) if wanted else None
+
+
+def tried_remedy(
+    meter: DriftMeter,
+    tree: Tree,
+    plan: Plan,
+    losses: Sequence[ValueLoss],
+    before: OutputDrift,
+    count: Count,
+    on_trial: OnTrial = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> LossRemedy | None:
+    """The same, with the drift that the model has under them. Where the nearest dtypes do not make it less than `before`, the
+    tensors as they are stored are tried too, and the better of both is what comes back.
+
+    Trials leave the model cast in their own way: the caller puts its recipe back. Raises Cancelled.
+    """
+    first = untried_remedy(tree, plan, losses, count, "")
+    if first is None:
+        return None
+    on_trial(0, 2)
+    first = _tried(meter, tree, plan, first, before, cancelled)
+    if first.improves:
+        return first
+    on_trial(1, 2)
+    as_stored = _remedy(tree, plan, dict.fromkeys(first.tensors, dtypes.STORED), "")
+    if as_stored.rules == first.rules:
+        return first
+    second = _tried(meter, tree, plan, as_stored, before, cancelled)
+    if second.after is None or (first.after is not None and not drifts_less(second.after, first.after)):
+        return first
+    return second
+
+
+def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
+    """The nearest dtype to `dtype` in which a tensor loses no more than rounding; `STORED` where only the stored one is such."""
+    nearest = []
+    if dtypes.BY_NAME[dtype].one_scale:
+        nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
+    nearest += ["bfloat16", "float32"]
+    stored_bits = dtypes.BY_NAME[tensor.dtype].bits
+    for candidate in nearest:
+        if candidate == dtype or dtypes.BY_NAME[candidate].bits >= stored_bits:
+            continue
+        loss = count(tensor.name, candidate)
+        if loss is None or loss.is_rounding:
+            return candidate
+    return dtypes.STORED
+
+
+def covering_rules(tree: Tree, wanted: Mapping[str, str]) -> list[Rule]:
+    """As few rules as a greedy search finds that give each of these tensors its dtype, and take no other tensor."""
+    rules = []
+    for dtype in dict.fromkeys(wanted.values()):
+        names = [name for name, target in wanted.items() if target == dtype]
+        left = set(names)
+        patterns = {pattern: taken for name in names for pattern, taken in _patterns(tree, name, set(names))}
+        while left:
+            covered = {pattern: len(taken & left) for pattern, taken in patterns.items()}
+            most = max(covered.values())
+            equals = [pattern for pattern, count in covered.items() if count == most]
+            best = min(equals, key=len) if most > 1 else equals[0]  # one tensor goes by its name
+            rules.append(Rule.make(best, dtype))
+            left -= patterns[best]
+    return rules
+
+
+def _patterns(tree: Tree, name: str, wanted: set[str]) -> Iterable[tuple[str, set[str]]]:
+    """Patterns of a tensor that take tensors of `wanted` alone; its own name always does."""
+    for pattern in generalisations(name):
+        taken = set(select(tree, pattern).tensors)
+        if name in taken and taken <= wanted:
+            yield pattern, taken
+
+
+def _remedy(tree: Tree, plan: Plan, wanted: Mapping[str, str], reason: str) -> LossRemedy:
+    rules = covering_rules(tree, wanted)
+    after = make_plan(tree, _with(plan.recipe, rules))
+    return LossRemedy(tuple(map(str, rules)), tuple(wanted), plan.planned_bytes, after.planned_bytes, reason=reason)
+
+
+def _with(recipe: Recipe, rules: Iterable[Rule]) -> Recipe:
+    for rule in rules:
+        recipe = recipe.then(rule)
+    return recipe
+
+
+def _tried(
+    meter: DriftMeter, tree: Tree, plan: Plan, found: LossRemedy, before: OutputDrift, cancelled: Callable[[], bool]
+) -> LossRemedy:
+    recipe = _with(plan.recipe, map(Rule.parse, found.rules))
+    meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
+    try:
+        return dataclasses.replace(found, before=before, after=meter.measure(cancelled=cancelled).output)
+    except (KernelError, NoForward) as error:
+        return dataclasses.replace(found, before=before, reason=str(error))

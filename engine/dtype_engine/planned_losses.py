@@ -1,0 +1,78 @@
+"""What the casts of a recipe lose where there is no live model: counted from the checkpoint's files, as far as that is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from . import events
+from .errors import UserError
+from .recipe import Plan, Recipe, make_plan
+from .report_text import human_bytes
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint
+    from .readings_losses import ValueLoss
+    from .value_loss import Counted
+
+MOST_UNASKED = 8 << 30
+"""Bytes of values that are read without being asked to."""
+
+
+class PlannedLosses:
+    """Counts what recipes lose, each tensor in each dtype once."""
+
+    def __init__(self) -> None:
+        self.counted: Counted = {}
+
+    def tell(
+        self,
+        checkpoint: Checkpoint,
+        recipe: Recipe,
+        emit: Callable[[events.Event], None],
+        cancelled: Callable[[], bool],
+        asked: bool = False,
+    ) -> None:
+        """Emit what the recipe loses, and the rules that keep it. More than `MOST_UNASKED` bytes are read only where `asked`, and
+        what was not looked at is said. Raises Cancelled.
+        """
+        tree = checkpoint.tree()
+        plan = make_plan(tree, recipe)
+        waiting = sum(tree.tensors[name].nbytes for name in self._uncounted(checkpoint, plan))
+        if waiting > MOST_UNASKED and not asked:
+            words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
+            emit(events.CastDone(recipe, None, words))
+            return
+        from .loss_remedy import untried_remedy
+        from .model.mapped import read_tensor
+        from .value_loss import count_losses, losses_in_files
+
+        def count(name: str, dtype: str) -> ValueLoss | None:
+            key = name, dtype
+            if key not in self.counted:
+                self.counted[key] = count_losses(name, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
+            return self.counted[key]
+
+        def progress(done: int, total: int) -> None:
+            emit(events.Working(recipe, "looking for values that the casts lose", done, total))
+
+        try:
+            losses = losses_in_files(checkpoint, tree, plan.dtypes, self.counted, progress, cancelled)
+        except UserError as error:
+            emit(events.CastDone(recipe, None, f"could not be looked at: {error}"))
+            return
+        emit(events.CastDone(recipe, losses))
+        found = untried_remedy(tree, plan, losses, count, "there is no live model to run")
+        if found is not None:
+            emit(events.LossRemedyFound(recipe, found))
+
+    def known(self, checkpoint: Checkpoint, plan: Plan) -> bool:
+        """Whether all that a plan casts was looked at."""
+        return not self._uncounted(checkpoint, plan)
+
+    def _uncounted(self, checkpoint: Checkpoint, plan: Plan) -> list[str]:
+        return [
+            name
+            for name, dtype in plan.dtypes.items()
+            if name in checkpoint.weights and dtype != checkpoint.dtype(name) and (name, dtype) not in self.counted
+        ]

@@ -1,0 +1,123 @@
+"""Values that casts lose, in sentences. Never imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .readings import OutputDrift
+from .readings_losses import LossRemedy, ValueLoss, severe
+from .report_text import decibels, human_bytes
+from .text import printable
+
+HELP = (
+    "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "
+    "that loses values is told by its name, except where that is no more than rounding: fewer than 1 in 100 of its values "
+    "became zero (in int8, where all under half a step do, fewer than half), and no whole output channel did."
+)
+
+
+def loss_sentence(loss: ValueLoss) -> str:
+    """`conv2_BN.running_var: 64 of 128 values became infinite in float16`."""
+    return f"{printable(loss.tensor, 200)}: {loss_words(loss)}"
+
+
+def loss_words(loss: ValueLoss) -> str:
+    """`64 of 128 values became infinite in float16`."""
+    parts = []
+    if loss.overflowed:
+        parts.append(f"{_of(loss.overflowed, loss)} became infinite")
+    if loss.vanished:
+        words = f"{loss.vanished:,} became zero" if parts else f"{_of(loss.vanished, loss)} became zero"
+        parts.append(words)
+    if loss.saturated:
+        words = f"{loss.saturated:,}" if parts else _of(loss.saturated, loss)
+        parts.append(f"{words} beyond its scale became the largest one")
+    channels = ""
+    if loss.channels > 1 or (loss.channels and loss.vanished < loss.elements):
+        channels = f", {loss.channels:,} whole channel{'' if loss.channels == 1 else 's'} of them"
+    return f"{' and '.join(parts)} in {loss.dtype}{channels}"
+
+
+def _of(count: int, loss: ValueLoss) -> str:
+    if loss.elements == 1:
+        return "its one value"
+    if count == loss.elements:
+        return f"all {count:,} values"
+    return f"{count:,} of {loss.elements:,} values"
+
+
+def headline(losses: Sequence[ValueLoss]) -> str:
+    """`64 values became infinite and 12 zero, in 2 tensors`; "" where nothing is lost but by rounding."""
+    found = severe(losses)
+    if not found:
+        return ""
+    overflowed, vanished = sum(loss.overflowed for loss in found), sum(loss.vanished for loss in found)
+    saturated = sum(loss.saturated for loss in found)
+    parts = [f"{overflowed:,} value{'' if overflowed == 1 else 's'} became infinite"] if overflowed else []
+    if vanished:
+        parts.append(f"{vanished:,} {'' if parts else 'value ' if vanished == 1 else 'values '}became zero")
+    if saturated:
+        parts.append(f"{saturated:,} {'' if parts else 'value ' if saturated == 1 else 'values '}clipped")
+    return f"{', '.join(parts)}, in {len(found):,} tensor{'' if len(found) == 1 else 's'}"
+
+
+def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
+    """A sentence for each tensor that loses more than rounding takes, `most` of them; then one for the others."""
+    found = severe(losses)
+    lines = [loss_sentence(loss) for loss in found[:most]]
+    if len(found) > most:
+        lines.append(f"and {len(found) - most:,} more tensors lose values")
+    rounded = [loss for loss in losses if loss.is_rounding]
+    if rounded:
+        count, elements = sum(loss.vanished for loss in rounded), sum(loss.elements for loss in rounded)
+        names = {loss.dtype for loss in rounded}
+        where = printable(rounded[0].tensor, 200) if len(rounded) == 1 else f"{len(rounded):,} tensors"
+        lines.append(
+            f"{where}: {count:,} of {elements:,} values became zero in {'/'.join(sorted(names))}, which is rounding"
+        )
+    return lines
+
+
+def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
+    """Lines of a report for a terminal; none where nothing is lost."""
+    return [f"{'lost' if not place else '':<10} {line}" for place, line in enumerate(loss_sentences(losses))]
+
+
+def loss_notice(losses: Sequence[ValueLoss]) -> str:
+    """One line for standard error or a notice; "" where nothing is lost but by rounding."""
+    found = severe(losses)
+    if not found:
+        return ""
+    more = f"; {len(found) - 1:,} more tensors lose values" if len(found) > 1 else ""
+    return f"{loss_sentence(found[0])}{more}"
+
+
+def remedy_lines(found: LossRemedy | None) -> list[str]:
+    """What keeps the values, and the drift without and with it."""
+    if found is None:
+        return ["suggest    nothing: no cast loses values, but for rounding"]
+    lines = [f"suggest    {' '.join(f'--cast {_quoted(rule)}' for rule in found.rules)}"]
+    lines.append(f"           {remedy_words(found)}")
+    return lines
+
+
+def remedy_words(found: LossRemedy) -> str:
+    """`tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
+    size = f"planned {human_bytes(found.planned_bytes_before)} → {human_bytes(found.planned_bytes)}"
+    if found.before is None or found.after is None:
+        return f"not tried: {printable(found.reason, 400)}; {size}"
+    worse = "" if found.improves else " (no better)"
+    return f"tried: {_drift(found.before)} → {_drift(found.after)}{worse}, {size}"
+
+
+def _drift(output: OutputDrift) -> str:
+    if output.nonfinite:
+        return f"{output.nonfinite:,} not finite"
+    kl = f", mean KL {output.kl_mean:.3e}" if output.kl_mean is not None else ""
+    return f"SQNR {decibels(output.sqnr_db)}{kl}"
+
+
+def _quoted(rule: str) -> str:
+    import shlex
+
+    return shlex.quote(printable(rule, 300))

@@ -1,0 +1,60 @@
+"""What the screen says of values that casts lose: in the pane, the tree and the status line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from dtype_engine.readings_losses import ValueLoss, severe
+from dtype_engine.report_losses import headline, loss_sentences, remedy_words
+from dtype_engine.text import printable
+from dtype_engine.tree import ancestors
+
+if TYPE_CHECKING:
+    from .experiment import Experiment
+
+_MOST_SENTENCES = 3
+
+
+def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
+    """`⚠ 64 inf 12 zero` by the names of the tensors that lose values, and of the modules that they are in."""
+    sums: dict[str, list[int]] = {}
+    for loss in severe(losses):
+        for name in (loss.tensor, *ancestors(loss.tensor)):
+            found = sums.setdefault(name, [0, 0, 0])
+            for place, count in enumerate((loss.overflowed, loss.vanished, loss.saturated)):
+                found[place] += count
+    return {name: _mark(*counts) for name, counts in sums.items()}
+
+
+def _mark(overflowed: int, vanished: int, saturated: int) -> str:
+    parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
+    return "⚠ " + " ".join(f"{count:,} {what}" for count, what in parts if count)
+
+
+def loss_rows(experiment: Experiment) -> list[tuple[str, str]]:
+    """Rows of the Drift pane, (label, words): the tensors that lose values, and what keeps them."""
+    if experiment.lost is None:
+        return [("values", experiment.lost_reason)] if experiment.lost_reason else []
+    rows = [("⚠ lost" if not place else "", line) for place, line in enumerate(_sentences(experiment.lost))]
+    found = experiment.loss_remedy
+    if found is not None and rows:
+        applies = _mends_next(experiment)
+        rows.append(("a applies" if applies else "then a", ", ".join(printable(rule, 200) for rule in found.rules)))
+        rows.append(("", remedy_words(found)))
+    return rows
+
+
+def _mends_next(experiment: Experiment) -> bool:
+    """Whether the key for what mends applies the rules that keep values: what makes an output finite comes before them."""
+    return experiment.nonfinite is None or experiment.nonfinite.remedy is None
+
+
+def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
+    return loss_sentences(losses, _MOST_SENTENCES) if severe(losses) else []
+
+
+def loss_status(experiment: Experiment) -> str:
+    """For the status line: `⚠ 64 values became infinite, in 1 tensor`."""
+    words = headline(experiment.lost or ())
+    return f"⚠ {words}" if words else ""
