@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from .jobs import JobName
     from .readings import (
         DriftReport,
         FlowCast,
@@ -220,10 +221,30 @@ class Failed(NamedTuple):
     module: str | None = None
 
 
+class Refused(NamedTuple):
+    """What was asked for can't be done, or failed; nothing that was measured is less true for it. `job`: its name, or that of the
+    part of a measurement, after its figures, that failed (see `jobs.JobName`).
+    """
+
+    job: JobName
+    message: str
+
+
 class Stopped(NamedTuple):
-    """The user stopped what was under way for this recipe (a newer command that supersedes it says nothing)."""
+    """The user stopped `job` (None where nothing had begun), and what waited was `dropped` with it (a newer command that supersedes
+    something says nothing).
+    """
 
     recipe: Recipe
+    job: JobName | None
+    dropped: tuple[JobName, ...] = ()
+
+
+class Jobs(NamedTuple):
+    """What is under way ("" while nothing) and what waits, in its order, by the names in `jobs.JobName`. Told when it changes."""
+
+    running: str
+    waiting: tuple[str, ...]
 
 
 class Memory(NamedTuple):
@@ -263,6 +284,8 @@ Event = (
     | Saved
     | Scanned
     | Failed
+    | Refused
+    | Jobs
     | Stopped
     | Memory
     | Idle

@@ -11,13 +11,13 @@ import os
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import events
 from .errors import Cancelled, KernelError, NoForward, UserError
 from .gate import Gate
+from .jobs import Job, JobName, JobQueue
 from .options import Options, RunSettings
 from .planned_losses import PlannedLosses
 from .recipe import Recipe
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 Emit = Callable[[events.Event], None]
 Task = Callable[[Recipe], None]
 _MEMORY_EVERY_S = 0.25
+_LOOK_EVERY_S = 0.2
 _CLOSE_WAIT_S = 2.0
 _NICER = 5
 
@@ -71,18 +72,28 @@ class Worker:
         self._waiting = True
         self._unmeasured = True
         """A measurement of the recipe in force was asked for and has not come to its end."""
+        self._unfinished: tuple[Recipe, DriftReport] | None = None
+        """A measurement whose figures are told and that has not been looked at closer to the end."""
         self._inputs_line: str | None = None
         """The inputs asked for last, until they are looked at."""
         self._floor_told: Floor | None = None
         self._planned_losses = PlannedLosses()
         self._asked_to_read = False
         """Told to measure, which without a live model means to read values, however many."""
-        self._asked: deque[Task] = deque()
+        self._asked = JobQueue()
+        self._running: Job | None = None
+        self._phase: JobName = "measure"
+        """What of the running job is under way: its own name, or that of a part of it."""
+        self._dropped: tuple[JobName, ...] = ()
+        """What waited when the user stopped the engine, until the screen is told."""
         self._closing = threading.Event()
         self._stop_now = threading.Event()
         self._gate = Gate(self._stop_now)
         self._stopped_by_user = False
-        self._saving = False
+        self._opened = threading.Event()
+        """The model is open, or opening it has failed."""
+        self._plans: list[threading.Thread] = []
+        self._memory_lock = threading.Lock()
         self._busy = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
         self._sampler = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
@@ -96,9 +107,7 @@ class Worker:
         """Cast to `recipe` and measure; whatever is under way for another recipe stops."""
         with self._changed:
             self._recipe, self._waiting = recipe, True
-            if not self._saving:  # what is being written is finished for the recipe that it was asked for
-                self._stop_now.set()
-            self._changed.notify_all()
+            self._interrupt()
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
@@ -117,28 +126,34 @@ class Worker:
         """
         with self._changed:
             self._inputs_line = line
+            self._interrupt()
+
+    def _interrupt(self) -> None:
+        """Something newer goes first; what is being written is finished for the recipe that it was asked for."""
+        if self._running is None or not self._running.finishes:
             self._stop_now.set()
-            self._changed.notify_all()
+        self._tell_jobs()
+        self._changed.notify_all()
 
     def flow(self) -> None:
         """Tell the implicit casts of one forward pass under the recipe in force, after what is under way."""
-        self._ask(self._with_session(self._tell_flow))
+        self._ask("flow", self._with_session(self._tell_flow))
 
     def causes(self) -> None:
         """Tell which modules the drift of the recipe in force arises in, after what is under way."""
-        self._ask(self._with_session(self._tell_causes))
+        self._ask("causes", self._with_session(self._tell_causes))
 
     def generate(self, tokens: int) -> None:
         """Let reference and candidate write, after what is under way."""
-        self._ask(self._with_session(lambda session, recipe: self._tell_text(session, recipe, tokens)))
+        self._ask("generate", self._with_session(lambda session, recipe: self._tell_text(session, recipe, tokens)))
 
     def speed(self) -> None:
         """Time forward passes, after what is under way."""
-        self._ask(self._with_session(self._tell_speed))
+        self._ask("speed", self._with_session(self._tell_speed))
 
     def scan(self, dtypes: tuple[str, ...]) -> None:
         """Scan in these dtypes after what is under way, or go on with it; a newer recipe is measured in between."""
-        self._ask(self._with_session(lambda session, recipe: self._tell_scan(session, recipe, dtypes)))
+        self._ask("scan", self._with_session(lambda session, recipe: self._tell_scan(session, recipe, dtypes)))
 
     def pause(self, waiting: bool) -> None:
         """Let a scan wait where it is, or go on."""
@@ -146,31 +161,60 @@ class Worker:
 
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         """Read one tensor's values, after what is under way: exponents, and the error of a cast to each of `targets`."""
-        self._ask(lambda recipe: self._tell_weight(recipe, name, targets))
+        self._ask("values", lambda recipe: self._tell_weight(recipe, name, targets))
 
     def plan_export(self) -> None:
-        """Tell what an export of the recipe in force would write, after what is under way."""
-        self._ask(self._tell_export_plan)
+        """Tell what an export of the recipe in force would write. It is arithmetic, so it waits for the model to be open and for
+        nothing else.
+        """
+        recipe = self._recipe
+        self._plans = [thread for thread in self._plans if thread.is_alive()]
+        name = "dtype-engine-plan"
+        self._plans.append(threading.Thread(target=self._tell_export_plan, args=(recipe,), name=name, daemon=True))
+        self._plans[-1].start()
 
     def save(self, wish: Wish) -> None:
         """Write what is wished for, of the recipe in force now, after what is under way. Only `cancel` stops it."""
         asked_for = self._recipe
-        self._ask(lambda recipe: self._save(asked_for, wish))
+        self._ask("write", lambda recipe: self._save(asked_for, wish), finishes=True)
 
-    def _ask(self, task: Task) -> None:
+    def _ask(self, name: JobName, run: Task, finishes: bool = False) -> None:
         with self._changed:
-            self._asked.append(task)
+            if self._opened.is_set() and self._session is None and self._checkpoint is None:
+                self._emit(events.Refused(name, f"{self._source.title} could not be opened"))
+                return
+            self._asked.add(Job(name, run, finishes))
+            self._tell_jobs()
             self._changed.notify_all()
 
-    def cancel(self) -> None:
-        """Stop what is under way; the recipe stays, with the casts made so far completed at the next command."""
+    def cancel(self, name: str | None = None) -> None:
+        """Stop what is under way and drop what waits; the recipe stays, with the casts made so far completed at the next command.
+
+        name: only jobs of this name; whatever else is under way or waits goes on.
+        """
         with self._changed:
-            self._waiting = self._unmeasured = False
-            self._inputs_line = None
-            self._asked.clear()
-            self._stopped_by_user = True
-            self._stop_now.set()
-            self._gate.resume()  # what stops waits no more, nor does what comes next
+            dropped = self._asked.remove(name)
+            if name is None:
+                self._dropped += (*self._waiting_first(), *dropped)
+                self._waiting = self._unmeasured = False
+                self._inputs_line = None
+            if name is None or (self._running is not None and self._running.name == name):
+                self._stopped_by_user = True
+                self._stop_now.set()
+                self._gate.resume()  # what stops waits no more, nor does what comes next
+            self._tell_jobs()
+            self._changed.notify_all()
+
+    def _tell_jobs(self) -> None:
+        """Say what is under way and what waits. Called with the lock held, so that the last that is said is how it is."""
+        running = self._running.name if self._running is not None else ""
+        self._emit(events.Jobs(running, (*self._waiting_first(), *(job.name for job in self._asked))))
+
+    def _waiting_first(self) -> tuple[JobName, ...]:
+        """What goes before all that was asked for, where there is a model to do it with or may be one."""
+        live = self._session is not None or not self._opened.is_set()
+        inputs: tuple[JobName, ...] = ("inputs",) if live and self._inputs_line is not None else ()
+        return (*inputs, "measure") if self._waiting and (live or self._checkpoint is not None) else inputs
 
     def close(self) -> None:
         """Stop everything. Waits at most two seconds; the threads are daemons, so a long import does not hold up the
@@ -182,7 +226,7 @@ class Worker:
             self._changed.notify_all()
         self._busy.set()  # wakes the sampler
         until = time.monotonic() + _CLOSE_WAIT_S
-        for thread in (self._thread, self._sampler):
+        for thread in (self._thread, self._sampler, *self._plans):
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(max(0.0, until - time.monotonic()))
 
@@ -191,7 +235,7 @@ class Worker:
         """Whether a thread still runs: after `close`, because an import or a kernel does not look up. The interpreter is
         not to be taken down around one that still holds tensors: freeing them then ends the process with an abort.
         """
-        return self._thread.is_alive() or self._sampler.is_alive()
+        return any(thread.is_alive() for thread in (self._thread, self._sampler, *self._plans))
 
     def _work(self) -> None:
         _give_way()
@@ -202,6 +246,7 @@ class Worker:
             self._emit(events.OpenFailed(str(error)))
         except Exception as error:
             self._emit(events.OpenFailed(f"{self._source.title}: opening it failed: {type(error).__name__}: {error}"))
+        self._opened.set()
         while self._session is not None or self._checkpoint is not None:
             command = self._next()
             if command is None:
@@ -250,15 +295,19 @@ class Worker:
         self._tell_inputs(session)
         return session
 
-    def _next(self) -> tuple[Recipe, Task] | None:
+    def _next(self) -> tuple[Recipe, Job] | None:
         """Wait for a command: the recipe to go for and what to do with it, or None to end. New inputs go first, then
         measuring."""
         with self._changed:
+            self._running = None
+            self._tell_dropped()
             if not self._told_to():
                 self._busy.clear()
+                self._tell_jobs()
                 self._emit(events.Idle())
             while not self._told_to():
                 self._changed.wait()
+                self._tell_dropped()
             self._stopped_by_user = False
             self._stop_now.clear()
             if self._closing.is_set():
@@ -266,13 +315,24 @@ class Worker:
             if (line := self._inputs_line) is not None:
                 self._unmeasured, self._waiting = self._unmeasured or self._waiting, False
                 self._inputs_line = None
-                return self._recipe, self._with_session(
-                    lambda session, recipe: self._change_inputs(session, recipe, line)
+                job = Job(
+                    "inputs",
+                    self._with_session(lambda session, recipe: self._change_inputs(session, recipe, line)),
                 )
-            if self._waiting:
+            elif self._waiting:
                 self._waiting = False
-                return self._recipe, self._cast_and_measure
-            return self._recipe, self._asked.popleft()
+                job = Job("measure", self._cast_and_measure)
+            else:
+                job = self._asked.next()
+            self._running, self._phase = job, job.name
+            self._tell_jobs()
+            return self._recipe, job
+
+    def _tell_dropped(self, stopped: JobName | None = None) -> None:
+        """Say what the user stopped, if anything, and what was dropped with it."""
+        dropped, self._dropped = self._dropped, ()
+        if stopped is not None or dropped:
+            self._emit(events.Stopped(self._recipe, stopped, dropped))
 
     def _told_to(self) -> bool:
         return self._waiting or self._inputs_line is not None or bool(self._asked) or self._closing.is_set()
@@ -291,6 +351,8 @@ class Worker:
         except UserError as error:
             self._emit(events.InputsRefused(str(error)))
             if not self._unmeasured:
+                if self._unfinished is not None and self._unfinished[0] == recipe:
+                    self._look_closer(session, *self._unfinished)
                 return
         else:
             self._tell_inputs(session)
@@ -321,14 +383,18 @@ class Worker:
         def working(what: str) -> Callable[[int, int], None]:
             return lambda done, total: self._emit(events.Working(recipe, what, done, total))
 
+        self._phase = "nonfinite"
         found = session.nonfinite(report, working("trying what makes the output finite"), cancelled)
         if found is not None:
             self._emit(events.NonfiniteFound(recipe, found))
+        self._phase = "losses"
         self._tell_loss_remedy(session, recipe, report)
+        self._phase = "floor"
         floor = session.floor(working("the reference against itself"), cancelled)
         if floor is not self._floor_told:
             self._floor_told = floor
             self._emit(events.FloorMeasured(floor))
+        self._unfinished = None
 
     def _tell_loss_remedy(self, session: Session, recipe: Recipe, report: DriftReport | None) -> None:
         def on_trial(done: int, total: int) -> None:
@@ -365,12 +431,7 @@ class Worker:
         def on_estimate(report: ScanReport) -> None:
             self._emit(events.Scanned(report, report.sequences == report.all_sequences))
 
-        try:
-            report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=self._gate)
-        except Cancelled:
-            if not self._stopped_by_user:
-                self.scan(dtypes)  # a newer recipe comes first, then it goes on
-            raise
+        report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=self._gate)
         self._emit(events.Scanned(report, True))
 
     def _cast_and_measure(self, recipe: Recipe) -> None:
@@ -378,18 +439,19 @@ class Worker:
         if self._session is not None:
             self._apply_and_measure(self._session, recipe)
         elif self._checkpoint is not None:
+            self._phase = "losses"
             self._planned_losses.tell(self._checkpoint, recipe, self._emit, self._stop_now.is_set, asked)
 
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
         told = _Throttle()
-        self._unmeasured = True
+        self._unmeasured, self._unfinished, self._phase = True, None, "measure"
         session.apply(
             recipe,
             on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
             cancelled=cancelled,
         )
-        self._emit(events.Memory(recipe, session.memory()))
+        self._tell_memory(session)
         self._emit(events.CastDone(recipe, session.lost_values(cancelled)))
         if session.no_forward is None:
             report = session.drift(
@@ -398,11 +460,13 @@ class Worker:
                 cancelled=cancelled,
             )
             self._emit(events.Measured(recipe, report))
+            self._unmeasured, self._unfinished = False, (recipe, report)
             self._look_closer(session, recipe, report)
         else:
+            self._phase = "losses"
             self._tell_loss_remedy(session, recipe, None)
         self._unmeasured = False
-        self._emit(events.Memory(recipe, session.memory()))
+        self._tell_memory(session)
 
     def _with_session(self, run: Callable[[Session, Recipe], None]) -> Task:
         """A task that needs the live model; where there is none it does nothing: the caller has been told so."""
@@ -434,14 +498,19 @@ class Worker:
         )  # fmt: skip
 
     def _tell_export_plan(self, recipe: Recipe) -> None:
+        """Runs in a thread of its own."""
+        while not self._opened.wait(_LOOK_EVERY_S):
+            if self._closing.is_set():
+                return
         try:
             self._emit(events.ExportPlanned(recipe, self._workshop(recipe).plan_export()))
         except UserError as error:
             self._emit(events.ExportPlanned(recipe, None, str(error)))
+        except Exception as error:
+            self._emit(events.ExportPlanned(recipe, None, _unforeseen(error)))
 
     def _save(self, recipe: Recipe, wish: Wish) -> None:
         """Refusals are told as such: they say nothing about the drift of the recipe."""
-        self._saving = True
         try:
             sentence, notices = self._workshop(recipe).fulfil(wish)
             self._emit(events.Saved(recipe, True, sentence, notices))
@@ -449,31 +518,61 @@ class Worker:
             self._emit(events.Saved(recipe, False, str(error)))
         except Cancelled:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
-        finally:
-            self._saving = False
+        except Exception as error:
+            self._emit(events.Saved(recipe, False, f"nothing was written: {_unforeseen(error)}"))
+        # A report measures for the recipe that it was asked for; what was in force before is so again.
+        if self._session is not None and not self._waiting and self._session.recipe != self._recipe:
+            self._session.apply(self._recipe)
 
-    def _guarded(self, recipe: Recipe, run: Task) -> None:
+    def _guarded(self, recipe: Recipe, job: Job) -> None:
         """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""
         try:
-            run(recipe)
+            job.run(recipe)
         except Cancelled:
-            if self._stopped_by_user:
-                self._emit(events.Stopped(recipe))
+            with self._changed:
+                if self._stopped_by_user:
+                    self._tell_dropped(self._phase)
+                elif job.name not in (
+                    "measure",
+                    "inputs",
+                ):  # what is newer goes first, then this, which was asked for too
+                    self._asked.put_back(job)
         except KernelError as error:
-            self._emit(events.Failed(recipe, str(error), error.module))
+            self._failed(recipe, job, str(error), error.module)
         except UserError as error:
-            self._emit(events.Failed(recipe, str(error)))
+            self._failed(recipe, job, str(error))
         except MemoryError:
-            self._emit(events.Failed(recipe, "not enough memory; cast to a smaller dtype or use shorter inputs"))
+            self._failed(recipe, job, "not enough memory; cast to a smaller dtype or use shorter inputs")
         except Exception as error:
-            self._emit(events.Failed(recipe, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"))
+            self._failed(recipe, job, _unforeseen(error))
+        if self._session is not None:
+            self._tell_memory(self._session)
+
+    def _failed(self, recipe: Recipe, job: Job, message: str, module: str | None = None) -> None:
+        """A measurement that fails has no figures; anything else that is refused takes none away."""
+        if job.name in ("measure", "inputs") and self._phase == "measure":
+            self._emit(events.Failed(recipe, message, module))
+        else:
+            self._emit(events.Refused(self._phase, message))
+            if self._phase == "inputs":
+                with self._changed:
+                    self._waiting = self._waiting or self._unmeasured  # what the new inputs interrupted
+
+    def _tell_memory(self, session: Session) -> None:
+        """Read and told as one step: of two threads that do so the last that is heard is then the newest."""
+        with self._memory_lock:
+            self._emit(events.Memory(session.recipe, session.memory()))
 
     def _sample(self) -> None:
         while not self._closing.wait(_MEMORY_EVERY_S):
             self._busy.wait(1.0)
             session = self._session
             if session is not None and self._busy.is_set() and not self._closing.is_set():
-                self._emit(events.Memory(session.recipe, session.memory()))
+                self._tell_memory(session)
+
+
+def _unforeseen(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 class _Throttle:

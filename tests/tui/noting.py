@@ -72,8 +72,8 @@ class NotingEngine:
     def look_at(self, name: str, targets: tuple[str, ...]) -> None:
         self.commands.append(f"look at {name}")
 
-    def cancel(self) -> None:
-        self.commands.append("cancel")
+    def cancel(self, name: str | None = None) -> None:
+        self.commands.append("cancel" if name is None else f"cancel {name}")
 
     def close(self) -> None:
         self.commands.append("close")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from noting import NotingEngine, demo_tree, engine, make_app, report, running, say
@@ -403,7 +404,7 @@ async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
         await say(app, pilot, ready(app), events.Measuring(recipe, "candidate", 1, 60))
         await pilot.press("escape")
         assert engine(app).commands == ["start", "cancel"]
-        await say(app, pilot, events.Stopped(recipe), events.Idle())
+        await say(app, pilot, events.Stopped(recipe, "measure"), events.Idle())
         await pilot.press("m")
         assert engine(app).commands[-1] == "measure"
 
@@ -527,8 +528,10 @@ async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: Dt
     async with running(app) as pilot:
         await say(app, pilot, ready(app), events.Measuring(app.experiment.recipe, "candidate", 1, 10))
         await pilot.press("t")
-        assert notices(app) == ["next: timing"]
-        assert "measuring: candidate" in screen(app)
+        assert re.search(r"measuring: candidate  10 % .* · then: timing  Esc stops", screen(app))
+        assert notices(app) == []
+        await say(app, pilot, events.Jobs("measure", ("speed", "scan")))
+        assert "· then: timing, scan  Esc stops" in screen(app)
 
 
 async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:

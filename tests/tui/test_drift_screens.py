@@ -78,7 +78,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await pilot.press("d")
         await say(app, pilot, events.Working(app.experiment.recipe, "running each module as cast by itself", 1, 48))
         await pilot.press("escape")
-        assert engine(app).commands[-2:] == ["causes", "cancel"]
+        assert engine(app).commands[-2:] == ["causes", "cancel causes"]
         assert not isinstance(app.screen, CausesScreen)
 
 

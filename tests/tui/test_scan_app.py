@@ -77,7 +77,7 @@ async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() ->
         assert engine(app).commands[-1] == "go on"
         await pilot.press("escape", "escape")
         assert engine(app).commands[-1] == "cancel"
-        await say(app, pilot, events.Stopped(app.experiment.recipe), events.Idle())
+        await say(app, pilot, events.Stopped(app.experiment.recipe, "scan"), events.Idle())
         await pilot.press("s")
         assert engine(app).commands[-1] == asked
         assert "1 of 2 sequences" in screen(app)

@@ -32,6 +32,7 @@ from .config import Config
 from .engine import Engine
 from .experiment import Experiment
 from .hints import next_keys, status_line
+from .job_words import WORDS, queue_words
 from .keys import keys_of, on_keyboard
 from .last_words import LastWords
 from .start import collect_again, hold_garbage
@@ -93,6 +94,10 @@ class DtypeApp(LastWords):
         self.engine = engine(self._arrived.append)
         self.activity = "opening"
         self.share: float | None = None
+        self.running = ""
+        """The engine's job, by its name in `jobs.JobName`."""
+        self.waiting: tuple[str, ...] = ()
+        """The jobs that wait behind it."""
         self.busy = True
         self.open_error: str | None = None
         self.keeper: SessionKeeper | None = None
@@ -209,9 +214,14 @@ class DtypeApp(LastWords):
         """What the engine does ("" while nothing), and how much of it is done."""
         return (self.activity, self.share) if self.busy else ("", None)
 
+    def waits(self, job: str) -> bool:
+        """Whether the engine was asked for this and has not begun."""
+        return job in self.waiting
+
     def show_status(self) -> None:
         experiment, width = self.experiment, self.size.width
-        self._put("#status", status_line(experiment, self.doing(), self.open_error is not None, width))
+        waiting = queue_words(self.running, self.waiting)
+        self._put("#status", status_line(experiment, self.doing(), waiting, self.open_error is not None, width))
         keys = next_keys(experiment, bool(self.tree_view.filter_text), self.busy, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
@@ -328,7 +338,7 @@ class DtypeApp(LastWords):
         self.show_all()
 
     def action_flow(self) -> None:
-        self.ask_engine("tracing casts", self.engine.flow)
+        self.ask_engine("flow", self.engine.flow)
 
     def action_causes(self) -> None:
         screen_actions.causes(self)
@@ -340,10 +350,10 @@ class DtypeApp(LastWords):
         screen_actions.measured(self)
 
     def action_generate(self) -> None:
-        self.ask_engine("generating", lambda: self.engine.generate(GENERATED_TOKENS))
+        self.ask_engine("generate", lambda: self.engine.generate(GENERATED_TOKENS))
 
     def action_speed(self) -> None:
-        self.ask_engine("timing", self.engine.speed)
+        self.ask_engine("speed", self.engine.speed)
 
     def action_scan(self) -> None:
         scan_actions.scan(self)
@@ -354,21 +364,21 @@ class DtypeApp(LastWords):
     def action_optimise(self) -> None:
         scan_actions.optimise(self)
 
-    def ask_engine(self, activity: str, ask: Callable[[], None]) -> None:
-        """Ask for something that needs forward passes; where there are none, say why."""
+    def ask_engine(self, job: str, ask: Callable[[], None]) -> None:
+        """Ask for a job that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
             self.say(self.experiment.no_forward, "warning")
         else:
             ask()
-            self.expect(activity)
+            self.expect(job)
 
-    def expect(self, activity: str) -> None:
-        """Something was asked of the engine: it is on the screen before the engine says so."""
-        if self.busy:
-            self.say(f"next: {activity}", "information")
-        else:
-            self.busy, self.activity, self.share = True, activity, None
-            self.show_status()
+    def expect(self, job: str) -> None:
+        """A job was asked of the engine: it is on the screen before the engine says so."""
+        if not self.busy:
+            self.busy, self.activity, self.share = True, WORDS[job][0], None
+        elif job not in self.waiting:
+            self.waiting += (job,)
+        self.show_status()
 
     def action_values(self) -> None:
         node_actions.values(self)
@@ -398,7 +408,7 @@ class DtypeApp(LastWords):
     def wish(self, wish: Wish) -> None:
         """Have the engine write something."""
         self.engine.save(wish)
-        self.expect("writing")
+        self.expect("write")
 
     async def action_quit(self) -> None:
         if self.saving and not self.quit_asked:

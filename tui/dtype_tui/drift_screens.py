@@ -31,7 +31,9 @@ _TICKS = 8
 class CausesScreen(ModalScreen[None]):
     """A plot of every module's SQNR in the order of the pass, as measured and by its own error alone, over a table of causes.
 
-    `activity`: what the engine does ("" while nothing), and how much of it is done. `stop`: stop it.
+    `activity`: what the engine does ("" while nothing), and how much of it is done. `waits`: whether a job was asked for and has
+    not begun.
+    `stop`: stop telling causes, and nothing else.
     """
 
     DEFAULT_CSS = """
@@ -51,10 +53,16 @@ class CausesScreen(ModalScreen[None]):
     ]
 
     def __init__(
-        self, experiment: Experiment, activity: Callable[[], tuple[str, float | None]], stop: Callable[[], None]
+        self,
+        experiment: Experiment,
+        activity: Callable[[], tuple[str, float | None]],
+        waits: Callable[[str], bool],
+        stop: Callable[[], None],
     ) -> None:
         super().__init__()
-        self._stop_engine = stop
+        self._stop_causes = stop
+        self._waits = waits
+        self._refusal = ""
         self._experiment = experiment
         self._activity = activity
         self._shown: CausesReport | None = None
@@ -80,9 +88,13 @@ class CausesScreen(ModalScreen[None]):
         report = self._experiment.causes
         if report is None:
             what, share = self._activity()
-            words = "stopped" if share is None and not what else f"{what}…"
+            words = (
+                self._refusal or "stopped: close this and press d again" if share is None and not what else f"{what}…"
+            )
             if share is not None:
                 words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
+            if what and self._waits("causes"):
+                words = f"the causes come next, after: {words}"
             self.query_one("#headline", Static).update(Text(words, style="dim"))
         elif report is not self._shown:
             self._shown = report
@@ -123,8 +135,13 @@ class CausesScreen(ModalScreen[None]):
 
     def action_leave(self) -> None:
         if self._experiment.causes is None:
-            self._stop_engine()
+            self._stop_causes()
         self.dismiss()
+
+    def refused(self, why: str) -> None:
+        """The causes can't be told."""
+        self._refusal = printable(why, 500)
+        self._look()
 
     def action_scroll(self, lines: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)

@@ -8,6 +8,7 @@ from dtype_engine import events, history
 from dtype_engine.report_losses import loss_notice
 
 from .inputs_screen import InputsScreen
+from .job_words import stopped_sentence
 from .leaving_screen import LeavingScreen
 from .screens import flow_screen, generation_screen, speed_screen, weight_screen
 from .start import collect_again
@@ -51,6 +52,7 @@ def hear(app: DtypeApp, event: events.Event) -> None:
             app.screen.refused(event.message)
     elif isinstance(event, events.Idle):
         app.busy, app.share, app.saving = False, None, False
+        app.running, app.waiting = "", ()
         if experiment.scan.running:
             experiment.scan.stopped()
     elif isinstance(event, events.Saving):
@@ -64,6 +66,12 @@ def hear(app: DtypeApp, event: events.Event) -> None:
         experiment.floor = event.floor
     elif isinstance(event, events.Scanned):
         experiment.scan.put(experiment.tree, event.report, event.finished)
+    elif isinstance(event, events.Jobs):
+        app.running, app.waiting = event.running, event.waiting
+    elif isinstance(event, events.Refused):
+        _refused(app, event)
+    elif isinstance(event, events.Stopped):
+        app.say(stopped_sentence(event.job, event.dropped), "information")
     elif event.recipe != experiment.recipe:
         return
     elif isinstance(event, events.Memory):
@@ -110,14 +118,12 @@ def hear(app: DtypeApp, event: events.Event) -> None:
     elif isinstance(event, events.Failed):
         experiment.failure, experiment.failed_module = event.message, event.module
         app.say(event.message, "error")
-    elif isinstance(event, events.Stopped):
-        app.say("stopped; m measures again", "information")
 
 
 def _model_ready(app: DtypeApp, event: events.ModelReady) -> None:
     experiment = app.experiment
     experiment.class_name, experiment.device, experiment.inputs = event.class_name, event.device, event.inputs
-    experiment.no_forward, experiment.live = event.no_forward, True
+    experiment.no_forward, experiment.live, experiment.partial = event.no_forward, True, False
     experiment.replace_tree(event.tree)
     app.has_tree = True
     app.tree_view.new_tree()
@@ -128,6 +134,20 @@ def _model_ready(app: DtypeApp, event: events.ModelReady) -> None:
     if event.no_forward:
         app.say(event.no_forward, "warning")
     app.warn_unmatched()
+
+
+def _refused(app: DtypeApp, event: events.Refused) -> None:
+    """What was asked for is not done; nothing that is on the screen goes because of it."""
+    app.say(event.message, "error")
+    # The palette may lie over the window that asked.
+    for screen in app.screen_stack:
+        if event.job == "inputs" and isinstance(screen, InputsScreen):
+            screen.refused(event.message)
+        elif event.job == "causes":
+            from .drift_screens import CausesScreen
+
+            if isinstance(screen, CausesScreen):
+                screen.refused(event.message)
 
 
 def _say_lost(app: DtypeApp, event: events.CastDone) -> None:

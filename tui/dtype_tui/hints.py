@@ -35,8 +35,10 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) ->
     return line if pairs else f" {ALWAYS}"
 
 
-def status_line(experiment: Experiment, doing: tuple[str, float | None], planning_only: bool, width: int) -> Text:
-    """What the engine does and how much of that is done, and at the right as much as fits of: model, class, device."""
+def status_line(
+    experiment: Experiment, doing: tuple[str, float | None], waiting: str, planning_only: bool, width: int
+) -> Text:
+    """What the engine does, how much of that is done and what waits, and at the right as much as fits of: model, class, device."""
     activity, share = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
     if activity:
@@ -44,6 +46,8 @@ def status_line(experiment: Experiment, doing: tuple[str, float | None], plannin
         if share is not None:
             line.append(f" {100 * share:3.0f} % ")
             line.append(bar(share, 12), style="bold")
+        if waiting:
+            line.append(f" · then: {waiting}")
         line.append("  Esc stops", style="dim")
     else:
         line.append("no engine: planning only" if planning_only else "ready")

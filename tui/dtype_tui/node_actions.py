@@ -21,7 +21,7 @@ def values(app: DtypeApp) -> None:
         app.say("values are those of a tensor: go to one", "information")
     else:
         app.engine.look_at(tensor.name, LOOKED_AT)
-        app.expect("reading the values")
+        app.expect("values")
 
 
 def go_to_worst(app: DtypeApp) -> None:

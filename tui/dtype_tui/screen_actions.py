@@ -20,10 +20,10 @@ def causes(app: DtypeApp) -> None:
         app.say(experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
         return
     if experiment.causes is None:
-        app.ask_engine("running each module as cast by itself", app.engine.causes)
+        app.ask_engine("causes", app.engine.causes)
     from .drift_screens import CausesScreen
 
-    app.push_screen(CausesScreen(experiment, app.doing, app.action_stop))
+    app.push_screen(CausesScreen(experiment, app.doing, app.waits, lambda: app.engine.cancel("causes")))
 
 
 def measured(app: DtypeApp) -> None:
@@ -52,7 +52,7 @@ def inputs(app: DtypeApp, line: str) -> None:
         return
     if line:
         app.engine.set_inputs(line)
-        app.expect("preparing the inputs")
+        app.expect("inputs")
         return
     from .inputs_screen import InputsScreen
 
