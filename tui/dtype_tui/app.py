@@ -6,6 +6,7 @@ import asyncio
 import signal
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from rich.text import Text
@@ -140,8 +141,8 @@ class DtypeApp(LastWords):
         self.find_cursor()
         self.set_interval(_KEEP_EVERY_S, self._keep_now)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.exit)
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            loop.add_signal_handler(number, partial(self.exit, return_code=128 + number))
         if self.is_web:
             self.set_interval(_SERVER_EVERY_S, self._end_with_the_server)
         # The first paint comes first: starting the engine imports torch.
@@ -248,6 +249,21 @@ class DtypeApp(LastWords):
 
     def say(self, text: str, severity: str) -> None:
         self.notify(printable(text, 500), severity=severity, markup=False)  # type: ignore[arg-type]
+
+    # -- the palette -----------------------------------------------------------------------------------
+
+    def action_command_palette(self) -> None:
+        from .modal import CommandPalette
+
+        if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
+            self.push_screen(CommandPalette(id="--command-palette"))
+
+    def search_themes(self) -> None:
+        from textual.theme import ThemeProvider
+
+        from .modal import CommandPalette
+
+        self.push_screen(CommandPalette(providers=[ThemeProvider], placeholder="Search for themes…"))
 
     # -- the session that is kept --------------------------------------------------------------------------------
 

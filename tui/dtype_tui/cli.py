@@ -111,7 +111,8 @@ def command(
     app.start_with(recipe, preset_asked())
     app.experiment.thresholds = limits
     app.run()
-    status = BAD_INPUT if app.return_code else 0
+    # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
+    status = BAD_INPUT if app.return_code == 1 else app.return_code or 0
     if any(worker.alive for worker in workers):
         # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
         os._exit(status)

@@ -11,7 +11,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine.readings_drift import CausesReport
@@ -21,6 +20,7 @@ from dtype_engine.text import printable
 
 from .cells import bar
 from .experiment import Experiment
+from .modal import ModalScreen
 from .plots import Plot
 
 _MOST_ROWS = 200

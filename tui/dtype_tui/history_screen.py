@@ -10,7 +10,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical
-from textual.screen import ModalScreen
 from textual.widgets import DataTable, Static
 
 from dtype_engine.history import MeasuredRecipe, toggle_pin
@@ -19,6 +18,7 @@ from dtype_engine.text import printable
 
 from .cells import fit, short_bytes
 from .experiment import Experiment
+from .modal import ModalScreen
 from .plots import Plot
 from .screens import Overlay
 

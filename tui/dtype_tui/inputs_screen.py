@@ -10,12 +10,13 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from dtype_engine import dtypes
 from dtype_engine.readings_inputs import InputBatch, InputsReading
 from dtype_engine.text import printable
+
+from .modal import ModalScreen
 
 MOST_ROWS = 200
 

@@ -10,6 +10,8 @@ from textual.app import App
 
 from dtype_engine.cli.common import TRACEBACK, unexpected
 
+from .crash import recorded
+
 
 class LastWords(App[None]):
     """Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does."""
@@ -19,6 +21,6 @@ class LastWords(App[None]):
         if os.environ.get(TRACEBACK) or error is None:
             super()._fatal_error()
             return
-        words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}"
+        words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}{recorded(error)}"
         self._exit_renderables.append(Text(words, overflow="fold"))
         self._close_messages_no_wait()

@@ -11,7 +11,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Input, Static
 
 from dtype_engine import dtypes
@@ -30,6 +29,8 @@ from dtype_engine.wishes import (
     ReportWish,
     Wish,
 )
+
+from .modal import ModalScreen
 
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),

@@ -11,7 +11,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
@@ -26,6 +25,7 @@ from dtype_engine.text import printable
 
 from .cells import colour, fit
 from .experiment import Experiment
+from .modal import ModalScreen
 from .plots import Plot
 from .scan_screens import FRONT_KEYS
 from .scan_view import Point, figure

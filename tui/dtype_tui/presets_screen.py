@@ -9,7 +9,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
@@ -19,6 +18,8 @@ from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
 from dtype_engine.tree import Tree
+
+from .modal import ModalScreen
 
 
 class PresetsScreen(ModalScreen[Recipe | None]):

@@ -10,7 +10,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import DataTable, Static
 
 from dtype_engine import dtypes
@@ -21,6 +20,7 @@ from dtype_engine.text import printable
 
 from .cells import colour, fit, short_bytes
 from .experiment import Experiment
+from .modal import ModalScreen
 from .scan_view import figure
 
 SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")

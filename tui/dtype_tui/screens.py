@@ -11,7 +11,6 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
@@ -22,6 +21,7 @@ from dtype_engine.text import printable
 
 from .cells import bar, broken_at_dots, fit
 from .experiment import Experiment
+from .modal import ModalScreen
 
 _NAME = 26
 """Cells that a module's name has beside what it did, as far as cutting the operation gives them."""

@@ -10,11 +10,12 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
-from textual.screen import ModalScreen
 from textual.widgets import Static
 
 from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
+
+from .modal import ModalScreen
 
 CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
     (

@@ -1,0 +1,32 @@
+"""What is left of an error that nobody foresaw, where it can't be made to happen again: a file with its traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import traceback
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+import platformdirs
+
+from dtype_engine.text import printable
+
+
+def recorded(error: BaseException) -> str:
+    """Write the traceback to a file in the state folder, readable by its owner alone; the end of a sentence that names the file, empty
+    where none can be written. Never raises.
+    """
+    with contextlib.suppress(OSError, RuntimeError):
+        now = datetime.now(UTC)
+        folder = Path(platformdirs.user_state_path("dtype-tui"))
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path = folder / f"error-{now:%Y%m%d-%H%M%S}-{os.getpid()}.log"
+        of = f"dtype-tui {version('dtype-tui')}, Python {platform.python_version()}, {platform.platform()}"
+        text = "".join(traceback.format_exception(error))
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+            file.write(f"{of}, {now:%Y-%m-%d %H:%M:%S} UTC\n\n{text}")
+        return f", and so does {printable(str(path), 500)}; --resume goes on with the session"
+    return ""
