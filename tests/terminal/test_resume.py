@@ -66,7 +66,8 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
         terminal.keyboard, terminal._terminal = os.openpty()
     else:
         os.kill(terminal.pid, signal.Signals[ending])
-        assert terminal.exit_status() == (-9 if ending == "SIGKILL" else 0)
+        number = signal.Signals[ending]
+        assert terminal.exit_status() == (-number if ending == "SIGKILL" else 128 + number)
     (kept,) = saved(tmp_path)
     assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
     assert kept.cursor == "model.layers.0"

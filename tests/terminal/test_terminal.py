@@ -75,12 +75,12 @@ def test_a_python_file(opened: Opener) -> None:
     terminal.wait_for(rf"max \|Δ\| +{re.escape(f'{output.max_abs:.4e}')}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
 def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals) -> None:
     terminal = opened()
     terminal.wait_for("ready")
     os.kill(terminal.pid, number)
-    assert terminal.exit_status() == 0
+    assert terminal.exit_status() == 128 + number
     assert terminal.is_restored()
 
 

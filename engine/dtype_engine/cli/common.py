@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -20,12 +21,13 @@ from ..options import Options, RunSettings
 from ..recipe import Recipe, Rule, require_matches
 from ..text import printable
 from ..tree import Tree
+from .signals import ended_by, raised_signals
 
 if TYPE_CHECKING:
     from ..model.source import Source
     from ..session import Session
 
-BAD_INPUT, INTERRUPTED = 2, 130
+BAD_INPUT = 2
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
 _PRESET = f"{__name__}.preset"
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
@@ -316,17 +318,24 @@ def say_progress(run: str, done: int, total: int | None) -> None:
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input."""
+    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
+    a signal.
+    """
     try:
-        result = command.main(args=arguments, prog_name=program, standalone_mode=False)
+        with raised_signals():
+            result = command.main(args=arguments, prog_name=program, standalone_mode=False)
         return result if isinstance(result, int) else 0
     except (UserError, click.ClickException) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
         print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
         return BAD_INPUT
-    except (KeyboardInterrupt, click.Abort):
-        print(f"{program}: interrupted", file=sys.stderr)
-        return INTERRUPTED
+    except (KeyboardInterrupt, click.Abort) as error:
+        number = ended_by(error)
+        print(
+            f"{program}: interrupted{'' if number == signal.SIGINT else f' by {signal.Signals(number).name}'}",
+            file=sys.stderr,
+        )
+        return 128 + number
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -78,17 +74,16 @@ def export(
     source = located(model, options)
     free_name(folder, force, [source.path] if source.path is not None else [])
     checkpoint = source.open()
-    with _stopped_cleanly():
-        if checkpoint is not None:
-            if preset_asked():
-                from ..model.described import describe
+    if checkpoint is not None:
+        if preset_asked():
+            from ..model.described import describe
 
-                recipe = with_preset(recipe, describe(source, options).tree)
-            report = export_checkpoint(
-                checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting"), force=force
-            )
-        else:
-            report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"), force=force)
+            recipe = with_preset(recipe, describe(source, options).tree)
+        report = export_checkpoint(
+            checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting"), force=force
+        )
+    else:
+        report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"), force=force)
     say("")
     if as_object:
         print_json(as_json(report))
@@ -139,24 +134,6 @@ def _rate(what: str) -> Callable[[int, int], None]:
             say(f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
 
     return tell
-
-
-@contextmanager
-def _stopped_cleanly() -> Iterator[None]:
-    """A hang-up or a plain kill ends the block as ctrl+c does, so that what was begun is removed."""
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name) and sys.platform != "win32":
-            before[name] = signal.signal(getattr(signal, name), interrupt)
-    try:
-        yield
-    finally:
-        for name, handler in before.items():
-            signal.signal(getattr(signal, name), handler)
 
 
 def export_text(report: ExportReport) -> str:
