@@ -326,7 +326,7 @@ async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> No
         await until(pilot, lambda: app.running == "measure" and app.waiting == ("speed",))
         slow(0)
         await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.busy)
-        assert "f16" in screen(app)
+        await until(pilot, lambda: "f16" in screen(app))
 
 
 async def test_what_an_export_would_write_is_told_while_it_measures(net: Path) -> None:
