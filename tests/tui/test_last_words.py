@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from noting import make_app
@@ -16,7 +17,10 @@ from dtype_tui.widgets.panes import SidePanes
 
 
 @pytest.mark.parametrize("asked", [False, True])
-async def test_it_is_one_sentence_and_a_status_that_is_not_0(asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_it_is_one_sentence_and_a_status_that_is_not_0(
+    asked: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv(TRACEBACK, "1") if asked else monkeypatch.delenv(TRACEBACK, raising=False)
     app = make_app()
     app.error_console = Console(file=io.StringIO(), width=400)

@@ -16,8 +16,8 @@ from dtype_engine.text import printable
 
 
 def recorded(error: BaseException) -> str:
-    """Write the traceback to a file in the state folder, readable by its owner alone; the end of a sentence that names the file, empty
-    where none can be written. Never raises.
+    """Write the traceback to a file in the state folder, readable by its owner alone; the end of a sentence that names the file,
+    empty where none can be written. Never raises.
     """
     with contextlib.suppress(OSError, RuntimeError):
         now = datetime.now(UTC)
