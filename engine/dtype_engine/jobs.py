@@ -10,7 +10,18 @@ from typing import Literal
 from .recipe import Recipe
 
 JobName = Literal[
-    "measure", "inputs", "flow", "causes", "generate", "speed", "scan", "values", "write", "nonfinite", "losses", "floor"
+    "measure",
+    "inputs",
+    "flow",
+    "causes",
+    "generate",
+    "speed",
+    "scan",
+    "values",
+    "write",
+    "nonfinite",
+    "losses",
+    "floor",
 ]
 """Also names parts of a measurement that come after its figures, or without them: `nonfinite` looks for why the output is not
 finite, `losses` for values that a cast loses, `floor` measures the reference against itself."""
