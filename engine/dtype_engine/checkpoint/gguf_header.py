@@ -1,0 +1,224 @@
+"""The header of a GGUF file, read without believing it: every length and count is held against the bytes that are left.
+
+The `gguf` package's own reader makes an array of every element of every list, for as many as a file claims: 260 bytes of a
+file could take all the memory, and the vocabulary of a real one takes seconds. The format is described in ggml's docs/gguf.md.
+Never imports torch.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ..errors import UserError
+from ..regular_files import open_regular
+from ..text import printable
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+_SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+"""Types of values by number, as `struct` has them."""
+_UINT32, _TEXT, _LIST = 4, 8, 9
+_MOST_DIMENSIONS = 8
+_MOST_TEXTS = 20_000_000
+"""Texts in lists, of all fields together; the largest vocabularies have 300,000."""
+_DEEPEST = 4
+_KEPT = "general."
+_LONGEST_NAME = 65_535
+_LONGEST_KEPT = 1_000_000
+_MOST_KEPT = 100
+"""Elements of a list whose values are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """One tensor: its shape as torch has it, the number of its type, and where its bytes begin in the file."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    start: int
+
+
+@dataclass(slots=True)
+class GGUFHeader:
+    """What a header says. `swapped`: its numbers have the other byte order than this machine's. `fields`: those of `general.`."""
+
+    swapped: bool = False
+    alignment: int = 32
+    data_start: int = 0
+    tensors: list[GGUFTensor] = field(default_factory=list)
+    fields: dict[str, Any] = field(default_factory=dict)
+
+
+def read_gguf_header(path: Path) -> GGUFHeader:
+    """Raises UserError with the file and what is wrong with it."""
+    try:
+        with open_regular(path) as file:
+            return _Reader(path, file).header()
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+
+
+class _Reader:
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self.path = path
+        self.file = file
+        self.size = os.fstat(file.fileno()).st_size
+        self.at = 0
+        self.where = "its first bytes"
+        self.texts = 0
+        self.order = "<"
+
+    def header(self) -> GGUFHeader:
+        if self.size < 24 or self.take(4) != MAGIC:
+            raise UserError(f"{self.path} is no GGUF file: it does not begin with GGUF")
+        found = GGUFHeader()
+        version = self.number("I")
+        if version & 0xFFFF == 0:  # of the other byte order: no version is so large
+            self.order, found.swapped = ">", True
+            version = int.from_bytes(version.to_bytes(4, "little"), "big")
+        if version not in VERSIONS:
+            raise UserError(
+                f"{self.path} is of GGUF version {version}, and versions {' and '.join(map(str, VERSIONS))} are read"
+            )
+        tensors, fields = self.number("Q"), self.number("Q")
+        if tensors * _SMALLEST_TENSOR + fields * _SMALLEST_FIELD > self.size:
+            raise UserError(
+                f"{self.path}: the header claims {tensors} tensors and {fields} fields and the file has {self.size} bytes: "
+                "it is truncated or damaged"
+            )
+        names: set[str] = set()
+        for place in range(1, fields + 1):
+            self.field(found, names, place)
+        listed = [self.tensor(place) for place in range(1, tensors + 1)]
+        found.data_start = -(-self.at // found.alignment) * found.alignment
+        found.tensors = [GGUFTensor(name, shape, kind, found.data_start + start) for name, shape, kind, start in listed]
+        return found
+
+    def field(self, found: GGUFHeader, names: set[str], place: int) -> None:
+        self.where = f"field {place}"
+        name = self.name()
+        if name in names:
+            raise UserError(f"{self.path}: the header has the field {printable(name)!r} twice")
+        names.add(name)
+        self.where = f"field {printable(name)!r}"
+        kind = self.number("I")
+        value = self.value(kind, name.startswith(_KEPT), 0)
+        if name == "general.alignment":
+            if kind != _UINT32 or value == 0 or value & (value - 1):
+                raise UserError(
+                    f"{self.path}: the field 'general.alignment' must be a power of two: the file is damaged"
+                )
+            found.alignment = value
+        if name.startswith(_KEPT):
+            found.fields[name] = value
+
+    def tensor(self, place: int) -> tuple[str, tuple[int, ...], int, int]:
+        self.where = f"tensor {place}"
+        name = self.name()
+        self.where = f"tensor {printable(name)!r}"
+        dimensions = self.number("I")
+        if dimensions > _MOST_DIMENSIONS:
+            raise UserError(
+                f"{self.path}: {self.where} claims {dimensions} dimensions, and {_MOST_DIMENSIONS} are the most: it is damaged"
+            )
+        *extents, kind, start = struct.unpack(f"{self.order}{dimensions}QIQ", self.take(8 * dimensions + 12))
+        return name, tuple(reversed(extents)), kind, start
+
+    def value(self, kind: int, kept: bool, depth: int) -> Any:
+        """A value of a type, read past; what it is only where it is to be `kept`."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind])
+        if kind == _TEXT:
+            length = self.number("Q")
+            if kept and length <= _LONGEST_KEPT:
+                return self.decoded(length)
+            self.skip(length)
+            return "…"
+        if kind != _LIST:
+            raise UserError(
+                f"{self.path}: {self.where} is of type {kind}, which GGUF does not have: the file is damaged"
+            )
+        inner, count = self.number("I"), self.number("Q")
+        if inner in _SCALARS:
+            shown = min(count, _MOST_KEPT) if kept else 0
+            width = struct.calcsize(f"={_SCALARS[inner]}")
+            self.room(width * count)
+            values = [self.number(_SCALARS[inner]) for _ in range(shown)]
+            self.skip(width * (count - shown))
+            return values
+        if depth >= _DEEPEST:
+            raise UserError(f"{self.path}: {self.where} has lists in lists {_DEEPEST} deep: the file is damaged")
+        self.room((8 if inner == _TEXT else 12) * count)
+        self.texts += count
+        if self.texts > _MOST_TEXTS:
+            raise UserError(f"{self.path}: the header has over {_MOST_TEXTS:,} texts, which are too many")
+        if inner == _TEXT and not kept:
+            self.skip_texts(count)
+            return None
+        values = []
+        for place in range(count):
+            value = self.value(inner, kept and place < _MOST_KEPT, depth + 1)
+            if kept and place < _MOST_KEPT:
+                values.append(value)
+        return values
+
+    def skip_texts(self, count: int) -> None:
+        """Past so many texts: most of a header are those of its vocabulary."""
+        read, unpack = self.file.read, struct.Struct(f"{self.order}Q").unpack
+        at, size = self.at, self.size
+        for _ in range(count):
+            raw = read(8)
+            length = unpack(raw)[0] if len(raw) == 8 else size
+            at += 8 + length
+            if at > size:
+                raise self.ended(length)
+            if length < _LONGEST_NAME:
+                read(length)
+            else:
+                self.file.seek(length, os.SEEK_CUR)
+        self.at = at
+
+    def number(self, kind: str) -> Any:
+        return struct.unpack(f"{self.order}{kind}", self.take(struct.calcsize(f"={kind}")))[0]
+
+    def name(self) -> str:
+        length = self.number("Q")
+        if length > _LONGEST_NAME:
+            self.room(length)
+            raise UserError(f"{self.path}: {self.where} has a name of {length} bytes: the file is damaged")
+        return self.decoded(length)
+
+    def decoded(self, length: int) -> str:
+        try:
+            return self.take(length).decode()
+        except UnicodeDecodeError:
+            raise UserError(f"{self.path}: {self.where} has a text that is not UTF-8: the file is damaged") from None
+
+    def take(self, count: int) -> bytes:
+        self.room(count)
+        found = self.file.read(count)
+        if len(found) < count:
+            raise self.ended(count)  # cut while it is read
+        self.at += count
+        return found
+
+    def skip(self, count: int) -> None:
+        self.room(count)
+        self.file.seek(count, os.SEEK_CUR)
+        self.at += count
+
+    def room(self, count: int) -> None:
+        """Refuse what goes beyond the file's end."""
+        if count > self.size - self.at:
+            raise self.ended(count)
+
+    def ended(self, count: int) -> UserError:
+        return UserError(
+            f"{self.path}: {self.where} claims {count} bytes and the file has {self.size}: it is truncated or damaged"
+        )
