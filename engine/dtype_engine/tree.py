@@ -14,7 +14,11 @@ from functools import cached_property
 from typing import Literal
 
 from . import dtypes
+from .errors import UserError
+from .text import printable
 
+MOST_PARTS = 200
+"""Parts between dots of a module's name: names that lie deeper would take memory with the square of that."""
 Kind = Literal["parameter", "buffer", "non-persistent buffer"]
 
 
@@ -218,11 +222,17 @@ class Tree:
         found = self.modules.get(name)
         if found is not None:
             return found
-        parent_name, _, label = name.rpartition(".")
-        parent = self._module(parent_name, classes)
-        made = Module(name, classes.get(name))
-        parent.children[label] = made
-        self.modules[name] = made
+        missing: list[str] = []
+        while name not in self.modules:
+            missing.append(name)
+            name = name.rpartition(".")[0]
+            if len(missing) > MOST_PARTS:
+                raise UserError(f"the name {printable(missing[0])} has over {MOST_PARTS} parts, which no module has")
+        made = self.modules[name]
+        for name in reversed(missing):
+            parent, made = made, Module(name, classes.get(name))
+            parent.children[name.rpartition(".")[2]] = made
+            self.modules[name] = made
         return made
 
     def canonical(self, name: str) -> TensorInfo | None:

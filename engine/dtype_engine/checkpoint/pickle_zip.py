@@ -7,7 +7,6 @@ record is compressed nor how long it is. (torch/csrc/jit/serialization and torch
 
 from __future__ import annotations
 
-import pickletools
 import struct
 import zipfile
 import zlib
@@ -18,6 +17,7 @@ from typing import Any
 from ..errors import UserError
 from ..report_text import human_bytes
 from ..text import printable
+from .pickle_size import TooManyOpcodes, some_opcodes
 
 _LARGEST_PICKLE = 100_000_000
 """Bytes of a compressed data.pkl, once inflated: as many as a safetensors header may have."""
@@ -146,6 +146,8 @@ def _check_claim(path: Path, key: str, size: int, record: zipfile.ZipInfo | None
 def _claims(path: Path, pickled: bytes, trust: bool) -> dict[str, int]:
     try:
         return storage_claims(pickled)
+    except TooManyOpcodes as error:
+        raise UserError(f"{path}: {error}") from None
     except Exception as error:  # a pickle is a program; a damaged one can fail in any way
         if trust:
             return {}
@@ -176,7 +178,7 @@ def storage_claims(pickled: bytes) -> dict[str, int]:
     memo: dict[int, Any] = {}
     claims: dict[str, int] = {}
     argument: Any
-    for opcode, argument, _ in pickletools.genops(pickled):
+    for opcode, argument, _ in some_opcodes(pickled):
         name = opcode.name
         if name == "MARK":
             marks.append(len(stack))

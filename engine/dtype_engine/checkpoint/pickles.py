@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from .. import dtypes
 from ..errors import UserError
 from ..text import printable
+from .pickle_size import check_legacy
 from .pickle_zip import check_archive
 from .safetensors_header import CheckpointTensor
 
@@ -140,6 +141,11 @@ def load_pickle(path: Path, trust: bool) -> Any:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
     if not zipped and _first_byte(path) != b"\x80":
         raise UserError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle")
+    if not zipped and not trust:
+        try:
+            check_legacy(path)
+        except OSError as error:
+            raise UserError(f"can't read {path}: {error.strerror}") from None
     import torch
 
     try:

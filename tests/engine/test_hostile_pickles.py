@@ -1,0 +1,101 @@
+"""Pickles that are small as files and large, or deep, once they are read."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from dtype_engine.checkpoint import open_checkpoint, pickle_size
+from dtype_engine.errors import UserError
+
+
+def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
+    """An archive as torch writes it, with this for a pickle."""
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("x/data.pkl", data)
+        archive.writestr("x/version", "3\n")
+        archive.writestr("x/byteorder", "little")
+
+
+def many(count: int) -> bytes:
+    """A pickle of a dictionary with as many empty lists, each of one byte."""
+    return b"\x80\x02}X\x01\x00\x00\x00a(" + b"]" * count + b"ls."
+
+
+def legacy(path: Path, data: bytes) -> None:
+    head = io.BytesIO()
+    for part in (0x1950A86A20F9469CFC6C, 1001, {"protocol_version": 1001, "little_endian": True, "type_sizes": {}}):
+        pickle.dump(part, head, protocol=2)
+    path.write_bytes(head.getvalue() + data)
+
+
+BOMBS: dict[str, Callable[[Path], None]] = {
+    "deflated steps": lambda path: zipped(path, many(20_000_000)),
+    "stored steps": lambda path: zipped(path, many(6_000_000), zipfile.ZIP_STORED),
+    "deflated text": lambda path: zipped(path, b"\x80\x02X\x00\x00\x00\x08" + b"a" * (1 << 27) + b"."),
+    "bare steps": lambda path: path.write_bytes(many(6_000_000)),
+    "legacy steps": lambda path: legacy(path, many(6_000_000)),
+}
+
+CODE = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_AS, (6 << 30, 6 << 30))  # torch alone takes two of address space
+from dtype_engine.cli import main
+try:
+    main()
+finally:
+    status = open("/proc/self/status").read()
+    print(int(status.partition("VmHWM:")[2].split()[0]), file=sys.stderr)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", BOMBS)
+def test_what_a_pickle_makes_is_bounded(tmp_path: Path, what: str) -> None:
+    path = tmp_path / "x.pth"
+    BOMBS[what](path)
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, "inspect", str(path)], capture_output=True, text=True, timeout=120
+    )
+    path.unlink()
+    said, most = done.stderr.splitlines()
+    assert done.returncode == 2
+    assert said.startswith(f"dtype-engine: {path}")
+    assert "steps" in said or "inflates" in said
+    assert int(most) < 1_500_000  # KiB
+
+
+def test_the_steps_of_what_torch_writes_are_few(tmp_path: Path) -> None:
+    """By both of its formats: the bound is far above what a model of so many tensors takes."""
+    tensors = {f"layers.{number}.mlp.gate_proj.weight": torch.ones(1) for number in range(1000)}
+    for old in (False, True):
+        torch.save(tensors, tmp_path / "x.pth", _use_new_zipfile_serialization=not old)
+        assert len(open_checkpoint(tmp_path / "x.pth").tensors) == 1000
+        with (tmp_path / "x.pth").open("rb") as file:
+            if not old:
+                file = io.BytesIO(zipfile.ZipFile(file).read("x/data.pkl"))  # type: ignore[assignment]
+            steps = sum(1 for _ in range(4 if old else 1) for _ in pickle_size.some_opcodes(file))
+        assert steps < 1000 * pickle_size.MOST_OPCODES / 100_000
+
+
+@pytest.mark.parametrize("parts", [5000, 100_000])
+def test_a_name_of_many_parts_is_refused(tmp_path: Path, parts: int) -> None:
+    torch.save({".".join(["a"] * parts): torch.ones(1), "b": torch.ones(1)}, tmp_path / "x.pth")
+    with pytest.raises(UserError, match="parts, which no module has"):
+        open_checkpoint(tmp_path / "x.pth").tree()
+
+
+def test_a_name_of_some_parts_is_read(tmp_path: Path) -> None:
+    name = ".".join(["a"] * 150)
+    torch.save({name: torch.ones(1)}, tmp_path / "x.pth")
+    tree = open_checkpoint(tmp_path / "x.pth").tree()
+    assert list(tree.tensors) == [name]
+    assert len(tree.modules) == 150
