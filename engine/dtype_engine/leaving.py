@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from .errors import NoForward, UserError
 from .options import RunSettings
-from .planned_losses import PlannedLosses
+from .planned_losses import MOST_UNASKED, PlannedLosses
 from .readings import DriftReport
 from .recipe import Recipe, make_plan
 from .report_text import human_bytes, seconds_text
@@ -56,7 +56,7 @@ class Workshop:
             tuple((name, found.tensors, found.nbytes) for name, found in sums.items()),
             loading_text(contents),
             contents.notices,
-            self._lost(read=False),
+            self._lost(),
         )
 
     def fulfil(self, wish: Wish) -> tuple[str, tuple[str, ...]]:
@@ -76,9 +76,9 @@ class Workshop:
             raise UserError("the model is not open")
         return self.checkpoint.tree()
 
-    def _lost(self, read: bool = True) -> tuple[ValueLoss, ...] | None:
-        """The weights whose cast loses values. Without a live model they are read from the files; without `read` only where that
-        was done before, else None.
+    def _lost(self, read: int = 0) -> tuple[ValueLoss, ...] | None:
+        """The weights whose cast loses values. Without a live model what was not looked at before is read from the files, as far
+        as it is at most `read` bytes; else None.
         """
         if self.session is not None:
             return self.session.lost_values(self.cancelled, make_plan(self.session.tree, self.recipe))
@@ -88,7 +88,7 @@ class Workshop:
 
         tree = self.checkpoint.tree()
         plan = make_plan(tree, self.recipe)
-        if not read and not self.counting.known(self.checkpoint, plan):
+        if self.counting.waiting_bytes(self.checkpoint, plan) > read:
             return None
         return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
 
@@ -126,7 +126,7 @@ class Workshop:
         tree = self._tree()
         plan = make_plan(tree, self.recipe)
         notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
-        lost = self._lost()
+        lost = self._lost(MOST_UNASKED)
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
 
     def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
@@ -138,7 +138,7 @@ class Workshop:
             drift, reason = self._measured()
         tree = self._tree()
         plan = make_plan(tree, self.recipe)
-        lost = self._lost()
+        lost = self._lost(MOST_UNASKED)
         made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason, lost=lost)
         return render(made, wish.file), (f"without drift: {reason}",) if reason else ()
 

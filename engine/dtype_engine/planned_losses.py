@@ -38,7 +38,7 @@ class PlannedLosses:
         """
         tree = checkpoint.tree()
         plan = make_plan(tree, recipe)
-        waiting = sum(tree.tensors[name].nbytes for name in self._uncounted(checkpoint, plan))
+        waiting = self.waiting_bytes(checkpoint, plan)
         if waiting > MOST_UNASKED and not asked:
             words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
             emit(events.CastDone(recipe, None, words))
@@ -66,13 +66,10 @@ class PlannedLosses:
         if found is not None:
             emit(events.LossRemedyFound(recipe, found))
 
-    def known(self, checkpoint: Checkpoint, plan: Plan) -> bool:
-        """Whether all that a plan casts was looked at."""
-        return not self._uncounted(checkpoint, plan)
-
-    def _uncounted(self, checkpoint: Checkpoint, plan: Plan) -> list[str]:
-        return [
-            name
+    def waiting_bytes(self, checkpoint: Checkpoint, plan: Plan) -> int:
+        """Stored bytes of what a plan casts and nobody looked at yet."""
+        return sum(
+            checkpoint.weights[name].nbytes
             for name, dtype in plan.dtypes.items()
             if name in checkpoint.weights and dtype != checkpoint.dtype(name) and (name, dtype) not in self.counted
-        ]
+        )

@@ -47,6 +47,7 @@ class VerifyReport:
     """An exported checkpoint against its source and the recipe in it.
 
     `tensors` were compared, bit for bit, as other programs' loaders read them. unchecked: what was not compared, a sentence each.
+    lost: the weights of which the export's own recipe file says that the cast lost values.
     The drift is that of the source under the recipe, and that of the weights as loaded back from the export, both against the
     source's reference; None where it was not asked for.
     """
@@ -61,6 +62,7 @@ class VerifyReport:
     drift_before: OutputDrift | None = None
     drift_after: OutputDrift | None = None
     unchecked: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] = ()
 
     @property
     def same(self) -> bool:

@@ -107,7 +107,7 @@ def remedy_words(found: LossRemedy) -> str:
     if found.before is None or found.after is None:
         return f"not tried: {printable(found.reason, 400)}; {size}"
     worse = "" if found.improves else " (no better)"
-    return f"tried: {_drift(found.before)} → {_drift(found.after)}{worse}, {size}"
+    return f"tried: {_drift(found.before)} → {_drift(found.after).removeprefix('SQNR ')}{worse}, {size}"
 
 
 def _drift(output: OutputDrift) -> str:

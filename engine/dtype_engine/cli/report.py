@@ -8,6 +8,8 @@ from typing import Any
 import click
 
 from ..errors import NoForward
+from ..readings import as_json
+from ..report_losses import loss_notice
 from ..text import printable
 from .common import (
     json_option,
@@ -71,8 +73,11 @@ def report(
     )
     written = write_whole(file, render(made, file), replace=force)
     if as_object:
-        print_json({"file": str(written), "model": session.model.title, "measured": measured is not None})
+        named = {"file": str(written), "model": session.model.title, "measured": measured is not None}
+        print_json(named | {"lost": as_json(lost)})
         return
     click.echo(f"wrote {printable(str(written), 1000)}")
+    if notice := loss_notice(lost):
+        click.echo(f"dtype-engine: note: {notice}", err=True)
     if reason:
         click.echo(f"dtype-engine: note: without drift: {reason}", err=True)

@@ -19,7 +19,7 @@ from ..model.source import Source
 from ..options import Options
 from ..readings import OutputDrift
 from ..readings_export import TensorDifference, VerifyReport
-from ..recipe.file import read_recipe
+from ..recipe.file import read_recipe_file
 from ..session import Session, open_session
 from ..storage import dtype_name, torch_dtype
 from ..text import printable
@@ -44,7 +44,8 @@ def verify(
     """
     started = time.perf_counter()
     options = options or Options()
-    recipe = read_recipe(folder / "recipe.yaml")
+    file = read_recipe_file(folder / "recipe.yaml")
+    recipe = file.recipe
     checkpoint = source.open()
     session: Session | None = None
     if checkpoint is None or drift:
@@ -75,6 +76,7 @@ def verify(
         nbytes=contents.nbytes,
         differences=differences,
         seconds=time.perf_counter() - started,
+        lost=file.lost,
         drift_before=before,
         drift_after=after,
         unchecked=(*values.unchecked, *_not_compared(folder, contents)),

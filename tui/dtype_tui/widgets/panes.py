@@ -107,7 +107,7 @@ class DriftPane(Pane):
             return self._with_losses(Text(f"No drift: {experiment.no_forward}"))
         if experiment.report is None:
             if not experiment.live:
-                return Text("Drift appears when the model is loaded and has run.", style="dim")
+                return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
             words = activity or "Not measured: press m."
             text = Text(words, style="dim")
             if guess := predicted(experiment):

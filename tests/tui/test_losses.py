@@ -1,0 +1,171 @@
+"""Values that casts lose, on the screen: in the pane, the tree, the status line, and before an export."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from noting import engine, make_app, report, running, say
+from rich.segment import Segment
+from rows import screen, until
+from safetensors.torch import load_file, save_file
+
+from dtype_engine import events
+from dtype_engine.model.source import locate
+from dtype_engine.options import Options
+from dtype_engine.readings_losses import LossRemedy, ValueLoss
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.wishes import ExportPlan
+from dtype_engine.worker import Worker
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+WIDE, SMALL = (120, 36), (80, 24)
+F16 = Recipe((Rule("*", "float16"),))
+DOWN = "model.layers.1.mlp.down_proj.weight"
+LOST = (
+    ValueLoss(DOWN, "float16", 64, 0, 128),
+    ValueLoss("model.norm.weight", "float16", 0, 3, 100_000),
+)
+SPACE = Segment(" ")
+SENTENCE = "64 of 128 values became infinite in float16"
+
+
+def flat(app: DtypeApp) -> str:
+    return " ".join(screen(app).replace("│", " ").split())
+
+
+def pane(app: DtypeApp) -> str:
+    """What the Drift pane shows, in one line."""
+    return " ".join("".join(segment.text for line in app.side.panes[0]._shown for segment in (*line, SPACE)).split())
+
+
+async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None, reason: str = "") -> None:
+    app.experiment.push(F16)
+    app.recipe_changed()
+    await say(app, pilot, events.CastDone(F16, lost, reason), events.Idle())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("size", [WIDE, SMALL])
+async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await cast(app, pilot, LOST)
+        app.clear_notifications()
+        await pilot.pause()
+        assert SENTENCE in pane(app)
+        assert "⚠ 64 values became infinite" in flat(app)  # the status line
+        app.query_one(ModuleTree).go_to(DOWN)
+        await pilot.pause()
+        lines = [line for line in screen(app).splitlines() if "⚠ 64 inf" in line]
+        assert len(lines) >= 4  # the tensor and the modules above it
+        await say(app, pilot, events.Measured(F16, report(F16)))
+        assert SENTENCE in pane(app)
+        await pilot.press("u")
+        await say(app, pilot, events.CastDone(Recipe(), ()), events.Idle())
+        app.clear_notifications()
+        await pilot.pause()
+        assert "infinite" not in flat(app)
+        assert "⚠" not in flat(app)
+
+
+async def test_rounding_is_no_alarm_but_stands_in_the_details() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await cast(app, pilot, LOST[1:])
+        assert "⚠" not in flat(app)
+        app.query_one(ModuleTree).go_to("model.norm.weight")
+        await pilot.press("enter")
+        assert "3 of 100,000 values became zero in float16, which is rounding" in flat(app)
+
+
+async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("a")
+        assert app.experiment.recipe == Recipe()
+        await cast(app, pilot, LOST)
+        drift = report(F16).output
+        found = LossRemedy((f"{DOWN}=bfloat16",), (DOWN,), 2000, 2000, drift, drift)
+        await say(app, pilot, events.Measured(F16, report(F16)), events.LossRemedyFound(F16, found), events.Idle())
+        assert f"a applies {DOWN[:20]}" in pane(app)
+        assert "tried: SQNR 40.00 dB" in pane(app)
+        await pilot.press("a")
+        assert app.experiment.recipe == F16.then(Rule(DOWN, "bfloat16"))
+        assert engine(app).recipes[-1] == app.experiment.recipe
+        assert app.experiment.loss_remedy is None
+
+
+async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await cast(app, pilot, LOST)
+        await pilot.press("e")
+        plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), LOST)
+        await say(app, pilot, events.ExportPlanned(F16, plan))
+        assert SENTENCE in flat(app)
+        plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), None)
+        await say(app, pilot, events.ExportPlanned(F16, plan))
+        assert "found out while it is written" in flat(app)
+
+
+async def test_what_was_not_looked_at_is_said() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await say(app, pilot, events.OpenFailed("no forward pass"))
+        await cast(app, pilot, None, "640 GiB of values are not read unasked: m looks")
+        assert "640 GiB of values are not read unasked: m looks" in pane(app)
+
+
+async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
+    path = tmp_path / "net.safetensors"
+    state = {
+        "conv.weight": torch.randn(64, 8, generator=torch.Generator().manual_seed(0)),
+        "bn.running_var": torch.cat([torch.ones(64), torch.full((64,), 1e6)]),
+        "tiny": torch.full((4, 5), 1e-9),
+    }
+    save_file(state, path)
+    source = locate(str(path))
+    checkpoint = source.open()
+    assert checkpoint is not None
+    app = DtypeApp("net", checkpoint.tree(), lambda emit: Worker(source, Options(device="cpu"), emit))
+    app.start_with(F16)
+    async with running(app) as pilot:
+        await until(pilot, lambda: app.experiment.loss_remedy is not None, 60)
+        app.look()
+        app.clear_notifications()
+        await pilot.pause()
+        expected = {
+            name: (int(tensor.half().isinf().sum()), int(((tensor != 0) & (tensor.half() == 0)).sum()))
+            for name, tensor in load_file(path).items()
+        }
+        assert app.experiment.lost is not None
+        found = {loss.tensor: (loss.overflowed, loss.vanished) for loss in app.experiment.lost}
+        assert found == {name: counts for name, counts in expected.items() if any(counts)}
+        assert "bn.running_var: 64 of 128 values became infinite in float16" in pane(app)
+        assert "not tried: there is no live model to run" in pane(app)
+        await pilot.press("a")
+        await until(pilot, lambda: app.experiment.lost == (), 60)
+        assert app.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
+        assert app.experiment.plan.dtypes["conv.weight"] == "float16"
+
+
+async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dtype_engine import planned_losses
+
+    monkeypatch.setattr(planned_losses, "MOST_UNASKED", 100)
+    path = tmp_path / "net.safetensors"
+    save_file({"w": torch.full((64,), 1e6)}, path)
+    source = locate(str(path))
+    app = DtypeApp("net", None, lambda emit: Worker(source, Options(device="cpu"), emit, read_headers=True))
+    app.start_with(F16)
+    async with running(app) as pilot:
+        await until(pilot, lambda: bool(app.experiment.lost_reason), 60)
+        assert app.experiment.lost is None
+        assert "m looks for those" in pane(app)
+        await pilot.press("m")
+        await until(pilot, lambda: app.experiment.lost is not None, 60)
+        assert app.experiment.lost == (ValueLoss("w", "float16", 64, 0, 64),)
