@@ -121,7 +121,9 @@ class WeightError:
 
     Errors are of the value that comes back against the stored one, over all elements. Counts are of elements: overflowed
     (finite, then infinite), saturated (infinite, then the dtype's largest), underflowed (not zero, then zero), subnormal in the
-    dtype (there with fewer bits), nonfinite (before the cast).
+    dtype (there with fewer bits), nonfinite (before the cast). `sqnr_db`: infinity where nothing differs, minus infinity where
+    values became infinite, None where a figure would read as praise: some values were not finite, which have no error, or some
+    became zero that are so small beside the others that it is above 200 dB.
     """
 
     name: str
@@ -131,12 +133,21 @@ class WeightError:
     mean_abs: float
     max_abs: float
     rel_l2: float
-    sqnr_db: float
+    sqnr_db: float | None
     overflowed: int
     saturated: int
     underflowed: int
     subnormal: int
     nonfinite: int
+
+
+@dataclass(frozen=True, slots=True)
+class SkippedTensor:
+    """A tensor that no cast is tried on, and why."""
+
+    name: str
+    dtype: str
+    why: str
 
 
 @dataclass(frozen=True, slots=True)

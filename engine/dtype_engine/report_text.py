@@ -10,7 +10,7 @@ from . import dtypes
 from .text import printable
 
 if TYPE_CHECKING:
-    from .readings import DriftReport, FlowCast, Generation, SpeedReport, SpeedRow, WeightError
+    from .readings import DriftReport, FlowCast, Generation, SkippedTensor, SpeedReport, SpeedRow, WeightError
     from .recipe import Plan
     from .tree import Totals, Tree
 
@@ -109,13 +109,13 @@ def weights_text(found: Sequence[WeightError]) -> str:
         return "no tensor changes: give a cast that takes some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
     rows: list[tuple[str, ...]] = [head]
-    for error in sorted(found, key=lambda error: -error.sqnr_db):
+    for error in sorted(found, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
         rows.append(
             (
                 printable(error.name, 100),
                 f"{dtypes.badge(error.stored)}→{dtypes.badge(error.dtype)}",
-                decibels(error.sqnr_db),
+                "-" if error.sqnr_db is None else decibels(error.sqnr_db),
                 f"{error.max_abs:.3e}",
                 f"{error.mean_abs:.3e}",
                 *(share_text(count, error.elements) for count in counts),
@@ -129,6 +129,15 @@ def weights_text(found: Sequence[WeightError]) -> str:
         ).rstrip()
         for row in rows
     )
+
+
+def skipped_text(found: Sequence[SkippedTensor]) -> str:
+    """One line on the tensors that no cast was tried on."""
+    if not found:
+        return ""
+    first = found[0]
+    count = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+    return f"left out   {count}, first {printable(first.name, 100)}: {first.why}"
 
 
 def share_text(count: int, whole: int) -> str:

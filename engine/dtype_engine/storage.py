@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Protocol, TypeVar, overload
 
 import torch
 
@@ -62,7 +62,33 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     return kept, take_codes(tensor, dtype, keep)
 
 
-def take_codes(tensor: torch.Tensor, dtype: str, take: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+class Rows(Protocol):
+    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are asked for, in several threads."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, piece: slice, /) -> torch.Tensor: ...
+
+
+class Values(Protocol):
+    """What of a tensor is asked of one that is still in its file."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def numel(self) -> int: ...
+
+    def reshape(self, *shape: int) -> Rows: ...
+
+
+def take_codes(tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
     """A tensor in a storage-only dtype, a piece at a time; returns its scale, as `convert` has it.
 
     `take` hears where in the flattened tensor a piece begins, and its codes, flat, in memory that the next piece uses again. It
@@ -80,11 +106,12 @@ def take_codes(tensor: torch.Tensor, dtype: str, take: Callable[[int, torch.Tens
         whole = scale_for(largest, top)
 
     def some(numbers: range) -> None:
-        shape = rows[pieces[0]].shape
+        shape = torch.Size((len(range(rows.shape[0])[pieces[0]]), rows.shape[1]))
         scratch = Scratch.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
         for piece in map(pieces.__getitem__, numbers):
-            part = values[: len(rows[piece])].copy_(rows[piece])
+            source = rows[piece]
+            part = values[: len(source)].copy_(source)
             room = scratch.first(len(part))
             scale = scale_for(largest_finite(part), top) if whole is None else whole
             scales[piece] = scale
@@ -94,7 +121,7 @@ def take_codes(tensor: torch.Tensor, dtype: str, take: Callable[[int, torch.Tens
     return scales if whole is None else whole
 
 
-def _pieces(rows: torch.Tensor) -> list[slice]:
+def _pieces(rows: Rows | torch.Tensor) -> list[slice]:
     """A matrix in pieces of whole rows."""
     most = _PIECE if rows.device.type == "cpu" else _DEVICE_PIECE
     step = max(1, most // max(1, rows.shape[1]))
@@ -227,8 +254,16 @@ def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     return values.view(kept.shape)
 
 
-def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+@overload
+def as_rows(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
+
+
+def as_rows(tensor: torch.Tensor | Values) -> Rows:
     """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
-    if tensor.ndim >= 2:
+    if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-    return tensor.reshape(1, -1)
+    return tensor.reshape(1, tensor.numel())

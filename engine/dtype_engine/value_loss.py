@@ -16,7 +16,7 @@ import torch
 from . import dtypes
 from .errors import Cancelled
 from .readings_losses import ValueLoss, rounding_share
-from .storage import as_rows, side_by_side, take_codes, torch_dtype
+from .storage import Values, as_rows, side_by_side, take_codes, torch_dtype
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
@@ -61,7 +61,7 @@ class _Counts:
 class LossCounter:
     """Counts what a cast loses while its pieces are made, in any order and in several threads at once."""
 
-    def __init__(self, name: str, original: torch.Tensor, dtype: str) -> None:
+    def __init__(self, name: str, original: torch.Tensor | Values, dtype: str) -> None:
         self.name = name
         self.dtype = dtype
         self._original = original
@@ -70,9 +70,12 @@ class LossCounter:
         self._floats: list[_Counts] = []
         self._codes: list[_CodeRows] = []
 
-    def see(self, start: int, after: torch.Tensor) -> None:
-        """A flat piece of the cast tensor, from its element `start` on; of a dtype with scales the codes of whole rows."""
-        before = self._flat[start : start + len(after)]
+    def see(self, start: int, after: torch.Tensor, before: torch.Tensor | None = None) -> None:
+        """A flat piece of the cast tensor, from its element `start` on; of a dtype with scales the codes of whole rows.
+
+        before: the piece that it was made from, where that is at hand.
+        """
+        before = self._flat[start : start + len(after)] if before is None else before
         if self.dtype in dtypes.STORAGE_ONLY:
             self._codes.append(_look_at_codes(before, after.view(-1, self._width)))
         else:
@@ -168,7 +171,7 @@ def count_zeros(values: torch.Tensor) -> int:
     return bits.numel() - int(torch.count_nonzero(bits))
 
 
-def _vanished_channels(original: torch.Tensor, dtype: str, cancelled: IsCancelled) -> int:
+def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> int:
     """Output channels that had values and have none after the cast, a few rows at a time."""
     rows, target = as_rows(original), torch_dtype(dtype)
     step = max(1, PIECE // max(1, rows.shape[1]))
@@ -195,7 +198,7 @@ def _is_gone(row: torch.Tensor, target: torch.dtype) -> bool:
     return had
 
 
-def _count_codes(original: torch.Tensor, dtype: str, cancelled: IsCancelled) -> _Counts:
+def _count_codes(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> _Counts:
     """The counts of a dtype with scales: nothing overflows in it. The codes are made once more, beside the values."""
     rows = as_rows(original)
     found: list[_Counts] = []  # a list takes one from several threads at once

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, Watch, refuse_changed
 from .errors import Cancelled, UserError
 from .model.mapped import read_tensor
-from .readings import WeightError, WeightReading
+from .readings import SkippedTensor, WeightError, WeightReading
 from .text import printable
 from .tree import Tree
 from .weights import exponents, round_trip
@@ -22,14 +23,27 @@ def round_trips(
 ) -> Iterator[WeightError]:
     """The error of every tensor that the plan changes, in the tree's order. `on_progress` hears (tensors done, of how many).
 
-    Raises UserError for a file that can't be read, Cancelled.
+    Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
     """
+    watch = Watch(checkpoint.identities)
     changed = [tensor for tensor in tree.order if planned[tensor.name] != tensor.dtype]
     for done, tensor in enumerate(changed):
         if cancelled():
             raise Cancelled
         on_progress(done, len(changed))
-        yield round_trip(tensor.name, read_tensor(checkpoint, tensor.name), planned[tensor.name], cancelled)
+        watch.look()
+        found = round_trip(tensor.name, read_tensor(checkpoint, tensor.name), planned[tensor.name], cancelled)
+        yield dataclasses.replace(found, stored=tensor.dtype)
+    refuse_changed(checkpoint.identities)
+
+
+def skipped(tree: Tree) -> list[SkippedTensor]:
+    """The tensors that no cast is ever tried on, in the tree's order, and why."""
+    return [
+        SkippedTensor(tensor.name, tensor.dtype, tensor.fixed or f"is stored as {tensor.dtype}, which is never cast")
+        for tensor in tree.order
+        if not tensor.castable and tensor.persistent
+    ]
 
 
 def look_at(
@@ -38,9 +52,14 @@ def look_at(
     """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
+    refuse_changed(checkpoint.identities)
     stored = checkpoint.dtype(name)
     tensor = read_tensor(checkpoint, name)
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")
-    errors = tuple(round_trip(name, tensor, target, cancelled) for target in targets if target != stored)
+    errors = tuple(
+        dataclasses.replace(round_trip(name, tensor, target, cancelled), stored=stored)
+        for target in targets
+        if target != stored
+    )
     return WeightReading(exponents(name, tensor, cancelled), errors)

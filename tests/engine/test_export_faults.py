@@ -18,17 +18,18 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.errors import UserError
-from dtype_engine.export import claim, export_checkpoint
+from dtype_engine.export import claim, export_checkpoint, write
 from dtype_engine.export.claim import CLAIM
 from dtype_engine.export.contents import of_checkpoint
 from dtype_engine.export.source_values import of_files
 from dtype_engine.export.verify import compare
+from dtype_engine.weight_errors import round_trips
 
 MOMENTS = 20
 RECIPE = Recipe((Rule("*", "float16"), Rule("layer.{0..3}", "float32"), Rule("layer.{4..7}", "float8_e4m3fn")))
@@ -283,3 +284,182 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
     assert [folder.exists() for folder in began] == [False, False, True]
     assert all((folder / "model.safetensors").exists() for folder in (*others, alive, link))
     assert not (out / claim.CLAIM).exists()
+
+
+README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-engine 0.1.0.\n"
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"thesis.txt": "mine", "id_rsa": "secret"},
+        {"recipe.yaml": "version: 1\nrules: []\n"},
+        {"recipe.yaml": "version: 1\nrules: []\n", "README.md": "# mine\n\nmade by dtype-engine 0.1.0\n"},
+        {"recipe.yaml": "flour: 500 g\n", "README.md": README},
+    ],
+)  # fmt: skip
+def test_force_replaces_no_folder_without_the_mark_of_an_export(
+    source: Path, tmp_path: Path, files: dict[str, str]
+) -> None:
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    for name, text in files.items():
+        (docs / name).write_text(text)
+    with pytest.raises(UserError, match="so it is no export and is not replaced"):
+        export(source, docs, force=True)
+    assert {entry.name: entry.read_text() for entry in docs.iterdir()} == files
+
+
+def test_force_replaces_an_export_of_the_first_version(source: Path, tmp_path: Path) -> None:
+    """Its README and recipe, word for word as 0.1.0 wrote them."""
+    out = tmp_path / "old"
+    out.mkdir()
+    (out / "model.safetensors").write_bytes(b"")
+    (out / "recipe.yaml").write_text(
+        "version: 1\nmodel: llama  # what it was made for\nrules:  # the last rule that matches wins\n"
+        "  - {pattern: '*', dtype: float16}\n"
+    )
+    (out / "README.md").write_text(
+        "# old\n\n`llama`, cast by the rules in `recipe.yaml` and written by dtype-engine 0.1.0.\n\n| dtype | tensors | bytes |\n"
+    )
+    export(source, out, force=True)
+    assert is_whole(source, out)
+
+
+def replaced(file: Path) -> None:
+    other = file.with_name("other")
+    shutil.copyfile(file, other)
+    os.replace(other, file)
+
+
+def overwritten(file: Path) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(-1, os.SEEK_END)
+        opened.write(b"x")
+
+
+def cut_short(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("change", [replaced, overwritten, cut_short])
+@pytest.mark.parametrize("form", ["safetensors", "pickle", "gguf"])
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    form: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever was written by then is of two files. Nothing is left of it."""
+    (tmp_path / "place").mkdir()
+    (tmp_path / "in").mkdir()
+    file = tmp_path / "in" / {"safetensors": "model.safetensors", "pickle": "net.pth", "gguf": "x.gguf"}[form]
+    tensors = {f"layer.{n}.weight": torch.full((512, 1024), float(n)) for n in range(8)}
+    if form == "safetensors":
+        save_file(tensors, file)
+    elif form == "pickle":
+        torch.save(tensors, file)
+    else:
+        import gguf
+
+        writer = gguf.GGUFWriter(file, "llama")
+        for name, tensor in tensors.items():
+            writer.add_tensor(name, tensor.numpy())
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    checkpoint = open_checkpoint(file)
+    recipe = Recipe((Rule("*", "float16"), Rule("layer.{4..7}", "float8_e4m3fn")))
+    moments = iter((1, 2, 3))
+    if (
+        form == "pickle"
+    ):  # torch maps them, so a thread that reads on while the file is cut would be ended with the process
+        monkeypatch.setattr(write, "_MOST_THREADS", 1)
+
+    def meanwhile(done: int, total: int) -> None:
+        if done > total // 4 and next(moments, 0) == 1:
+            change(file)
+
+    with pytest.raises(UserError, match=f"{file.name} (was|is)"):
+        export_checkpoint(checkpoint, "x", recipe, tmp_path / "place" / "out", on_bytes=meanwhile)
+    assert list((tmp_path / "place").iterdir()) == []
+    with pytest.raises(UserError, match=f"{file.name} (was|is)"):
+        export_checkpoint(checkpoint, "x", recipe, tmp_path / "place" / "out")
+    tree = checkpoint.tree()
+    with pytest.raises(UserError, match=f"{file.name} (was|is)"):
+        list(round_trips(checkpoint, tree, dict.fromkeys(tree.tensors, "float16")))
+    assert list((tmp_path / "place").iterdir()) == []
+
+
+# Runs the program's own `export` each time that it is told to, in a child, so that torch is imported once.
+COMMANDS = """
+import os, sys
+import torch, dtype_engine.export
+from dtype_engine.cli import cli, run
+for line in sys.stdin:
+    child = os.fork()
+    if child == 0:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os._exit(run(cli, "dtype-engine", ["export", *sys.argv[1:]]))
+    print(child, flush=True)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
+def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_path: Path) -> None:
+    """30 moments; hang-up, interrupt and a plain kill clear up after themselves, kill -9 leaves that to the next export."""
+    folder, place = tmp_path / "pickled", tmp_path / "place"
+    folder.mkdir()
+    place.mkdir()
+    tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if int(name[6:-7]) < 12}
+    torch.save({"state_dict": tensors}, folder / "pytorch_model.bin")
+    before = contents_of(folder)
+    out = place / "out"
+    casts = [f"{rule.pattern}={rule.dtype}" for rule in RECIPE.rules]
+    arguments = [str(folder), "-o", str(out), "--force", "--max-shard-size", "12MB"]
+    arguments += [part for cast in casts for part in ("--cast", cast)]
+    signals = [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP]
+    generator = random.Random(7)
+    ended: dict[int, list[int]] = {number: [] for number in signals}
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMANDS, *arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    ) as program:  # fmt: skip
+        assert program.stdin is not None
+        assert program.stdout is not None
+        whole = 0.0
+        for moment in range(-2, 30):
+            there = set(place.glob(".out.*"))
+            program.stdin.write("go\n")
+            program.stdin.flush()
+            child = int(program.stdout.readline())
+            started = time.perf_counter()
+            number = signals[moment % 4]
+            if moment >= 0:
+                # Not before the program answers to signals in its own way, which takes the beginning of a run.
+                time.sleep(generator.uniform(0.3 * whole, whole))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(child, number)
+            code = int(program.stdout.readline())
+            if moment < 0:
+                whole = time.perf_counter() - started
+                assert code == 0
+            else:
+                ended[number].append(code)
+            assert contents_of(folder) == before
+            if out.exists():
+                assert is_whole(folder, out)
+                shutil.rmtree(out)
+            left = set(place.glob(".out.*")) - there
+            if number == signal.SIGKILL:
+                assert len(left) <= 1
+            elif code == 130:
+                assert not left
+    assert set(ended[signal.SIGKILL]) <= {0, -signal.SIGKILL}
+    for number in signals[1:]:
+        assert set(ended[number]) <= {0, 130, -number}
+        assert 130 in ended[number]
+    for entry in place.glob(".out.*"):
+        os.utime(entry, (0, 0))  # those that are empty go when they are old
+    export(folder, out)
+    assert is_whole(folder, out)
+    assert [entry.name for entry in place.iterdir()] == ["out"]

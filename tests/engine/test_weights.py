@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -85,7 +86,9 @@ def test_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
     assert 0 <= found.underflowed + found.subnormal <= len(values)
     assert found.nonfinite == sum(not math.isfinite(value) for value in values)
     assert not math.isnan(found.max_abs)
-    assert not math.isnan(found.sqnr_db)
+    assert found.sqnr_db is None or not math.isnan(found.sqnr_db)
+    if found.nonfinite and not found.overflowed:
+        assert found.sqnr_db is None
 
 
 def test_a_tensor_in_its_own_dtype_is_exact() -> None:
@@ -166,3 +169,33 @@ def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path, make_llama: Ca
         done.set()
         watcher.join()
     assert most - before < 64 * 2**20
+
+
+def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor that keeps its large values, and loses one that is small, or was not finite to begin with."""
+    from safetensors.torch import save_file
+
+    from dtype_engine.cli import cli, run
+
+    tensors = {
+        "gone": torch.tensor([1.0, 2.0, 1e-30]), "nan": torch.tensor([1.0, math.nan]), "exact": torch.tensor([1.0, 2.0]),
+        "all": torch.tensor([1e-9]), "over": torch.tensor([1.0, 1e6, math.nan]), "steps": torch.tensor([3]),
+        "codes": torch.zeros(2, dtype=torch.int8), "wave": torch.zeros(2, dtype=torch.complex64),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "x.safetensors")
+    arguments = ["weights", str(tmp_path / "x.safetensors"), "--cast", "*=f16"]
+    assert run(cli, "dtype-engine", [*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: (row["sqnr_db"], row["underflowed"], row["nonfinite"]) for row in found["weights"]}
+    assert rows == {
+        "gone": (None, 1, 0), "nan": (None, 0, 1), "exact": (None, 0, 0), "all": (0.0, 1, 0), "over": (None, 0, 1),
+    }  # fmt: skip
+    assert {row["name"]: row["why"] for row in found["skipped"]} == {
+        name: f"is stored as {dtype}, which is never cast"
+        for name, dtype in (("steps", "int64"), ("codes", "int8"), ("wave", "complex64"))
+    }
+    assert run(cli, "dtype-engine", arguments) == 0
+    text = capsys.readouterr().out
+    shown = {line.split()[0]: line.split()[2] for line in text.splitlines() if "f32→f16" in line}
+    assert shown == {"exact": "identical", "all": "0.00", "over": "not", "gone": "-", "nan": "-"}
+    assert text.splitlines()[-1].startswith("left out   3 tensors, first ")

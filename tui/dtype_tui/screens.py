@@ -237,7 +237,10 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightReading) -> 
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
         cells = [share_text(count, error.elements) for count in counts]
         table.add_row(
-            Text(dtypes.badge(error.dtype), style="bold"), decibels(error.sqnr_db), f"{error.max_abs:.2e}", *cells
+            Text(dtypes.badge(error.dtype), style="bold"),
+            "-" if error.sqnr_db is None else decibels(error.sqnr_db),
+            f"{error.max_abs:.2e}",
+            *cells,
         )
     whole = Table.grid()
     whole.add_row(table)

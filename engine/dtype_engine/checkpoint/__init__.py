@@ -1,6 +1,6 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
 
-from .file_identity import FileIdentity, refuse_changed
+from .file_identity import FileIdentity, Watch, refuse_changed
 from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
 from .safetensors_header import ByteRange, CheckpointTensor, read_header
 
@@ -11,6 +11,7 @@ __all__ = [
     "CheckpointTensor",
     "FileIdentity",
     "Scaled",
+    "Watch",
     "first_glance",
     "inside",
     "needs_torch",

@@ -7,6 +7,7 @@ in between is told by what the system says of it: its place, size and time of ch
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,3 +58,22 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
                 f"{printable(str(file.path), 500)} {change} after it was opened, so what is read of it now can't be trusted; "
                 "open the model again"
             )
+
+
+class Watch:
+    """Looks at files while they are read: each time where they are few, else so often that it costs a small part of the time."""
+
+    _FEW = 4
+    _SHARE = 0.02
+
+    def __init__(self, files: Iterable[FileIdentity]) -> None:
+        self._files = tuple(files)
+        self._next = 0.0
+
+    def look(self) -> None:
+        """Raises UserError that names a file that is not what was opened any more."""
+        started = time.perf_counter()
+        if len(self._files) <= self._FEW or started >= self._next:
+            refuse_changed(self._files)
+            now = time.perf_counter()
+            self._next = now + (now - started) / self._SHARE

@@ -23,7 +23,7 @@ from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
 from .components import PIPELINE_INDEX, Component, need_tensors, pipeline_notices, read_components, variant_of
-from .file_identity import FileIdentity
+from .file_identity import FileIdentity, refuse_changed
 from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
 
@@ -169,7 +169,9 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     Raises UserError: what is wrong, in which file.
     """
     with _without_collecting():
-        return _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+        found = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+    refuse_changed(found.identities)
+    return found
 
 
 def needs_torch(path: Path) -> bool:

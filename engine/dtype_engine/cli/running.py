@@ -241,16 +241,20 @@ def weights(
         recipe = with_preset(recipe, describe(source, options).tree)
     require_matches(tree, recipe)
     plan = make_plan(tree, recipe)
-    from ..weight_errors import round_trips
+    from ..weight_errors import round_trips, skipped
 
     found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: say(f"weights: {done} of {total}")))
     say("")
+    left_out = skipped(tree)
     if as_object:
-        print_json({"model": source.title, "rules": [str(rule) for rule in recipe.rules], "weights": as_json(found)})
+        rules = [str(rule) for rule in recipe.rules]
+        print_json({"model": source.title, "rules": rules, "weights": as_json(found), "skipped": as_json(left_out)})
         return
-    from ..report_text import weights_text
+    from ..report_text import skipped_text, weights_text
 
     click.echo(weights_text(found))
+    if left_out:
+        click.echo(skipped_text(left_out))
 
 
 def _generation(text: Generation) -> dict[str, Any]:

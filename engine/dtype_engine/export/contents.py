@@ -54,7 +54,8 @@ class Item:
 
     scaled: it is written with scales. declared: as compressed-tensors has it, so that others read it. raw: its very bytes in
     the source where nothing is cast and they lie in a file so, the scales' last. values: what is to be brought into `dtype`.
-    kept: data and scales of a scaled one that is there already; None where its values are to be converted.
+    kept: data and scales of a scaled one that is there already; None where its values are to be converted. place: where the
+    values lie in a file as torch has them, if they do: they are read from there rather than mapped.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Item:
     raw: tuple[ByteRange, ...]
     values: Callable[[], torch.Tensor]
     kept: Callable[[], Kept] | None = None
+    place: ByteRange | None = None
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
@@ -246,7 +248,8 @@ def _item(
     raw = tuple(place for place in places if place is not None) if dtype == stored and None not in places else ()
     kept = partial(_stored_kept, found) if found is not None and dtype == stored else None
     values = partial(read_tensor, checkpoint, name)
-    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, values, kept)
+    place = tensor.bytes if found is None else None
+    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, values, kept, place)
 
 
 def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:

@@ -16,6 +16,7 @@ from ..report_text import human_bytes
 from ..text import printable
 from ..whole_files import sync_folder, umask
 from .claim import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
+from .mark import missing_mark
 
 ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -33,8 +34,8 @@ _SLACK = 1 << 20
 def free_name(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
     """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there.
 
-    `force`: a folder of files alone may be there, and is to be replaced; never one that holds any of the files `keep`, or
-    folders (an export has none, a home or a project has), or the one that the program runs in.
+    `force`: an export of this program may be there, told by its mark, and is to be replaced; nothing else is, nor one that holds
+    any of the files `keep`, or in which the program runs.
     """
     target = target.expanduser().absolute()
     if not target.name:
@@ -58,10 +59,9 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
         )
     if Path.cwd().is_relative_to(real):
         raise UserError(f"{target} is the folder that this runs in, and is not replaced; name another one")
-    inside = next((entry for entry in target.iterdir() if entry.is_dir() and not entry.is_symlink()), None)
-    if inside is not None or os.path.ismount(target):
-        found = f"holds the folder {printable(inside.name)}" if inside is not None else "is a mount point"
-        raise UserError(f"{target} {found}, so it is no export and is not replaced; name another one")
+    found = "is a mount point" if os.path.ismount(target) else missing_mark(target)
+    if found is not None:
+        raise UserError(f"{target} {printable(found)}, so it is no export and is not replaced; name another one")
 
 
 @contextmanager

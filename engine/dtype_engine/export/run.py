@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, refuse_changed
 from ..checkpoint.folder import SCALED_KEY
 from ..errors import UserError
 from ..model.live import give_memory_back
@@ -71,7 +71,7 @@ def export(
     layout = contents.layout
     files = shards(contents, max_shard_size)
     whole_bytes = contents.nbytes + layout.copied_bytes
-    progress = Progress(whole_bytes, on_bytes, cancelled)
+    progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
     with staged(target, whole_bytes, force) as stage:
@@ -98,6 +98,8 @@ def export(
         recipe = write_recipe(contents.recipe, contents.title, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
+        # While this lay unread anybody may have written to the source: then what was written is of two models.
+        refuse_changed(contents.identities)
     give_memory_back()
     return ExportReport(
         folder=str(target),

@@ -10,7 +10,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from .. import dtypes
-from ..checkpoint import ByteRange
+from ..checkpoint import ByteRange, FileIdentity, Watch
 from ..errors import Cancelled, UserError
+from ..model.file_values import FileValues
 from ..readings_losses import ValueLoss
 from ..storage import one_thread, take_codes, torch_dtype
 from ..value_loss import LossCounter
@@ -33,15 +34,24 @@ _MOST_THREADS = 4
 
 
 class Progress:
-    """Counts bytes written in any thread, tells them, and asks after each piece whether to stop. Raises Cancelled."""
+    """Counts bytes written in any thread, tells them, and asks after each piece whether to stop. Raises Cancelled, and UserError
+    when one of the `files` that are read is not what was opened any more.
+    """
 
-    def __init__(self, total: int, told: Callable[[int, int], None], cancelled: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        total: int,
+        told: Callable[[int, int], None],
+        cancelled: Callable[[], bool],
+        files: Iterable[FileIdentity] = (),
+    ) -> None:
         self.done = 0
         self.total = total
         self._told = told
         self._stopped = False
         self._lock = threading.Lock()
         self._cancelled = cancelled
+        self._watch = Watch(files)
 
     def wrote(self, size: int) -> None:
         with self._lock:
@@ -49,6 +59,7 @@ class Progress:
             self._told(self.done, self.total)
         if self._stopped or self._cancelled():
             raise Cancelled
+        self._watch.look()
 
     def stop(self) -> None:
         """Whoever still writes is to end after the piece at hand."""
@@ -114,7 +125,22 @@ def _write_item(
         for tensor, piece, at in zip(item.kept(), item.pieces, places, strict=True):
             _write_tensor(tensor, torch_dtype(piece.dtype), out, at, progress)
         return
-    values = item.values()
+    if item.place is not None:
+        with FileValues(item.place, torch_dtype(item.stored), item.shape) as in_file:
+            _write_values(in_file, item, places, out, progress, lost)
+    else:
+        _write_values(item.values(), item, places, out, progress, lost)
+
+
+def _write_values(
+    values: torch.Tensor | FileValues,
+    item: Item,
+    places: Sequence[int],
+    out: int,
+    progress: Progress,
+    lost: list[ValueLoss] | None,
+) -> None:
+    """An item's values in its dtype, and what that loses."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.scaled:
         scale = _write_codes(values, item.dtype, out, places[0], progress, counter)
@@ -126,7 +152,7 @@ def _write_item(
 
 
 def _write_tensor(
-    tensor: torch.Tensor,
+    values: torch.Tensor | FileValues,
     dtype: torch.dtype,
     out: int,
     at: int,
@@ -134,21 +160,42 @@ def _write_tensor(
     counter: LossCounter | None = None,
 ) -> None:
     """The values in `dtype`, cast piece by piece: a cast is of each element alone, so this gives what the whole would."""
-    flat = tensor.reshape(-1)
+    if isinstance(values, FileValues):
+        _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, progress, counter)
+        return
+    flat = values.reshape(-1)
     if flat.dtype == dtype:
         _write_bytes(as_bytes(flat), out, at, progress)
         return
-    step = min(flat.numel(), _PIECE // max(flat.element_size(), dtype.itemsize))
+
+    def elements(start: int, count: int) -> torch.Tensor:
+        return flat[start : start + count]
+
+    _write_cast(elements, flat.numel(), flat.dtype, dtype, out, at, progress, counter)
+
+
+def _write_cast(
+    elements: Callable[[int, int], torch.Tensor],
+    count: int,
+    stored: torch.dtype,
+    dtype: torch.dtype,
+    out: int,
+    at: int,
+    progress: Progress,
+    counter: LossCounter | None,
+) -> None:
+    """`count` values of dtype `stored`, which `elements` gives from a place on, cast to `dtype`."""
+    step = max(1, min(count, _PIECE // max(stored.itemsize, dtype.itemsize)))
     # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
-    wide = torch.empty(step) if flat.dtype == torch.bfloat16 and dtype == torch.float16 else None
+    wide = torch.empty(step) if stored == torch.bfloat16 and dtype == torch.float16 else None
     cast = torch.empty(step, dtype=dtype)
-    for start in range(0, flat.numel(), step or 1):
-        piece = flat[start : start + step]
+    for start in range(0, count, step):
+        piece = elements(start, min(step, count - start))
         if wide is not None:
             piece = wide[: len(piece)].copy_(piece)
         done = cast[: len(piece)].copy_(piece)
         if counter is not None:
-            counter.see(start, done)
+            counter.see(start, done, piece)
         data = as_bytes(done)
         _write(out, data.numpy().data, at + start * dtype.itemsize)
         progress.wrote(len(data))
@@ -162,7 +209,12 @@ def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> N
 
 
 def _write_codes(
-    tensor: torch.Tensor, dtype: str, out: int, at: int, progress: Progress, counter: LossCounter | None = None
+    tensor: torch.Tensor | FileValues,
+    dtype: str,
+    out: int,
+    at: int,
+    progress: Progress,
+    counter: LossCounter | None = None,
 ) -> torch.Tensor:
     """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
 

@@ -1,0 +1,50 @@
+"""What an export of this program is told by, so that `--force` replaces nothing else.
+
+The mark is two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second paragraph says
+which version wrote the folder. Every version since 0.1.0 writes both.
+"""
+
+from __future__ import annotations
+
+import re
+import stat
+from pathlib import Path
+
+from ..checkpoint import read_json
+from ..checkpoint.components import PIPELINE_INDEX, component_names
+from ..errors import UserError
+
+_RECIPE = re.compile(r"version: \d+\n(model: .*\n)?rules:")
+_README = re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+")
+_MOST_READ = 1 << 16
+
+
+def missing_mark(folder: Path) -> str | None:
+    """Why a folder is not taken for an export of this program, as the end of a sentence; None where it is one."""
+    for name, mark in (("recipe.yaml", _RECIPE), ("README.md", _README)):
+        text = _text(folder / name)
+        if text is None:
+            return f"has no {name} of an export"
+        if mark.match(text) is None:
+            return f"has a {name} that dtype-engine did not write"
+    known = _component_folders(folder)
+    foreign = next((entry for entry in sorted(folder.iterdir()) if entry.is_dir() and entry.name not in known), None)
+    return f"holds the folder {foreign.name}" if foreign is not None else None
+
+
+def _text(file: Path) -> str | None:
+    try:
+        if not stat.S_ISREG(file.lstat().st_mode):
+            return None
+        with open(file, encoding="utf-8", newline="\n") as opened:
+            return opened.read(_MOST_READ)
+    except (OSError, UnicodeDecodeError):
+        return None
+
+
+def _component_folders(folder: Path) -> frozenset[str]:
+    """The folders that an exported pipeline has."""
+    try:
+        return frozenset(component_names(read_json(folder / PIPELINE_INDEX)))
+    except UserError:
+        return frozenset()

@@ -1,0 +1,167 @@
+"""GGUF's blocks against the gguf package's own dequantizer: cast, measured, exported; and layouts that lie."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import dtype_engine as de
+from dtype_engine import Recipe
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli, run
+from dtype_engine.errors import UserError
+from dtype_engine.leaving import Workshop
+from dtype_engine.model.source import locate
+from dtype_engine.options import RunSettings
+from dtype_engine.weight_errors import look_at
+
+Kind = gguf.GGMLQuantizationType
+DEQUANTIZED = [
+    Kind.Q8_0, Kind.Q4_0, Kind.Q5_1, Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_XS, Kind.IQ2_S, Kind.TQ1_0,
+    Kind.MXFP4,
+]  # fmt: skip
+
+
+NORM = np.linspace(-1, 1, 32, dtype=np.float32)
+
+
+def blocks_of(kind: Kind, rows: int = 3, values: int = 512) -> np.ndarray[Any, Any]:
+    """Rows of random blocks whose scales are finite: no half precision number has all the bits of its exponent set."""
+    size, width = gguf.GGML_QUANT_SIZES[kind]
+    return np.random.default_rng(0).integers(0, 256, (rows, values // size * width), dtype=np.uint8) & 0x3F
+
+
+def write(path: Path, blocks: dict[str, tuple[Kind, np.ndarray[Any, Any]]], **settings: Any) -> Path:
+    writer = gguf.GGUFWriter(path, "llama", **settings)
+    writer.add_tensor("output_norm.weight", NORM)
+    for name, (kind, raw) in blocks.items():
+        writer.add_tensor(name, raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def engine(*arguments: object) -> int:
+    return run(cli, "dtype-engine", [str(argument) for argument in arguments])
+
+
+def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    made = {f"blk.{n}.{kind.name.lower()}.weight": (kind, blocks_of(kind)) for n, kind in enumerate(DEQUANTIZED)}
+    path = write(tmp_path / "x.gguf", made)
+    wanted = {name: torch.from_numpy(gguf.quants.dequantize(raw, kind)) for name, (kind, raw) in made.items()}
+    assert all(bool(torch.isfinite(tensor).all()) for tensor in wanted.values())
+    stored = 32 * 4 + sum(raw.nbytes for _, raw in made.values())
+    planned = 32 * 4 + sum(2 * tensor.numel() for tensor in wanted.values())
+    assert engine("inspect", path, "--cast", "blk=bf16", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["stored_bytes"], shown["planned_bytes"]) == (stored, planned)
+    assert engine("export", path, "--cast", "blk=bf16", "-o", tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["nbytes"] == planned
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert torch.equal(found.pop("output_norm.weight"), torch.from_numpy(NORM))
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor.bfloat16()), name
+    assert engine("verify", tmp_path / "out", "--against", path) == 0
+    assert "blocks were dequantized by the gguf package" in capsys.readouterr().out
+    assert engine("weights", path, "--cast", "blk=bf16", "--json") == 0
+    errors = {row["name"]: row for row in json.loads(capsys.readouterr().out)["weights"]}
+    for name, tensor in wanted.items():
+        difference = (tensor.bfloat16().double() - tensor.double()).abs()
+        assert errors[name]["max_abs"] == pytest.approx(float(difference.max()), rel=1e-6)
+        assert errors[name]["stored"] == made[name][0].name.lower()
+    # What the app asks for with v.
+    name, tensor = next(iter(wanted.items()))
+    reading = look_at(open_checkpoint(path), name, ("float16", "int8"))
+    counts = torch.frexp(tensor[tensor != 0]).exponent.sub(1).unique(return_counts=True)
+    assert reading.exponents.counts == tuple(zip(counts[0].tolist(), counts[1].tolist(), strict=True))
+    assert [error.stored for error in reading.errors] == ["q8_0", "q8_0"]
+
+
+def test_blocks_with_scales(tmp_path: Path) -> None:
+    raw = blocks_of(Kind.Q8_0)
+    path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
+    assert engine("export", path, "--cast", "blk=int8", "-o", tmp_path / "out") == 0
+    values = torch.from_numpy(gguf.quants.dequantize(raw, Kind.Q8_0))
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    scale = values.abs().amax(dim=1) / 127
+    assert torch.equal(found["blk.0.weight_scale"].reshape(-1), scale)
+    assert torch.equal(found["blk.0.weight_quantized"], (values / scale[:, None]).round().to(torch.int8))
+    assert engine("verify", tmp_path / "out", "--against", path) == 0
+
+
+def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q4_K, blocks_of(Kind.Q4_K))})
+    sentence = (
+        "x.gguf: blk.0.weight is stored as q4_k, which safetensors can't hold; give it a dtype to be dequantized to"
+    )
+    for arguments in ((), ("--cast", "output_norm=bf16")):
+        assert engine("export", path, *arguments, "-o", tmp_path / "out") == 2
+        said = capsys.readouterr().err
+        assert sentence in said
+        assert "Traceback" not in said
+    source = locate(str(path))
+    shop = Workshop(
+        source, de.Options(), RunSettings(), Recipe(), None, source.open(), lambda done, total: None, lambda: False
+    )
+    with pytest.raises(UserError, match="is stored as q4_k"):
+        shop.plan_export()  # what the app's dialog asks for
+    assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
+
+
+def test_blocks_that_nothing_dequantizes_are_shown_and_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = blocks_of(Kind.Q8_K)
+    path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_K, raw)})
+    with pytest.raises(NotImplementedError):
+        gguf.quants.dequantize(raw, Kind.Q8_K)
+    assert open_checkpoint(path).tree().tensors["blk.0.weight"].nbytes == raw.nbytes
+    assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
+    assert "blk.0.weight is stored as q8_k, which the gguf package can't dequantize" in capsys.readouterr().err
+    assert engine("weights", path, "--cast", "*=bf16") == 0
+    assert "left out   1 tensor, first blk.0.weight: is stored as q8_k" in capsys.readouterr().out
+    with pytest.raises(UserError, match="can't dequantize"):
+        look_at(open_checkpoint(path), "blk.0.weight", ("float16",))
+
+
+def test_a_file_of_the_other_byte_order_is_shown_and_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path / "x.gguf", {}, endianess=gguf.GGUFEndian.BIG)
+    assert engine("inspect", path) == 0
+    assert engine("export", path, "--cast", "*=bf16", "-o", tmp_path / "out") == 2
+    assert engine("export", path, "-o", tmp_path / "out") == 2
+    assert "big-endian" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("offset", "says"),
+    [
+        (0, "overlaps another"),
+        (64, "overlaps another"),
+        (2**64 - 96, "lie outside the file's data"),
+        (2**40, "GGUF|outside"),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_tensors_that_share_bytes_or_lie_in_the_header_are_refused(tmp_path: Path, offset: int, says: str) -> None:
+    path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, blocks_of(Kind.Q8_0))})
+    whole = path.read_bytes()
+    # After a tensor's name: the number of dimensions, two extents, its type, and where it begins.
+    at = whole.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8 + 4
+    assert int.from_bytes(whole[at : at + 8], "little") == 128
+    path.write_bytes(whole[:at] + offset.to_bytes(8, "little") + whole[at + 8 :])
+    with pytest.raises(UserError, match=says):
+        open_checkpoint(path)
