@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .readings_losses import severe
 from .recipe import Recipe, Rule
 
 if TYPE_CHECKING:
@@ -14,7 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
-    """One measurement. Bytes are planned ones; the other figures are those of `readings.DriftReport`."""
+    """One measurement. Bytes are planned ones; the other figures are those of `readings.DriftReport`. overflowed, vanished: values
+    of weights that the casts made infinite and zero, where that is more than rounding.
+    """
 
     rules: tuple[str, ...]
     settings: str
@@ -29,6 +32,8 @@ class MeasuredRecipe:
     top1_agreement: float | None = None
     perplexity: float | None = None
     pinned: bool = False
+    overflowed: int = 0
+    vanished: int = 0
 
     @property
     def recipe(self) -> Recipe:
@@ -43,7 +48,7 @@ class MeasuredRecipe:
 
 def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:
     """What the history keeps of a report."""
-    output = report.output
+    output, lost = report.output, severe(report.lost)
     return MeasuredRecipe(
         rules=report.rules,
         settings=report.settings,
@@ -58,6 +63,8 @@ def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:
         kl_mean_se=output.kl_mean_se,
         top1_agreement=output.top1_agreement,
         perplexity=output.perplexity_candidate,
+        overflowed=sum(loss.overflowed for loss in lost),
+        vanished=sum(loss.vanished for loss in lost),
     )
 
 

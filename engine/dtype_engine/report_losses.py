@@ -33,7 +33,7 @@ def loss_words(loss: ValueLoss) -> str:
         words = f"{loss.saturated:,}" if parts else _of(loss.saturated, loss)
         parts.append(f"{words} beyond its scale became the largest one")
     channels = ""
-    if loss.channels > 1 or (loss.channels and loss.vanished < loss.elements):
+    if loss.channels and loss.vanished < loss.elements:
         channels = f", {loss.channels:,} whole channel{'' if loss.channels == 1 else 's'} of them"
     return f"{' and '.join(parts)} in {loss.dtype}{channels}"
 
@@ -63,10 +63,7 @@ def headline(losses: Sequence[ValueLoss]) -> str:
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
     """A sentence for each tensor that loses more than rounding takes, `most` of them; then one for the others."""
-    found = severe(losses)
-    lines = [loss_sentence(loss) for loss in found[:most]]
-    if len(found) > most:
-        lines.append(f"and {len(found) - most:,} more tensors lose values")
+    lines = severe_sentences(losses, most)
     rounded = [loss for loss in losses if loss.is_rounding]
     if rounded:
         count, elements = sum(loss.vanished for loss in rounded), sum(loss.elements for loss in rounded)
@@ -76,6 +73,13 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
             f"{where}: {count:,} of {elements:,} values became zero in {'/'.join(sorted(names))}, which is rounding"
         )
     return lines
+
+
+def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
+    """A sentence for each tensor that loses more than rounding takes, `most` of them, and how many more there are."""
+    found = severe(losses)
+    lines = [loss_sentence(loss) for loss in found[:most]]
+    return [*lines, f"and {len(found) - most:,} more tensors lose values"] if len(found) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:

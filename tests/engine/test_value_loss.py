@@ -202,7 +202,10 @@ def test_sentences() -> None:
         == "conv2_BN.running_var: 64 of 128 values became infinite in float16"
     )
     assert loss_sentence(ValueLoss("t", "float16", 0, 20, 20, channels=4)) == (
-        "t: all 20 values became zero in float16, 4 whole channels of them"
+        "t: all 20 values became zero in float16"
+    )
+    assert loss_sentence(ValueLoss("t", "int8@tensor", 0, 70, 200, channels=4)) == (
+        "t: 70 of 200 values became zero in int8@tensor, 4 whole channels of them"
     )
     assert loss_sentence(ValueLoss("t", "float16", 1, 2, 1000)) == (
         "t: 1 of 1,000 values became infinite and 2 became zero in float16"
@@ -460,3 +463,14 @@ def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_valu
     found = of_recipe[places[events.LossRemedyFound]]
     assert isinstance(found, events.LossRemedyFound)
     assert found.found.improves
+
+
+def test_a_search_tells_what_its_recipe_loses_before_it_is_put_in_force() -> None:
+    session = de.open(Net(), inputs=example_inputs())
+    session.scan(("float16",), draws=2)
+    found = session.search(budget=500)
+    planned = make_plan(session.tree, Recipe.of(map(Rule.parse, found.rules))).dtypes
+    expected = by_hand(Net().state_dict(), torch.float16)
+    assert counts(found.lost) == {name: lost for name, lost in expected.items() if planned[name] == "float16"}
+    assert counts(found.lost) == {"tiny": (0, 20)}  # what becomes infinite the scan leaves alone
+    assert session.lost_values() == ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from rich.segment import Segment
 from rows import screen, until
 from safetensors.torch import load_file, save_file
 
-from dtype_engine import events
+from dtype_engine import events, history
 from dtype_engine.model.source import locate
 from dtype_engine.options import Options
 from dtype_engine.readings_losses import LossRemedy, ValueLoss
@@ -62,6 +63,10 @@ async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple
         assert len(lines) >= 4  # the tensor and the modules above it
         await say(app, pilot, events.Measured(F16, report(F16)))
         assert SENTENCE in pane(app)
+        app.experiment.measured[:] = [history.measured(replace(report(F16), lost=LOST), 1000)]
+        await pilot.press("H")
+        assert "⚠ 64 inf" in flat(app)
+        await pilot.press("escape")
         await pilot.press("u")
         await say(app, pilot, events.CastDone(Recipe(), ()), events.Idle())
         app.clear_notifications()

@@ -18,6 +18,7 @@ from dtype_engine.text import printable
 
 from .cells import fit, short_bytes
 from .experiment import Experiment
+from .loss_words import loss_mark
 from .modal import ModalScreen
 from .plots import Plot
 from .screens import Overlay
@@ -108,6 +109,8 @@ class HistoryScreen(ModalScreen[MeasuredRecipe | None]):
             words.append(f"\n{printable(entry.inputs, 100)}", style="not bold dim")
             if entry.settings != "defaults":
                 words.append(f"; {printable(entry.settings, 100)}", style="not bold dim")
+            if lost := loss_mark(entry.overflowed, entry.vanished):
+                words.append(f"  {lost}")
             self.query_one("#rules", Static).update(words)
 
     def on_data_table_row_selected(self) -> None:
@@ -171,6 +174,9 @@ def _side_by_side(first: MeasuredRecipe, second: MeasuredRecipe, one: str, other
     row("max |Δ|", f"{first.max_abs:.4e}", f"{second.max_abs:.4e}")
     if first.nonfinite or second.nonfinite:
         row("non-finite", f"{first.nonfinite:,}", f"{second.nonfinite:,}")
+    lost = [loss_mark(entry.overflowed, entry.vanished) or "none" for entry in (first, second)]
+    if any(entry.overflowed or entry.vanished for entry in (first, second)):
+        row("values lost", *lost)
     if first.kl_mean is not None and second.kl_mean is not None:
         row("KL mean", _with_error(first), _with_error(second))
     if first.top1_agreement is not None and second.top1_agreement is not None:

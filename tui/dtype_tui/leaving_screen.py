@@ -17,8 +17,7 @@ from dtype_engine import dtypes
 from dtype_engine.errors import UserError
 from dtype_engine.events import ExportPlanned
 from dtype_engine.readings import DriftReport
-from dtype_engine.readings_losses import severe
-from dtype_engine.report_losses import loss_sentences
+from dtype_engine.report_losses import severe_sentences
 from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
 from dtype_engine.wishes import (
@@ -149,7 +148,7 @@ class LeavingScreen(ModalScreen[Wish | None]):
         if plan.lost is None:
             lines.append(("Whether the casts lose values is found out while it is written.", ""))
         else:
-            lines += [(f"⚠ {sentence}", "bold") for sentence in loss_sentences(plan.lost, 3) if severe(plan.lost)]
+            lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(plan.lost, 3)]
         lines += [(notice, "") for notice in plan.notices]
         return [*lines, (plan.loading, "dim")]
 

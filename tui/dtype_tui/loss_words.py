@@ -24,12 +24,14 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
             found = sums.setdefault(name, [0, 0, 0])
             for place, count in enumerate((loss.overflowed, loss.vanished, loss.saturated)):
                 found[place] += count
-    return {name: _mark(*counts) for name, counts in sums.items()}
+    return {name: loss_mark(*counts) for name, counts in sums.items()}
 
 
-def _mark(overflowed: int, vanished: int, saturated: int) -> str:
+def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
+    """`⚠ 64 inf 12 zero`; "" for none."""
     parts = [(overflowed, "inf"), (vanished, "zero"), (saturated, "clipped")]
-    return "⚠ " + " ".join(f"{count:,} {what}" for count, what in parts if count)
+    words = " ".join(f"{count:,} {what}" for count, what in parts if count)
+    return f"⚠ {words}" if words else ""
 
 
 def loss_rows(experiment: Experiment) -> list[tuple[str, str]]:

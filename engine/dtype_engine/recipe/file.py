@@ -40,6 +40,8 @@ _KEYS = {"version", "model", "rules", "settings", "measured"}
 Figure = str | int | float | bool | None
 LOST = "lost"
 """The one entry of `measured` that is a list: the tensors whose cast loses values."""
+MOST_LOSSES = 1000
+"""Tensors that lose values named in a file."""
 _OF_LOSS: Mapping[str, type] = {"tensor": str, "dtype": str, "overflowed": int, "vanished": int, "elements": int}
 
 
@@ -206,8 +208,10 @@ def write_recipe(
         lines += [
             f"    - {{tensor: {_scalar(loss.tensor)}, dtype: {_scalar(loss.dtype) if '@' in loss.dtype else loss.dtype}, "
             f"overflowed: {loss.overflowed}, vanished: {loss.vanished}, elements: {loss.elements}}}"
-            for loss in lost
+            for loss in lost[:MOST_LOSSES]
         ]
+        if len(lost) > MOST_LOSSES:
+            lines.append(f"    # and {len(lost) - MOST_LOSSES:,} more tensors")
     return "\n".join(lines) + "\n"
 
 

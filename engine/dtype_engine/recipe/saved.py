@@ -15,8 +15,6 @@ from .plan import Plan, tensor_bytes
 
 _DIGITS = 6
 """Significant digits of a figure: enough to compare, and a line changes only when the figure does."""
-_MOST_LOSSES = 200
-"""Tensors that lose values named in a file, those that lose most first; the sums are of all."""
 
 UNITS: dict[str, str] = {
     "reference": "dtype of the arithmetic that it is compared with",
@@ -71,7 +69,7 @@ def recipe_text(
         figures(plan, report, versions) | _sums(losses),
         comments=[_takes(tree, plan, place) for place in range(len(plan.recipe))],
         units=UNITS,
-        lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)][:_MOST_LOSSES],
+        lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
 
 

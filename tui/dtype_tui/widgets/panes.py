@@ -135,9 +135,9 @@ class DriftPane(Pane):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
+        grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
         for label, words in loss_rows(self.experiment):
             grid.add_row(label, Text(words, style="bold"))
-        grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
         grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
         grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")

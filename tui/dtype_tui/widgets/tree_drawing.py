@@ -29,6 +29,8 @@ _BOLD = Style(bold=True)
 _LIT = Style(bold=True, color="yellow")
 _MATCH = Style(underline=True)
 _LOST = Style(bold=True, color="red")
+_LOST_MARK = "lost"
+"""In place of a dtype: this piece of a cell says that values are lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,8 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look)
     style = _LIT if look.lit else _MATCH if look.match else _BOLD if row.depth == 0 else PLAIN
     segments = [Segment(f"{marker}{indent}{twist}", DIM if not look.lit else _LIT), Segment(label, style)]
     used = 1 + len(indent) + 2 + len(label)
-    if mark := experiment.loss_marks.get(row.tensor.name if row.tensor is not None else row.name):
+    mark = experiment.loss_marks.get(row.name) if row.tensor is None else None
+    if mark is not None:
         mark = fit(mark, max(0, columns.name - used - 2))
         if len(mark) > 2:
             segments.append(Segment(f"  {mark}", _LOST))
@@ -147,12 +150,17 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
             pieces = [(f"{dtypes.badge(row.tensor.dtype)}→", ""), (dtypes.badge(planned), planned)]
         if not row.tensor.persistent:
             pieces.append((" not saved", ""))
+        mark = experiment.loss_marks.get(row.tensor.name)
+        if mark is not None:
+            room = width - 2 - sum(len(text) for text, _ in pieces)
+            pieces.append((f" {mark}" if len(mark) <= room else " ⚠", _LOST_MARK))
     segments: list[Segment] = []
     used = 0
     for text, dtype in pieces:
         text = text[: max(0, width - 1 - used)]
         used += len(text)
-        segments.append(Segment(text, Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else DIM))
+        style = Style(color=colour(dtype), bold=dtype not in ("", "float32")) if dtype else DIM
+        segments.append(Segment(text, _LOST if dtype == _LOST_MARK else style))
     segments.append(Segment(" " * max(0, width - used), PLAIN))
     return segments
 
