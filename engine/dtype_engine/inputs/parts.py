@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..model.architecture import reason
+from ..model.hub import offline
 from ..model.live import LiveModel
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8
 _PROCESSORS = ("processor_config.json", "preprocessor_config.json")
-_FAILURES = (OSError, ValueError, KeyError, ImportError, RuntimeError, AttributeError, TypeError, IndexError)
-"""What transformers raises for files that are missing, broken or in need of a package that is not there."""
+_FAILURES = (Exception,)
+"""What transformers and tokenizers raise for files that are broken or in need of a package has no common class (some is bare)."""
 
 
 def tokenizer_of(model: LiveModel) -> Any:
@@ -48,14 +50,38 @@ def processor_of(model: LiveModel) -> Any:
     return found if together else None
 
 
+def no_tokenizer(model: LiveModel) -> str:
+    """Why there is no tokenizer, as the end of "the folder ...": it has none, or it has one that can't be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        found = _loaded_or_fails(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
+    except _FAILURES as error:
+        if "trust_remote_code" in str(error):
+            return (
+                "has a tokenizer that needs its own Python code, which is not run unless you pass --trust-remote-code"
+            )
+        return f"has a tokenizer that is damaged or can't be loaded ({reason(error)})"
+    return "has no tokenizer" if found is None else "has a tokenizer"
+
+
 def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
+    try:
+        return _loaded_or_fails(model, files, load)
+    except _FAILURES:
+        return None
+
+
+def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
+    """What `load` makes of the model's folder, None where it has none of these files. Raises `_FAILURES`."""
     folder = model.folder
     if folder is None or not any((folder / name).exists() for name in files):
         return None
-    try:
-        return load(folder, local_files_only=True)
-    except _FAILURES:
-        return None
+    for name in files:
+        if (folder / name).exists() and not (folder / name).is_file():
+            raise ValueError(f"{name} is not a regular file")  # opening a pipe would wait for ever
+    with offline(download=False):
+        return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 
 def parameters(module: nn.Module) -> tuple[str, ...]:

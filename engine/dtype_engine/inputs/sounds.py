@@ -13,7 +13,7 @@ from ..model.live import LiveModel
 from ..options import Options
 from ..text import printable
 from .batch import Batch, Inputs
-from .parts import accepted, feature_extractor_of, parameters, tokenizer_of
+from .parts import accepted, feature_extractor_of, no_tokenizer, parameters, tokenizer_of
 from .pictures import decoder_start
 from .text import encoded, pieces, sequence_length, sources
 
@@ -89,7 +89,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
         raise UserError(f"{model.title} takes a sound and no text; leave the prompts and texts out")
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
-        raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out")
+        raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
     longest = sequence_length(model, options)
     ids = [encoded(tokenizer, piece, model.title, options.chat)[0] for piece in pieces(options)]
     return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)

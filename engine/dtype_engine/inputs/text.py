@@ -16,7 +16,7 @@ from ..options import Options
 from ..prompts import DEFAULT_PROMPTS
 from ..text import printable, read_text
 from .batch import Batch, Inputs
-from .parts import learned_positions, parameters, random_ids, text_config, tokenizer_of
+from .parts import learned_positions, no_tokenizer, parameters, random_ids, text_config, tokenizer_of
 
 TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128
@@ -44,13 +44,14 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
     if tokenizer is None:
         if options.prompts or options.texts or options.chat:
             raise UserError(
-                f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out for random token ids"
+                f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out for random token ids"
             )
+        why = no_tokenizer(model)
         length = options.sequence_length or min(_RANDOM_TOKENS, longest)
         rows = random_ids(model, options.sequences or _RANDOM_SEQUENCES, length)
-        described = f"random token ids ({len(rows)} x {len(rows[0])}): there is no tokenizer"
+        described = f"random token ids ({len(rows)} x {len(rows[0])}): the folder {why}"
         batches = tuple(token_batch(model, row, None) for row in rows)
-        return Inputs(batches, described, made_of=("token ids at random: the folder has no tokenizer", *decoder))
+        return Inputs(batches, described, made_of=(f"token ids at random: the folder {why}", *decoder))
     given = bool(options.prompts or options.texts)
     sequences: list[tuple[torch.Tensor, str]] = []
     for piece in pieces(options) if given else map(Piece, DEFAULT_PROMPTS):

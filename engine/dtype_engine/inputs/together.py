@@ -13,7 +13,7 @@ from ..model.live import LiveModel
 from ..options import Options
 from ..text import printable
 from .batch import Batch, Inputs
-from .parts import accepted, parameters, processor_of, random_ids, tokenizer_of
+from .parts import accepted, no_tokenizer, parameters, processor_of, random_ids, tokenizer_of
 from .pictures import Picture, described, make_pictures
 from .text import prompt_texts, sequence_length
 
@@ -63,10 +63,10 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
     tokenizer = tokenizer_of(model)
     if tokenizer is None:
         if given:
-            raise UserError(f"{model.title} has no tokenizer, so prompts and texts can't be used; leave them out")
+            raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
         ids = random_ids(model, len(texts), _RANDOM_TOKENS)
         rows = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-        shown, how = None, f"text: {len(texts)} x {_RANDOM_TOKENS} random token ids: the folder has no tokenizer"
+        shown, how = None, f"text: {len(texts)} x {_RANDOM_TOKENS} random token ids: the folder {no_tokenizer(model)}"
     else:
         longest = sequence_length(model, Options())
         encoded = [tokenizer(text, truncation=True, max_length=longest)["input_ids"] for text in texts]

@@ -86,7 +86,7 @@ class LiveModel:
     """A module, its tree, and its weights by canonical name; `files` are mapped, `folder` has config and tokenizer.
 
     `checkpoint`: the headers of what it was loaded from, None for a module of the user's own. `identities`: the `files` as they
-    were before anything of them was read.
+    were before anything of them was read. `trust_remote_code`: whether Python code in the folder may run.
     """
 
     module: nn.Module
@@ -99,6 +99,7 @@ class LiveModel:
     checkpoint: Checkpoint | None = None
     example_inputs: Callable[[], Any] | None = None
     notices: tuple[str, ...] = ()
+    trust_remote_code: bool = False
     identities: tuple[FileIdentity, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
     needs_rules: set[object] = field(default_factory=set)

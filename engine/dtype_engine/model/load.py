@@ -15,7 +15,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +34,8 @@ from ..options import Options
 from ..storage import bring_back, dtype_name, torch_dtype
 from ..text import printable
 from ..tree import Tree
+from .architecture import architecture, make, reason, without_quantization
+from .hub import offline
 from .live import LiveModel, give_memory_back, inventory, tree_of
 from .mapped import read_all, read_mapped, read_stored
 from .names import Placed, placed, restorable, stored_dtypes
@@ -103,6 +105,7 @@ def _from_checkpoint(
         folder=folder,
         notices=loaded.notices,
         checkpoint=checkpoint,
+        trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
 
@@ -135,17 +138,20 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
             f"architecture they belong to{instead}; planning works"
         )
     say("importing transformers")
-    with _quiet():
+    with _quiet(), ExitStack() as meanwhile:
         import transformers
 
+        meanwhile.enter_context(offline(options.download))
         _silence_transformers()
         say("reading the configuration")
-        model_class = _architecture(transformers, checkpoint, folder, options)
+        chosen = architecture(transformers, checkpoint, options)
+        make(chosen, checkpoint)  # on the meta device: what can't be loaded is refused before memory is taken for it
+        model_class = chosen.model_class
         say(f"loading {model_class.__name__}")
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"config": chosen.config}
         if checkpoint.scaled:
             # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
-            more["config"] = _plain_config(transformers, folder, options)
+            more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         try:
             module, found = as_stored(model_class, checkpoint).from_pretrained(
@@ -158,8 +164,10 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
                 trust_remote_code=options.trust_remote_code,
                 **more,
             )
-        except (OSError, ValueError, RuntimeError, ImportError, KeyError, TypeError, AttributeError) as error:
-            raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {_first_line(error)}") from error
+        except (UserError, MemoryError):
+            raise
+        except Exception as error:  # what files and configurations can make it raise has no common class
+            raise NoForward(f"{title}: transformers can't load {model_class.__name__}: {reason(error)}") from error
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
     module.requires_grad_(False)
@@ -170,13 +178,13 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
         for name, tensor in checkpoint.scaled.items()
         if name in places
     }
-    notices = list(checkpoint.notices)
+    notices = [*checkpoint.notices, *chosen.notices]
     if missing := sorted(found.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     scales = {tensor.scale.name for tensor in checkpoint.scaled.values()}
     if unused := sorted(set(found.get("unexpected_keys") or ()) - scales):
         notices.append(
-            f"{len(unused)} tensors of the checkpoint are not used by {model_class.__name__}, first {unused[0]}"
+            f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
     return Loaded(module, scaled, tuple(notices))
 
@@ -245,56 +253,20 @@ def expected_module(source: Source, options: Options) -> nn.Module | None:
 
 
 def skeleton(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
-    """A checkpoint's architecture without data, on the meta device; None where it is not known or can't be made so."""
+    """A checkpoint's architecture without data, on the meta device; None where it is not known or can't be made so.
+
+    Raises UserError for an architecture in `options` that transformers does not have.
+    """
     if checkpoint.config is None:
         return None
-    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     with _quiet():
         import transformers
 
-        try:
-            config = _plain_config(transformers, folder, options)
-            model_class = _architecture(transformers, checkpoint, folder, options)
-            make = getattr(model_class, "from_config", None) or model_class
-            with torch.device("meta"):
-                module: nn.Module = make(config)
-        except Exception:
-            return None
-    return module if isinstance(module, nn.Module) else None
-
-
-def _plain_config(transformers: ModuleType, folder: Path, options: Options) -> Any:
-    """The configuration without what it says of quantisation."""
-    config = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=options.trust_remote_code
-    )
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
-
-
-def _architecture(transformers: ModuleType, checkpoint: Checkpoint, folder: Path, options: Options) -> Any:
-    """The class that the configuration names, or an auto class where it needs the checkpoint's own code."""
-    config = checkpoint.config or {}
-    known = str(config.get("model_type", "")) in transformers.CONFIG_MAPPING
-    if config.get("auto_map") and not options.trust_remote_code and not known:
-        raise NoForward(
-            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
-        )
-    for name in config.get("architectures") or ():
-        found = getattr(transformers, str(name), None)
-        if found is not None:
-            return found
-    if config.get("auto_map") and options.trust_remote_code:
-        auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in config["auto_map"]), "AutoModel")
-        return getattr(transformers, auto)
-    if known:
-        return transformers.AutoModel
-    named = ", ".join(map(str, config.get("architectures") or ())) or config.get("model_type") or "none"
-    raise NoForward(
-        f"{folder}: no forward pass, because transformers {transformers.__version__} does not know the architecture "
-        f"named in config.json ({named})"
-    )
+        with offline(options.download):
+            try:
+                return make(architecture(transformers, checkpoint, options), checkpoint)
+            except NoForward:
+                return None
 
 
 def loading_dtype(checkpoint: Checkpoint) -> str:

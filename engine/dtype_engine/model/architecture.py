@@ -1,0 +1,269 @@
+"""Which class a checkpoint's tensors go into, and its configuration: what `config.json` says, checked before anything is made."""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import dtypes
+from ..checkpoint import Checkpoint
+from ..checkpoint.quantised import parts_of_quantised
+from ..errors import NoForward, UserError
+from ..options import Options
+from ..report_text import human_bytes
+from ..text import printable
+from .hub import without_foreign_kernels
+from .live import inventory
+from .names import placed
+from .plausible import refuse_impossible
+
+_MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
+"""Models have fewer than three modules a tensor; those that share layers or hold no tensors in many of them are small."""
+_SPARE_ALWAYS, _SPARE_PER_BYTE = 1 << 30, 32
+"""Bytes that a module may have beyond the tensors of its files. Weights packed in two bits are a sixteenth of float32."""
+_LONGEST_REASON = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """A model class of transformers (an auto class where the checkpoint's own code has it), and the configuration to make it with.
+
+    notices: what of `config.json` is not followed, or not as it stands there.
+    """
+
+    model_class: Any
+    config: Any
+    notices: tuple[str, ...] = ()
+
+
+def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Options) -> Architecture:
+    """What a checkpoint's `config.json`, or the name in `options`, says its tensors go into.
+
+    Raises NoForward where that is not known here, or can't be, and UserError for a name in `options` that is no model's.
+    """
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    config = checkpoint.config or {}
+    refuse_impossible(config, checkpoint, f"{folder / 'config.json'}")
+    model_class, notices = _model_class(transformers, config, folder, options)
+    made = _configuration(transformers, model_class, folder, options)
+    if not options.trust_remote_code:
+        notices += without_foreign_kernels(made, config, printable(folder.name, 100))
+    return Architecture(model_class, made, notices)
+
+
+def make(found: Architecture, checkpoint: Checkpoint) -> nn.Module:
+    """The module without data, on the meta device. Raises NoForward where it can't be made, or is not that of these tensors."""
+    folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+    maker = getattr(found.model_class, "from_config", None) or found.model_class
+    config = without_quantization(found.config)
+    with _few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
+        module = maker(config)
+    if not isinstance(module, nn.Module):
+        raise NoForward(f"{folder}: {found.model_class.__name__} is no model")
+    _refuse_misfit(module, checkpoint, folder)
+    return module
+
+
+def without_quantization(config: Any) -> Any:
+    """A copy of a configuration without what it says of quantisation. Making a model of it leaves the original as it was."""
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    return config
+
+
+@contextmanager
+def reasons(folder: Path) -> Iterator[None]:
+    """Whatever a configuration makes transformers or torch raise ends as NoForward, in a sentence."""
+    try:
+        yield
+    except (UserError, MemoryError):
+        raise
+    except Exception as error:  # values of the wrong kind or size fail in many places, each with an error of its own
+        raise NoForward(f"{folder}: transformers can't make this model of its config.json: {reason(error)}") from error
+
+
+def reason(error: BaseException) -> str:
+    """What an exception of transformers says, in one line and without its Python."""
+    text = " ".join(str(error).split()).replace("`", "'")
+    field = re.match(r"Validation error for field '(\w+)': \w+: (.*)", text)
+    if field is not None:
+        text = re.sub(rf"^Field '{field[1]}' ", "", field[2])
+        text = f"{field[1]}: {text.partition('. Errors: ')[0]}"
+    else:
+        text = re.sub(r"^Class validation error for validator '\w+': \w+: ", "", text)
+    text = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text)
+    text = printable(text, _LONGEST_REASON)
+    plain = isinstance(error, (OSError, ValueError, RuntimeError)) or type(error).__module__.startswith(
+        "huggingface_hub"
+    )
+    return text if text and plain else f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _model_class(
+    transformers: ModuleType, config: Mapping[str, Any], folder: Path, options: Options
+) -> tuple[Any, tuple[str, ...]]:
+    if options.architecture is not None:
+        return _asked_for(transformers, options.architecture), ()
+    model_type = config.get("model_type")
+    known = isinstance(model_type, str) and model_type in transformers.CONFIG_MAPPING
+    auto_map = config.get("auto_map")
+    if auto_map and not options.trust_remote_code and not known:
+        raise NoForward(
+            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
+        )
+    named, notices = _named(config)
+    for name in named:
+        if (found := _class_named(transformers, name)) is not None:
+            return found, notices
+    if auto_map and options.trust_remote_code:
+        keys = auto_map if isinstance(auto_map, dict) else {}
+        auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in keys), "AutoModel")
+        return getattr(transformers, auto), notices
+    if known:
+        return transformers.AutoModel, (*notices, _backbone(transformers, str(model_type), named))
+    said = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
+    raise NoForward(
+        f"{folder}: no forward pass, because transformers {transformers.__version__} does not know the architecture "
+        f"named in config.json ({printable(str(said), 200)})"
+    )
+
+
+def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names under `architectures`, and a notice where it is not the list of names that it should be."""
+    said = config.get("architectures")
+    if said is None or (isinstance(said, list) and all(isinstance(name, str) for name in said)):
+        return tuple(said or ()), ()
+    if isinstance(said, str):
+        return (said,), (f"architectures in config.json is no list: taken as the name {printable(said, 100)}",)
+    found = tuple(name for name in said if isinstance(name, str)) if isinstance(said, list) else ()
+    return found, ("architectures in config.json is no list of names, so what it says is not followed",)
+
+
+def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
+    """The notice where no class is named that is known here, so that the model without its head is opened."""
+    from transformers.models.auto import modeling_auto
+
+    with_head = next(
+        (
+            found[model_type]
+            for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
+            if model_type in (found := getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}))
+        ),
+        None,
+    )
+    bare = modeling_auto.MODEL_MAPPING_NAMES.get(model_type, "AutoModel")
+    bare = bare if isinstance(bare, str) else bare[0]
+    why = (
+        f"config.json names {', '.join(printable(name, 60) for name in named[:3])}, which is no model of transformers"
+        if named
+        else "config.json names no architecture"
+    )
+    hint = f"; --architecture {with_head} opens the model with its head" if with_head is not None else ""
+    return f"{why}: opened as the bare {bare}, and what is measured is its last hidden state, not logits{hint}"
+
+
+def _class_named(transformers: ModuleType, name: str) -> Any:
+    """The model class of this name, None where there is none."""
+    if not name.isidentifier():
+        return None
+    try:
+        found = getattr(transformers, name, None)
+    except Exception:  # a class whose package is not there
+        return None
+    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+
+
+def _asked_for(transformers: ModuleType, name: str) -> Any:
+    found = _class_named(transformers, name)
+    if found is not None and found.config_class is not None:
+        return found
+    if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
+        return getattr(transformers, name)
+    near = difflib.get_close_matches(
+        name, (other for other in dir(transformers) if "For" in other or other.endswith("Model")), 1
+    )
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UserError(
+        f"--architecture {printable(name, 100)}: transformers {transformers.__version__} has no model class of that name{hint}"
+    )
+
+
+def _configuration(transformers: ModuleType, model_class: Any, folder: Path, options: Options) -> Any:
+    """The configuration in the class that the model's takes, which picks its part of a composite one."""
+    own = getattr(model_class, "config_class", None)
+    with reasons(folder):
+        if own is not None:
+            return own.from_pretrained(folder, local_files_only=True)
+        return transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=options.trust_remote_code
+        )
+
+
+@contextmanager
+def _few_modules(tensors: int) -> Iterator[None]:
+    """Stops making a module that gets far more parts than these tensors could fill. Raises NoForward then."""
+    from torch.nn.modules.module import register_module_module_registration_hook
+
+    most = _MODULES_ALWAYS + _MODULES_PER_TENSOR * tensors
+    made = 0
+
+    def count(module: nn.Module, name: str, part: nn.Module | None) -> None:
+        nonlocal made
+        made += 1
+        if made > most:
+            raise NoForward(
+                f"config.json describes a model of over {most} modules, and the files hold {tensors} tensors: "
+                "these are not one model"
+            )
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
+    """Raise NoForward where a module is not that of the checkpoint: none of its tensors has a place, one has another shape, or
+    what the files lack would take far more memory than what they have.
+    """
+    name = type(module).__name__
+    places = placed(module, checkpoint.weights)
+    infos, tensors = inventory(module)
+    filled = {place.name for place in places.values()}
+    empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
+    strange = [stored for stored in checkpoint.weights if stored not in places]
+    packed = parts_of_quantised(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
+        checkpoint.config or {}
+    )
+    if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and not packed:
+        raise NoForward(
+            f"{folder}: these are not the weights of a {name}: {len(strange)} of {len(checkpoint.weights)} tensors have no place "
+            f"in it, first {printable(strange[0])}; --architecture names another class"
+        )
+    shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
+    for stored, place in places.items():
+        tensor = checkpoint.weights[stored]
+        plain = not place.part and checkpoint.dtype(stored) in dtypes.COMPUTED and not tensor.packed
+        if plain and place.name in shapes and shapes[place.name] != tensor.shape:
+            raise NoForward(
+                f"{folder}: config.json makes {printable(stored)} {list(shapes[place.name])}, and the files have "
+                f"{list(tensor.shape)}: these are not one model"
+            )
+    spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
+    if spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:
+        raise NoForward(
+            f"{folder}: a {name} by its config.json has {human_bytes(spare)} of tensors that the files do not hold: "
+            "these are not one model"
+        )

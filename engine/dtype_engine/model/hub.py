@@ -1,0 +1,83 @@
+"""Nothing is fetched that the user did not ask for.
+
+A `config.json` may name repositories of the Hugging Face hub: a backbone, a kernel of native code for attention or experts, the
+files of its code. transformers follows such names as it makes or runs a model, and `local_files_only` does not reach all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from ..text import printable
+
+_OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
+_OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
+"""What transformers itself has in torch's own operations. Other names are packages of native code, which it fetches from the hub
+where they are not installed."""
+_ELSEWHERE = ("transformers_weights", "fusion_config", "distributed_config", "kernel_config", "use_kernels")
+"""Attributes that make `from_pretrained` read other files than those opened, or put other code in the place of the model's."""
+
+_DEEPEST = 20
+
+
+@contextmanager
+def offline(download: bool) -> Iterator[None]:
+    """huggingface_hub raises instead of reaching the network while the block runs, unless `download` was asked for.
+
+    It takes its environment variable (HF_HUB_OFFLINE) once, as it is imported, into the constant that all of it goes by.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or not download
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+
+
+def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str) -> tuple[str, ...]:
+    """Take from a configuration of transformers, and those inside it, what would put code from elsewhere into the model. Returns
+    notices of what is not followed; `written` is the configuration as `config.json` has it.
+    """
+    taken: set[str] = set()
+    for part in _parts(config):
+        for what, own in (("attn", _OWN_ATTENTION), ("experts", _OWN_EXPERTS)):
+            named = getattr(part, f"_{what}_implementation_internal", None)
+            if named is not None and named not in own:
+                setattr(part, f"_{what}_implementation_internal", None)
+        taken |= {key for key in _ELSEWHERE if part.__dict__.pop(key, None) is not None}
+    notices = [
+        f"{title}: config.json asks for the {kind} kernel {printable(name, 100)}, which is native code from elsewhere: "
+        "transformers' own is used, unless you pass --trust-remote-code"
+        for kind, name in dict.fromkeys(_kernels(written))
+    ]
+    notices += [
+        f"{title}: {key} in config.json is not followed, unless you pass --trust-remote-code" for key in sorted(taken)
+    ]
+    return tuple(notices)
+
+
+def _kernels(written: Mapping[str, Any], depth: int = 0) -> Iterator[tuple[str, str]]:
+    """What a `config.json` says of kernels that are not transformers' own, and the parts in it: the kind, and the name."""
+    for key, value in written.items():
+        kind = {"attn_implementation": "attention", "experts_implementation": "experts"}.get(key.removeprefix("_"))
+        if kind is not None:
+            own = _OWN_ATTENTION if kind == "attention" else _OWN_EXPERTS
+            names = list(value.values()) if isinstance(value, Mapping) else [value]
+            yield from ((kind, str(name)) for name in names if name is not None and name not in own)
+        elif isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _kernels(value, depth + 1)
+
+
+def _parts(config: Any, seen: set[int] | None = None) -> Iterator[Any]:
+    """A configuration and all those inside it, each once."""
+    seen = set() if seen is None else seen
+    if id(config) in seen or not hasattr(config, "to_diff_dict"):
+        return
+    seen.add(id(config))
+    yield config
+    for value in list(vars(config).values()):
+        yield from _parts(value, seen)

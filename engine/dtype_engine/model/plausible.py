@@ -1,0 +1,73 @@
+"""Whether a configuration and the tensors beside it can belong together, on numbers alone. Never imports torch.
+
+Making a module takes time and memory by what `config.json` says, so a file of a few bytes could ask for any amount of both. What
+is made has at least a tensor a layer, and at least as many elements in some tensor as it is wide, so the headers of the weights
+bound what a true configuration can say.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..checkpoint import Checkpoint
+from ..errors import NoForward
+from ..text import printable
+
+_COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
+"""Of modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""
+_WIDTHS = re.compile(
+    r"(.*(hidden|intermediate|vocab|embed|embedding|ffn?|inner|state|model)_(size|dim)|d_model|d_ff|d_kv|n_embd|n_inner|dim"
+    r"|.*(n|num)_(.*_)?heads?|.*_heads|head_dim|num_labels)$"
+)
+"""Of tensors: `hidden_size`, `vocab_size`, `d_model`, `num_attention_heads`."""
+_POSITIONS = re.compile(r".*positions?(_embeddings)?$")
+_ALWAYS_COUNTS = 1_000
+_ALWAYS_WIDTH = 1_000_000
+_MOST_POSITIONS = 100_000_000
+"""Ten times the longest context of 2026. Some models compute a row for every position."""
+_DEEPEST = 20
+
+
+def refuse_impossible(config: Mapping[str, Any], checkpoint: Checkpoint, where: str) -> None:
+    """Raise NoForward for a number in a configuration that these tensors contradict."""
+    tensors = len(checkpoint.weights)
+    most = max((math.prod(tensor.shape) for tensor in checkpoint.weights.values()), default=0)
+    for name, value in _numbers(config):
+        key = name.rpartition(".")[2]
+        if _COUNTS.fullmatch(key):
+            limit, of_files = max(_ALWAYS_COUNTS, tensors), f"{tensors} tensors"
+        elif _WIDTHS.fullmatch(key):
+            limit, of_files = max(_ALWAYS_WIDTH, most), f"at most {most} elements in a tensor"
+        elif _POSITIONS.fullmatch(key):
+            if value > _MOST_POSITIONS:
+                raise NoForward(
+                    f"{where}: {printable(name, 100)} is {value:.17g}, and no model has over {_MOST_POSITIONS}"
+                )
+            continue
+        else:
+            continue
+        if value > limit:
+            raise NoForward(
+                f"{where}: {printable(name, 100)} is {value:.17g}, and there are {of_files} beside it: these are not one model"
+            )
+        if value < 0 and (key.startswith(("num_", "n_")) or _WIDTHS.fullmatch(key)):
+            raise NoForward(f"{where}: {printable(name, 100)} is {value:.17g}, which no model has")
+
+
+def _numbers(config: Mapping[str, Any], before: str = "", depth: int = 0) -> Iterator[tuple[str, float]]:
+    """Every number of a configuration and those inside it, by its dotted name; of a list the largest (it may be of indexes)."""
+    for key, value in config.items():
+        name = f"{before}{key}"
+        if isinstance(value, Mapping) and depth < _DEEPEST:
+            yield from _numbers(value, f"{name}.", depth + 1)
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield name, value
+        elif isinstance(value, list) and value and all(_is_number(part) for part in value):
+            yield name, max(value)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
