@@ -25,9 +25,9 @@ def human_bytes(size: float) -> str:
 
 
 def human_count(count: float) -> str:
-    """`707.8 k`, `6.74 B`."""
-    for unit in ("", " k", " M", " B"):
-        if abs(count) < 1000 or unit == " B":
+    """`707.8 k`, `6.7 G`, `1.0 T`: thousands, millions, and so on. A billion is no `B`, which stands for bytes beside it."""
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(count) < (999.95 if unit else 999.5) or unit == " T":
             return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
         count /= 1000
     raise AssertionError
