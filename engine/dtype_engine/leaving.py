@@ -10,7 +10,7 @@ from .errors import NoForward, UserError
 from .options import RunSettings
 from .planned_losses import MOST_UNASKED, PlannedLosses
 from .readings import DriftReport
-from .recipe import Recipe, make_plan
+from .recipe import Plan, Recipe, make_plan
 from .report_text import human_bytes, seconds_text
 from .text import printable
 from .tree import Tree
@@ -81,13 +81,13 @@ class Workshop:
         as it is at most `read` bytes; else None.
         """
         if self.session is not None:
-            return self.session.lost_values(self.cancelled, make_plan(self.session.tree, self.recipe))
+            return self.session.lost_values(self.cancelled, _plan(self.session.tree, self.recipe))
         if self.checkpoint is None:
             return None
         from .value_loss import losses_in_files
 
         tree = self.checkpoint.tree()
-        plan = make_plan(tree, self.recipe)
+        plan = _plan(tree, self.recipe)
         if self.counting.waiting_bytes(self.checkpoint, plan) > read:
             return None
         return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
@@ -96,7 +96,7 @@ class Workshop:
         from .export import of_checkpoint, of_live
 
         if self.session is not None:
-            return of_live(self.session.model, self.recipe, make_plan(self.session.tree, self.recipe).dtypes)
+            return of_live(self.session.model, self.recipe, _plan(self.session.tree, self.recipe).dtypes)
         if self.checkpoint is None:
             raise UserError("the model is not open")
         return of_checkpoint(self.checkpoint, self.source.title, self.recipe, self.options)
@@ -124,7 +124,7 @@ class Workshop:
         from .report import versions
 
         tree = self._tree()
-        plan = make_plan(tree, self.recipe)
+        plan = _plan(tree, self.recipe)
         notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
         lost = self._lost(MOST_UNASKED)
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
@@ -137,7 +137,7 @@ class Workshop:
         if drift is None:
             drift, reason = self._measured()
         tree = self._tree()
-        plan = make_plan(tree, self.recipe)
+        plan = _plan(tree, self.recipe)
         lost = self._lost(MOST_UNASKED)
         made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason, lost=lost)
         return render(made, wish.file), (f"without drift: {reason}",) if reason else ()
@@ -158,7 +158,7 @@ class Workshop:
 
         found = describe(self.source, self.options)
         require_matches(found.tree, self.recipe)
-        plan = make_plan(found.tree, self.recipe)
+        plan = _plan(found.tree, self.recipe)
         written = dialect(wish.target).convert(
             Context(found.tree, plan, self.source.title, found.model_type, found.kinds)
         )
@@ -186,3 +186,10 @@ def progress(tell: Callable[[str, int, int], Any], clock: Callable[[], float]) -
             tell(f"exporting{speed}", done, total)
 
     return on_bytes
+
+
+def _plan(tree: Tree, recipe: Recipe) -> Plan:
+    """What is written must be what the rules say. Raises TooSlow for a pattern that takes too long to match."""
+    plan = make_plan(tree, recipe)
+    plan.refuse_too_slow()
+    return plan

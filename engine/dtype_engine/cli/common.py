@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from .. import dtypes
-from ..errors import UserError
+from ..errors import PatternError, UserError
 from ..input_files import check_files
 from ..options import Options, RunSettings
 from ..recipe import Recipe, Rule, require_matches
@@ -243,6 +243,8 @@ def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Option
     """
     try:
         require_matches(tree, recipe)
+    except PatternError:
+        raise
     except UserError:
         from ..model.load import expected_tree
 

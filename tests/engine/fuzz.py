@@ -1,0 +1,516 @@
+"""Damaged and hostile files of every kind but safetensors headers (`test_hostile.py` has those), through the programs.
+
+`python tests/engine/fuzz.py 5000` makes as many of each kind, each from its own number, so that a case comes back by it:
+`python tests/engine/fuzz.py --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
+
+A case holds when the program ends with status 0 or 2 (1 for `recipe lint`: it differs), without a traceback or an unexpected
+error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, since importing torch takes longer
+than they do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+KINDS = ("gguf", "pth", "recipe", "config", "session", "scan")
+LONGEST_S = 20
+MOST_BYTES = 1_500_000_000
+_ADDRESS_SPACE = 12 << 30  # of which torch maps several without using them
+_A_WORKER = 250
+_EXTREMES = (0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
+_STRANGE: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2**31, 2**63, 10**30, 1.5, -0.0, float("inf"), "", "a", "\x1b[2J", "\u202e", "x" * 3000, [],
+    [0], [[[]]], {}, {"a": 1}, "../../etc/passwd", "/dev/zero", "a\x00b", "~nobody/x", "re:(.*)*(.*)*[YZ]", "re:((((",
+    "{0..99999999999999999}", "type:*", "{a,{b,{c,d}}}", "9999-99-99", "demo", "evil.py:Net", "\ufeff", "bf16", ".", "..",
+    "a" * 300 + ".py:Net",
+)  # fmt: skip
+_YAML = (
+    "&a [1, 2]", "*a", "!!python/object/apply:os.system [id]", "!!int zz", "!!timestamp x", "2024-13-45", "9" * 5000,
+    "0x" + "f" * 5000, "[" * 200, "{" * 60, "? ", "<<: {a: 1}", "!!binary ====", "!!set {a}", "---", "...", "%YAML 9.9", "\t",
+    "|", ">-", "'", '"', "1:2:3:4", "!<tag:yaml.org,2002:float> x", ".inf", "~", "\u2028", "\x85", "- - - -", ": : :",
+)  # fmt: skip
+_PIECES = (b"\0", b"\xff", b"(", b"]", b"}", b"2", b"0", b"R", b"\x94")
+
+
+# -- good files ----------------------------------------------------------------------------------------------------
+
+
+def make_good(folder: Path) -> dict[str, list[bytes]]:
+    """Several good files of each kind, small enough that most mutations hit something. Also the model that recipes are for."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    tensors = {
+        f"model.layers.{n}.{part}": torch.randn(4, 8) for n in range(2) for part in ("mlp.up.weight", "norm.bias")
+    }
+    save_file(tensors, folder / "model.safetensors")
+    good = {
+        "gguf": [_gguf(folder, count) for count in (1, 3)],
+        "pth": [
+            _pth(tensors),
+            _pth({"state_dict": tensors, "epoch": 3}),
+            _pth(tensors, legacy=True),
+            _deflated(_pth(tensors)),
+        ],
+        "recipe": [_RECIPE.encode(), _recipe(folder)],
+        "config": [_CONFIG.encode()],
+        "session": [_session(folder)],
+        "scan": [_scan(folder)],
+    }
+    return good
+
+
+def _gguf(folder: Path, tensors: int) -> bytes:
+    import gguf
+    import numpy as np
+
+    writer = gguf.GGUFWriter(folder / "x.gguf", "llama")
+    writer.add_name("name")
+    writer.add_uint32("llama.block_count", 2)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b", "cc"])
+    writer.add_array("tokenizer.ggml.scores", [0.5, 1.5, 2.5])
+    for number in range(tensors):
+        values = np.arange(64, dtype=np.float32).reshape(2, 32)
+        if number == 2:
+            blocks = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"blk.{number}.weight", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(f"blk.{number}.weight", values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return (folder / "x.gguf").read_bytes()
+
+
+def _pth(value: Any, legacy: bool = False) -> bytes:
+    import torch
+
+    made = io.BytesIO()
+    torch.save(value, made, _use_new_zipfile_serialization=not legacy)
+    return made.getvalue()
+
+
+def _rezipped(content: bytes, changed: Callable[[str, bytes], bytes], compression: int) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w", compression) as new:
+        for name in old.namelist():
+            new.writestr(name, changed(name, old.read(name)))
+    return made.getvalue()
+
+
+def _deflated(content: bytes) -> bytes:
+    return _rezipped(content, lambda name, data: data, zipfile.ZIP_DEFLATED)
+
+
+_RECIPE = """\
+version: 1
+model: net.safetensors  # what it was made for
+rules:  # the last rule that matches wins
+  - {pattern: "*", dtype: float16}
+  - {pattern: "model.layers.{0..1}.mlp", dtype: bfloat16}
+  - {pattern: "re:.*(up|down).*", dtype: float8_e4m3fn}
+settings: {compute: float32, autocast: bfloat16, float_inputs: model}
+measured: {kl_mean: 0.0013, top1: 99}
+"""
+_CONFIG = """\
+theme: nord
+ascii: auto
+keys: {undo: f5, cast: ctrl+d}
+defaults: {device: cpu, sequences: 8, prompt: [one, two], chat: false}
+"""
+
+
+def _recipe(folder: Path) -> bytes:
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.recipe.file import write_recipe
+
+    rules = Recipe((Rule("model.layers.*.norm", "float32"), Rule("*.mlp", "int8")))
+    return write_recipe(rules, str(folder / "model.safetensors"), measured={"sqnr_db": 40.5}).encode()
+
+
+def _session(folder: Path) -> bytes:
+    from dtype_engine import Options, Recipe, Rule
+    from dtype_engine.history import MeasuredRecipe
+    from dtype_engine.sessions import SavedSession, SessionFile
+
+    measured = MeasuredRecipe(
+        ("*=bfloat16",), "defaults", "6 prompts", 1_415_616, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
+    )
+    recipes = (
+        Recipe(),
+        Recipe((Rule("*", "bfloat16"),)),
+        Recipe((Rule("re:.*up.*", "float16"), Rule("*", "bfloat16"))),
+    )
+    model = str(folder / "model.safetensors")
+    file = SessionFile()
+    file.path = folder / "session.json"
+    file.save(
+        SavedSession(model, "model", Path(model), folder, Options(device="cpu"), recipes, 1, "model", (measured,))
+    )
+    return file.path.read_bytes()
+
+
+def _scan(folder: Path) -> bytes:
+    from dtype_engine import scan_file
+    from dtype_engine.scan_scores import OneSequence
+    from dtype_engine.selections import SelectionSample
+
+    keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
+    sample = SelectionSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
+    done = [OneSequence(16.0, keys, keys, keys, True, [sample], keys), OneSequence(8.0, keys)]
+    path = folder / "scan.json"
+    scan_file.write(path, scan_file.Saved(FINGERPRINT(), 4, "nats", 1.5, 2.5, done))
+    return path.read_bytes()
+
+
+def FINGERPRINT() -> Any:
+    from dtype_engine.scan_file import Fingerprint
+
+    return Fingerprint("m" * 64, "i" * 64, ("bfloat16", "float16"), "defaults")
+
+
+# -- mutations -----------------------------------------------------------------------------------------------------
+
+
+def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
+    """The file of a case."""
+    chooser = random.Random(f"{kind} {seed}")
+    content = chooser.choice(good)
+    if chooser.random() < 0.02:
+        return content
+    if kind == "pth" and content[:2] == b"PK" and chooser.random() < 0.6:
+        return _with_another_pickle(content, chooser)
+    if kind in ("session", "scan") and chooser.random() < 0.7:
+        value = json.loads(content)
+        for _ in range(chooser.randrange(1, 3)):
+            value = _changed(value, chooser)
+        return json.dumps(value).encode("utf-8", "surrogatepass")
+    if kind in ("recipe", "config") and chooser.random() < 0.7:
+        return _other_yaml(content, chooser)
+    return _other_bytes(content, good, chooser)
+
+
+def _with_another_pickle(content: bytes, chooser: random.Random) -> bytes:
+    """The same archive, whole, with bytes of its pickle (or, seldom, of another record) changed."""
+    wanted = "data.pkl" if chooser.random() < 0.9 else ""
+    compression = zipfile.ZIP_DEFLATED if chooser.random() < 0.3 else zipfile.ZIP_STORED
+    return _rezipped(
+        content, lambda name, data: _other_bytes(data, [data], chooser) if name.endswith(wanted) else data, compression
+    )
+
+
+def _other_bytes(content: bytes, good: list[bytes], chooser: random.Random) -> bytes:
+    """Bytes changed, cut, put in, moved, taken from another file, or numbers replaced by extremes."""
+    data = bytearray(content)
+    for _ in range(chooser.choice((1, 1, 2, 3))):
+        if not data:
+            break
+        # Beginnings are denser: headers, and the first opcodes.
+        place = chooser.randrange(min(len(data), 300) if chooser.random() < 0.4 else len(data))
+        what = chooser.randrange(8)
+        if what <= 1:
+            data[place] = chooser.randrange(256)
+        elif what == 2:
+            data[place] ^= 1 << chooser.randrange(8)
+        elif what == 3 and chooser.random() < 0.5:
+            del data[place:]
+        elif what == 4:
+            data[place:place] = chooser.choice(_PIECES) * chooser.choice((1, 4, 3000))
+        elif what == 5:
+            other = chooser.choice(good)
+            begin = chooser.randrange(len(other))
+            piece = other[begin : begin + chooser.randrange(1, 200)]
+            data[place : place + chooser.randrange(2) * len(piece)] = piece
+        elif what == 6:
+            width = chooser.choice((2, 4, 8))
+            number = chooser.choice(_EXTREMES) & (256**width - 1)
+            data[place : place + width] = number.to_bytes(width, chooser.choice(("little", "big")))  # type: ignore[arg-type]
+        else:
+            numbers = list(re.finditer(rb"\d+", bytes(data)))
+            if numbers:
+                found = chooser.choice(numbers)
+                data[found.start() : found.end()] = str(chooser.choice((*_EXTREMES, -1, 10**400))).encode()
+    return bytes(data)
+
+
+def _changed(value: Any, chooser: random.Random) -> Any:
+    """A copy of a JSON value with one part of it replaced, dropped, doubled, renamed or nested."""
+    if isinstance(value, dict) and value and chooser.random() < 0.9:
+        made = dict(value)
+        key = chooser.choice(list(made))
+        what = chooser.random()
+        if what < 0.08:
+            del made[key]
+        elif what < 0.2:
+            made[str(chooser.choice(_STRANGE))] = made[key]
+        else:
+            made[key] = _changed(made[key], chooser)
+        return made
+    if isinstance(value, list) and value and chooser.random() < 0.8:
+        copied = list(value)
+        place = chooser.randrange(len(copied))
+        copied[place] = _changed(copied[place], chooser)
+        return copied * chooser.choice((1, 1, 1, 1, 50)) if chooser.random() < 0.1 else copied
+    if chooser.random() < 0.05:
+        nested = value
+        for _ in range(chooser.choice((5, 60, 600))):
+            nested = [nested]
+        return nested
+    return chooser.choice(_STRANGE)
+
+
+def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
+    """Values swapped for strange ones, or pieces of YAML put into the text."""
+    import yaml
+
+    text = content.decode()
+    if chooser.random() < 0.5:
+        value = yaml.safe_load(text)
+        for _ in range(chooser.randrange(1, 4)):
+            value = _changed(value, chooser)
+        return (json.dumps(value) if chooser.random() < 0.5 else yaml.safe_dump(value)).encode("utf-8", "surrogatepass")
+    for _ in range(chooser.randrange(1, 3)):
+        spots = [found.end() for found in re.finditer(r": |\n|, |- |\{", text)]
+        place = chooser.choice(spots) if spots else 0
+        until = place if chooser.random() < 0.3 else place + len(re.match(r"[^,}\n]*", text[place:])[0])  # type: ignore[index]
+        text = text[:place] + chooser.choice((*_YAML, *map(str, _STRANGE))) + text[until:]
+    return text.encode("utf-8", "surrogatepass")
+
+
+# -- one case ------------------------------------------------------------------------------------------------------
+
+
+class TooLong(BaseException):
+    """A case did not end in time. Nothing catches it on the way."""
+
+
+def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
+    """What is run on the file of a case: mostly what reads headers, sometimes what reads all."""
+    model = str(folder / "model.safetensors")
+    if kind in ("gguf", "pth"):
+        target = str(folder / f"out-{seed}")
+        some = (
+            ["weights", str(path), "--cast", "*=bf16", "--json"],
+            ["export", str(path), "--cast", "*=bf16", "-o", target],
+        )
+        return some[seed % 2] if seed % 5 == 0 else ["inspect", str(path), *(["--json"] if seed % 3 == 0 else [])]
+    if kind == "recipe":
+        lint = ["recipe", "lint", str(path), "--for", "transformers"]
+        return (
+            ["inspect", model, "--recipe", str(path)],
+            [*lint, "--model", model],
+            lint,
+            ["recipe", "convert", str(path), "--to", "transformers", "--model", model],
+        )[seed % 4]
+    return []
+
+
+def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
+    """The exit status and what was said on standard error. Raises whatever comes out of the program."""
+    from dtype_engine.cli import cli
+    from dtype_engine.cli.common import run
+
+    said, out = io.StringIO(), io.StringIO()
+    suffix = {"gguf": ".gguf", "pth": ".pth", "recipe": ".yaml"}.get(kind, ".json")
+    path = folder / f"case{suffix}"
+    path.unlink(missing_ok=True)
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(out):
+        if kind in ("config", "session"):
+            return _run_app(kind, content, folder), said.getvalue()
+        path.write_bytes(content)
+        if kind == "scan":
+            import click
+
+            from dtype_engine.scan_file import read
+
+            whole = click.Command("scan", callback=lambda: read(path, FINGERPRINT(), 4) and None)
+            return run(whole, "dtype-engine", []), said.getvalue()
+        return run(cli, "dtype-engine", commands(kind, path, folder, seed)), said.getvalue()
+
+
+def _run_app(kind: str, content: bytes, folder: Path) -> int:
+    """`dtype-tui` up to where it needs a terminal: by then the configuration and the session are read."""
+    from dtype_tui import cli as app
+
+    place = folder / kind / "dtype-tui"
+    place = place if kind == "config" else place / "sessions"
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    file = place / ("config.yaml" if kind == "config" else "20260101-000000-00000000.json")
+    file.write_bytes(content)
+    file.chmod(0o600)
+    os.environ["XDG_CONFIG_HOME"] = str(folder / "config" if kind == "config" else folder / "nowhere")
+    os.environ["XDG_STATE_HOME"] = str(folder / "session" if kind == "session" else folder / "nowhere")
+    app.configured.cache_clear()
+    app.command.context_settings.pop("default_map", None)
+    sys.argv = ["dtype-tui", *(["--resume"] if kind == "session" else ["demo"])]
+    before = list(sys.path)
+    try:
+        app.main()
+    except SystemExit as ended:
+        return ended.code if isinstance(ended.code, int) else 0
+    finally:
+        sys.path[:] = before
+    return 0
+
+
+@dataclasses.dataclass
+class Seen:
+    """What cases gave: how many were read and refused, the slowest, the most memory, and those that did not hold."""
+
+    cases: int = 0
+    read: int = 0
+    refused: int = 0
+    slowest_s: float = 0.0
+    most_bytes: int = 0
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def add(self, other: Seen) -> None:
+        self.cases += other.cases
+        self.read += other.read
+        self.refused += other.refused
+        self.slowest_s = max(self.slowest_s, other.slowest_s)
+        self.most_bytes = max(self.most_bytes, other.most_bytes)
+        self.failures += other.failures
+
+
+_NEEDS_A_TERMINAL = "this is not a terminal"
+
+
+def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, seen: Seen) -> None:
+    """Run a case and add what it gave to `seen`."""
+    from dtype_engine.memory import forget_peak, process_memory
+
+    content = mutated(kind, good[kind], seed)
+    forget_peak()
+    signal.alarm(LONGEST_S)
+    started = time.process_time()
+    wrong = ""
+    status, said = 0, ""
+    try:
+        status, said = run_case(kind, content, folder, seed)
+    except TooLong:
+        wrong = f"took over {LONGEST_S} s"
+    except BaseException as error:
+        wrong = f"{type(error).__name__} came out: {traceback.format_exception_only(error)[-1].strip()[:200]}"
+    signal.alarm(0)
+    seen.cases += 1
+    seen.slowest_s = max(seen.slowest_s, time.process_time() - started)
+    most = process_memory().peak_rss or 0
+    seen.most_bytes = max(seen.most_bytes, most)
+    lines = [line for line in said.splitlines() if "note:" not in line]
+    if wrong:
+        pass
+    elif status not in ((0, 1, 2) if kind == "recipe" else (0, 2)):
+        wrong = f"status {status}"
+    elif "Traceback" in said or ": unexpected " in said[:30] or (status == 2 and len(lines) != 1):
+        wrong = f"status {status}, said {said[:300]!r}"
+    elif not said.replace("\n", "").isprintable():
+        wrong = f"said {said[:300]!a}"
+    elif most > MOST_BYTES:
+        wrong = f"took {most / 1e9:.2f} GB"
+    if wrong:
+        seen.failures.append(f"{kind} {seed}: {wrong}")
+    elif status == 2 and _NEEDS_A_TERMINAL not in said:
+        seen.refused += 1
+    else:
+        seen.read += 1
+
+
+def work(kind: str, first: int, count: int, progress: Path) -> Seen:
+    """Cases one after the other in this process; `progress` holds the number of the one that is under way."""
+    resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+    def too_long(number: int, frame: object) -> None:
+        raise TooLong
+
+    signal.signal(signal.SIGALRM, too_long)
+    seen = Seen()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        good = make_good(folder)
+        for seed in range(first, first + count):
+            progress.write_text(str(seed))
+            judged(kind, seed, good, folder, seen)
+    return seen
+
+
+# -- all of them ---------------------------------------------------------------------------------------------------
+
+
+def run_all(count: int, kinds: tuple[str, ...] = KINDS, at_once: int = 1, each: int = _A_WORKER) -> dict[str, Seen]:
+    """`count` cases of each kind in processes of `each` cases. A process that dies is a failure of the case it was at, and the
+    rest of its cases go on in another.
+    """
+    found = {kind: Seen() for kind in kinds}
+    waiting = [(kind, first, min(each, count - first)) for kind in kinds for first in range(0, count, each)]
+    running: list[tuple[str, int, int, Path, subprocess.Popen[str]]] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                kind, first, size = waiting.pop(0)
+                progress = Path(scratch) / f"{kind}-{first}"
+                command = [sys.executable, __file__, "--work", kind, str(first), str(size), str(progress)]
+                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                running.append((kind, first, size, progress, process))
+            kind, first, size, progress, process = running.pop(0)
+            said, trouble = process.communicate()
+            if process.returncode == 0:
+                found[kind].add(Seen(**json.loads(said.splitlines()[-1])))
+                continue
+            at = int(progress.read_text()) if progress.exists() else first
+            found[kind].failures.append(f"{kind} {at}: the process ended with {process.returncode}: {trouble[-300:]!r}")
+            found[kind].cases += at - first + 1
+            if at + 1 < first + size:
+                waiting.insert(0, (kind, at + 1, first + size - at - 1))
+    return found
+
+
+def lines_of(found: dict[str, Seen]) -> Iterator[str]:
+    for kind, seen in found.items():
+        yield (
+            f"{kind:8} {seen.cases:6} cases: {seen.read} read, {seen.refused} refused, {len(seen.failures)} failed; "
+            f"slowest {seen.slowest_s:.2f} s of CPU, at most {seen.most_bytes / 1e6:.0f} MB"
+        )
+        yield from (f"    {failure}" for failure in seen.failures[:40])
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--work"]:
+        kind, first, count, progress = arguments[1:]
+        print(json.dumps(dataclasses.asdict(work(kind, int(first), int(count), Path(progress)))))
+        return 0
+    if arguments[:1] == ["--one"]:
+        kind, seed, place = arguments[1:]
+        os.environ["DTYPE_TUI_TRACEBACK"] = "1"
+        folder = Path(place)
+        content = mutated(kind, make_good(folder)[kind], int(seed))
+        (folder / f"{kind}-{seed}").write_bytes(content)
+        print(run_case(kind, content, folder, int(seed)))
+        return 0
+    found = run_all(int(arguments[0]) if arguments else 5000, tuple(arguments[1:]) or KINDS, at_once=2)
+    print("\n".join(lines_of(found)))
+    return int(any(seen.failures for seen in found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
