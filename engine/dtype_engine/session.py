@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -16,6 +17,7 @@ from . import dtypes as dtype_table
 from . import memory
 from .causes import Causes
 from .causes import OnProgress as OnParts
+from .checkpoint import refuse_unreadable, unchanged
 from .drift import DriftMeter, OnModules, OnProgress
 from .errors import NoForward, OutOfReach, UserError
 from .evaluation import InLine
@@ -57,10 +59,23 @@ from .speed import REPEATS, OnPasses, measure_speed
 from .tree import Tree
 
 Cancelled = Callable[[], bool]
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def _never() -> bool:
     return False
+
+
+def _reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """A method that reads weights: it raises UserError where their files are not, or no longer, those that were opened."""
+
+    @functools.wraps(method)
+    def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
+        with unchanged(self.model.identities):
+            return method(self, *arguments, **named)
+
+    return reads
 
 
 class Session:
@@ -102,6 +117,7 @@ class Session:
         """The dtype of every tensor under the recipe in force."""
         return self._plan
 
+    @_reading_weights
     def cast(self, pattern: str, dtype: str) -> Plan:
         """Add a rule and cast what it takes, in place. Raises UserError for a bad pattern or dtype, or one that takes
         nothing.
@@ -115,6 +131,7 @@ class Session:
         self.apply(recipe)
         return self._plan
 
+    @_reading_weights
     def apply(
         self,
         recipe: Recipe,
@@ -128,12 +145,14 @@ class Session:
         self._history.push(recipe)
         self._cast(on_progress, cancelled)
 
+    @_reading_weights
     def undo(self) -> bool:
         """Go back to the recipe before. False when there is nothing left to undo."""
         moved = self._history.undo()
         self._cast()
         return moved
 
+    @_reading_weights
     def redo(self) -> bool:
         """Go forward again. False when nothing was undone."""
         moved = self._history.redo()
@@ -145,10 +164,12 @@ class Session:
             self._plan = make_plan(self.tree, self.recipe)
         self.model.apply(self._plan.dtypes, on_progress, cancelled)
 
+    @_reading_weights
     def lost_values(self, cancelled: Cancelled = _never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
         """The weights that lose values, besides rounding them, under the recipe in force or another plan. Raises Cancelled."""
         return self.model.lost_values((plan or self._plan).dtypes, cancelled)
 
+    @_reading_weights
     def drift(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
@@ -186,11 +207,13 @@ class Session:
             lost=self.lost_values(cancelled),
         )
 
+    @_reading_weights
     def causes(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> CausesReport:
         """Which modules the drift of the recipe in force arises in; see `causes`. Raises as `drift` does, and UserError."""
         causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
         return causes.report(on_progress, cancelled)
 
+    @_reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> Floor:
         """The drift of the reference against itself, measured once for the inputs; see `floor`. Raises as `drift` does."""
         inputs = self._need_inputs()
@@ -198,6 +221,7 @@ class Session:
             self._floor = inputs, measure_floor(self.model, inputs, on_progress, cancelled)
         return self._floor[1]
 
+    @_reading_weights
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
     ) -> Nonfinite | None:
@@ -214,6 +238,7 @@ class Session:
         finally:
             self.model.apply(self._plan.dtypes)
 
+    @_reading_weights
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
     ) -> LossRemedy | None:
@@ -233,12 +258,14 @@ class Session:
         finally:
             self.model.apply(self._plan.dtypes)
 
+    @_reading_weights
     def flow(self, cancelled: Cancelled = _never) -> tuple[FlowCast, ...]:
         """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
         inputs = self._need_inputs()
         with Passes(self.model, self.settings, cancelled) as passes:
             return summed(passes.flow(inputs.batches[0]))
 
+    @_reading_weights
     def generate(
         self,
         tokens: int = 32,
@@ -250,6 +277,7 @@ class Session:
         with Passes(self.model, self.settings, cancelled) as passes:
             return generate(passes, inputs, tokens, on_tokens)
 
+    @_reading_weights
     def speed(
         self,
         on_passes: OnPasses = lambda what, done, total: None,
@@ -284,6 +312,7 @@ class Session:
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
 
+    @_reading_weights
     def scan(
         self,
         dtypes: Sequence[str] = DEFAULT_DTYPES,
@@ -390,6 +419,7 @@ class Session:
             lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
         )
 
+    @_reading_weights
     def use_inputs(self, options: Options, cancelled: Cancelled = _never) -> None:
         """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
 
@@ -408,6 +438,7 @@ class Session:
         """What the model is run on, call by call; None where it can't be run."""
         return reading(self.inputs) if self.inputs is not None else None
 
+    @_reading_weights
     def verify(self, recipes: Sequence[Recipe], cancelled: Cancelled = _never) -> list[float]:
         """The measured drift of each, in the unit that scans and searches go by; the recipe in force stays. Evaluated by
         `executor`. Raises as `drift` does.
@@ -476,6 +507,7 @@ def open_session(
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
     live = load(source, options, say)
+    refuse_unreadable(live.identities)
     try:
         return Session(live, options, given)
     except UserError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from . import events
+from .checkpoint import refuse_unreadable, unchanged
 from .errors import Cancelled, KernelError, NoForward, UserError
 from .gate import Gate
 from .jobs import Job, JobName, JobQueue
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .leaving import Workshop
     from .model.source import Source
-    from .readings import DriftReport, ScanReport
+    from .readings import DriftReport, ModuleDrift, ScanReport
     from .readings_drift import Floor
     from .session import Session
 
@@ -440,11 +441,17 @@ class Worker:
             self._apply_and_measure(self._session, recipe)
         elif self._checkpoint is not None:
             self._phase = "losses"
-            self._planned_losses.tell(self._checkpoint, recipe, self._emit, self._stop_now.is_set, asked)
+            with unchanged(self._checkpoint.identities):
+                self._planned_losses.tell(self._checkpoint, recipe, self._emit, self._stop_now.is_set, asked)
 
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
         told = _Throttle()
+
+        def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
+            refuse_unreadable(session.model.identities)  # no figure of weights that are not there any more
+            self._emit(events.ModulesMeasured(recipe, modules))
+
         self._unmeasured, self._unfinished, self._phase = True, None, "measure"
         session.apply(
             recipe,
@@ -456,7 +463,7 @@ class Worker:
         if session.no_forward is None:
             report = session.drift(
                 on_progress=lambda run, done, total: self._emit(events.Measuring(recipe, run, done, total)),
-                on_modules=lambda modules: self._emit(events.ModulesMeasured(recipe, modules)),
+                on_modules=on_modules,
                 cancelled=cancelled,
             )
             self._emit(events.Measured(recipe, report))
@@ -483,7 +490,8 @@ class Worker:
         if self._checkpoint is None:
             raise UserError("the values of a model made by code are not read from a file")
         self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
-        reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
+        with unchanged(self._checkpoint.identities):
+            reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
         self._emit(events.WeightLookedAt(recipe, name, reading))
 
     def _workshop(self, recipe: Recipe) -> Workshop:

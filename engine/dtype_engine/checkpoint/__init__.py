@@ -1,5 +1,6 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
 
+from .cut_files import refuse_unreadable, unchanged
 from .file_identity import FileIdentity, Watch, refuse_changed
 from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
 from .safetensors_header import ByteRange, CheckpointTensor, read_header
@@ -19,4 +20,6 @@ __all__ = [
     "read_header",
     "read_json",
     "refuse_changed",
+    "refuse_unreadable",
+    "unchanged",
 ]

@@ -14,6 +14,7 @@ from typing import Any
 
 from ..errors import UserError
 from ..text import printable
+from .cut_files import identified
 from .file_identity import FileIdentity
 
 PIPELINE_INDEX = "model_index.json"
@@ -70,7 +71,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         except NoWeights:
             continue
         pickled = any(file.suffix in PICKLES for file in files)
-        identities = tuple(map(FileIdentity.of, files))
+        identities = identified(files)
         own, metadata = ({}, {}) if pickled else _of_shards(place, files)
         config = read_json(place / "config.json") if (place / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"

@@ -23,6 +23,7 @@ from ..errors import UserError
 from ..text import printable
 from ..tree import Kind, TensorInfo, Tree, from_tensors
 from .components import PIPELINE_INDEX, Component, need_tensors, pipeline_notices, read_components, variant_of
+from .cut_files import identified
 from .file_identity import FileIdentity, refuse_changed
 from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
@@ -203,7 +204,7 @@ def first_glance(path: Path) -> Tree | None:
 def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if path.suffix in PICKLES:
         return _of_pickles(path, (path,), None, trust_pickle)
-    identities = _identities((path,))
+    identities = identified((path,))
     if path.suffix == ".gguf":
         from .gguf_file import read_gguf
 
@@ -228,7 +229,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         return _as_adapter(found) if adapter else found
     if files[0].suffix == ".gguf":
         return _open_file(files[0], trust_pickle)
-    identities = _identities(files)
+    identities = identified(files)
     tensors, metadata = _of_shards(folder, files)
     variant = variant_of(files[0].name)
     notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
@@ -265,10 +266,6 @@ def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str
     }
 
 
-def _identities(files: Iterable[Path]) -> tuple[FileIdentity, ...]:
-    return tuple(map(FileIdentity.of, files))
-
-
 def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
@@ -286,7 +283,7 @@ def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoin
 def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
     from .pickles import read_pickles
 
-    identities = _identities(files)
+    identities = identified(files)
     found = read_pickles(files, trust_pickle)
     return Checkpoint(
         path, files, found.tensors, config, form="pickle", values=found.values, notices=found.notices,

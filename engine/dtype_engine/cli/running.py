@@ -241,9 +241,11 @@ def weights(
         recipe = with_preset(recipe, describe(source, options).tree)
     require_matches(tree, recipe)
     plan = make_plan(tree, recipe)
+    from ..checkpoint import unchanged
     from ..weight_errors import round_trips, skipped
 
-    found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: say(f"weights: {done} of {total}")))
+    with unchanged(checkpoint.identities):
+        found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: say(f"weights: {done} of {total}")))
     say("")
     left_out = skipped(tree)
     if as_object:

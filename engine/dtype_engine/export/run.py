@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..checkpoint import Checkpoint, refuse_changed
+from ..checkpoint import Checkpoint, refuse_changed, unchanged
 from ..checkpoint.folder import SCALED_KEY
 from ..errors import UserError
 from ..model.live import give_memory_back
@@ -74,7 +74,8 @@ def export(
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
-    with staged(target, whole_bytes, force) as stage:
+    # The source is looked at once more before the export has its name.
+    with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = contents.notices
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
             notices += copy_along(contents.folder, stage)
