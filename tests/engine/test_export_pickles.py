@@ -318,3 +318,48 @@ def test_one_storage_that_a_model_does_not_tie_is_written_for_each_of_its_names(
     assert torch.equal(model.lm_head.weight, held["lm_head.weight"].bfloat16().float())
     assert torch.equal(model.model.embed_tokens.weight, held["lm_head.weight"])
     assert engine("verify", tmp_path / "out", "--against", folder) == 0
+
+
+def test_a_tied_weight_of_a_file_is_one_tensor_of_the_users_own_code(tmp_path: Path) -> None:
+    """`--weights` with a pickle, which has both names, and with an export of it, which has one."""
+    code = tmp_path / "net.py"
+    code.write_text(
+        "from torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.embed = nn.Embedding(10, 4)\n        self.head = nn.Linear(4, 10, bias=False)\n"
+        "        self.head.weight = self.embed.weight\n"
+    )
+    net = Tied()
+    torch.save(net.state_dict(), tmp_path / "net.pth")
+    assert engine("export", tmp_path / "net.pth", "-o", tmp_path / "out") == 0
+    torch.save({"embed.weight": torch.zeros(10, 4), "head.weight": torch.ones(10, 4)}, tmp_path / "apart.pth")
+    for file in (tmp_path / "net.pth", tmp_path / "out" / "model.safetensors"):
+        model = de.open(f"{code}:Net", options=de.Options(weights=file)).model
+        assert model.module.head.weight is model.module.embed.weight  # type: ignore[union-attr]
+        assert torch.equal(model.module.state_dict()["head.weight"], net.head.weight)
+        assert model.tree.stored_bytes == 160
+        assert model.notices == ()
+    model = de.open(f"{code}:Net", options=de.Options(weights=tmp_path / "apart.pth")).model
+    assert model.tree.stored_bytes == 320
+    assert "has different values for them" in model.notices[0]
+
+
+def test_what_an_export_keeps_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"weight": torch.zeros(2), "steps": torch.tensor(3), "wave": torch.zeros(2, dtype=torch.complex64)}
+    torch.save({"model": state, "optimizer": {"exp_avg": torch.zeros(2)}}, tmp_path / "x.pth")
+    assert engine("export", tmp_path / "x.pth", "--cast", "*=bf16", "-o", tmp_path / "out", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["notices"] == [
+        "x.pth: the weights are its entry 'model'",
+        "x.pth: 1 other tensor in it is not among the weights, first optimizer.exp_avg",
+        "as stored, whatever the rules: 2 tensors, first steps: is stored as int64, which is never cast",
+    ]
+
+
+def test_a_compressed_folder_is_not_run_on_bytes_that_are_no_weights(make_llama: Make) -> None:
+    """transformers maps every archive: what it would compute is not of these weights."""
+    folder = make_llama("packed")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    zipped_again(folder / "pytorch_model.bin")
+    assert len(open_checkpoint(folder).weights) == 20
+    with pytest.raises(UserError, match="compressed archive"):
+        de.open(str(folder))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -222,7 +222,9 @@ def _placed_contents(
     _refuse_unwritable(checkpoint, items)
     # Where an architecture is known, it ties them again by itself.
     tied_notice = _tied_notice(tied) if checkpoint.config is None else ()
-    notices = (*_notices(items), *tied_notice, *layout.notices)
+    said = checkpoint.notices if checkpoint.form == "pickle" else ()
+    kept = _kept_notices(items, tree, places) if recipe.rules else ()
+    notices = (*said, *_notices(items), *kept, *tied_notice, *layout.notices)
     return Contents(
         title,
         _checked(items),
@@ -281,6 +283,31 @@ def _notices(items: list[Item]) -> tuple[str, ...]:
         f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
         "formats have it for the weights of linear layers in float8_e4m3fn and int8 alone",
     )
+
+
+def _kept_notices(items: list[Item], tree: Tree, places: Mapping[str, Placed]) -> tuple[str, ...]:
+    """Which tensors no rule can take, and stay as the source has them."""
+    unused, fixed = [], []
+    for item in items:
+        place = places.get(item.name)
+        info = tree.canonical(place.name) if place is not None else None
+        if info is None:
+            unused.append(item.name)
+        elif not info.castable:
+            fixed.append((item.name, info.fixed or f"is stored as {item.stored}, which is never cast"))
+    notices = []
+    if unused:
+        notices.append(
+            f"as stored, since they belong to nothing in the model: {_tensors(unused)}, first {printable(unused[0])}"
+        )
+    if fixed:
+        name, why = fixed[0]
+        notices.append(f"as stored, whatever the rules: {_tensors(fixed)}, first {printable(name)}: {why}")
+    return tuple(notices)
+
+
+def _tensors(found: Sized) -> str:
+    return "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
 
 
 def _refuse_scales(layout: Layout, items: list[Item]) -> None:

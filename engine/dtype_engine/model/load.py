@@ -28,6 +28,7 @@ from .. import dtypes
 from ..checkpoint import Checkpoint, FileIdentity, open_checkpoint
 from ..checkpoint.components import variant_of
 from ..checkpoint.folder import OWN_SUFFIX
+from ..checkpoint.pickle_zip import is_compressed
 from ..checkpoint.pickles import load_pickle
 from ..errors import NoForward, UserError
 from ..options import Options
@@ -136,6 +137,11 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
         raise NoForward(
             f"{title}: no forward pass, because there is no config.json beside the weights that says which "
             f"architecture they belong to{instead}; planning works"
+        )
+    if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
+        raise NoForward(
+            f"{title}: no forward pass, because its weights are in a compressed archive, which transformers would map as if it "
+            "were not; save them again with torch.save. Planning, weights and export work"
         )
     say("importing transformers")
     with _quiet(), ExitStack() as meanwhile:
@@ -330,6 +336,7 @@ def _load_weights(
     checkpoint = open_checkpoint(file, trust)
     values = read_all(checkpoint)
     own = set(module.state_dict())
+    ties = [info.names for info in inventory(module)[0] if info.aliases]
     if not own & set(values) and all(name.startswith("module.") for name in values):
         values = {
             name.removeprefix("module."): tensor for name, tensor in values.items()
@@ -342,13 +349,39 @@ def _load_weights(
     if len(found.missing_keys) == len(own):
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
     notices = list(checkpoint.notices)
-    if found.missing_keys:
-        notices.append(f"{len(found.missing_keys)} weights are not in {file.name}, first {found.missing_keys[0]}")
+    tied = _tie_again(module, ties, values)
+    if missing := [name for name in found.missing_keys if name not in tied]:
+        notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")
+    if apart := [names for names in ties if not tied.issuperset(names) and any(name in values for name in names)]:
+        notices.append(f"the model ties {' and '.join(apart[0])}, and {file.name} has different values for them")
     if found.unexpected_keys:
         notices.append(
             f"{len(found.unexpected_keys)} tensors of {file.name} are not used, first {found.unexpected_keys[0]}"
         )
     return tuple(notices), checkpoint.identities
+
+
+def _tie_again(
+    module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
+) -> frozenset[str]:
+    """Put one tensor in all places that the module had one in, as loading gave each place a tensor of its own.
+
+    Returns the names that are tied now. Where the file has different values for them they are left apart.
+    """
+    tied: set[str] = set()
+    for names in ties:
+        given = [name for name in names if name in values]
+        if not given or not all(torch.equal(values[given[0]], values[name]) for name in given[1:]):
+            continue
+        parent, _, local = given[0].rpartition(".")
+        holder = module.get_submodule(parent)
+        one = holder._parameters.get(local, holder._buffers.get(local))
+        for name in names:
+            parent, _, local = name.rpartition(".")
+            holder = module.get_submodule(parent)
+            (holder._parameters if local in holder._parameters else holder._buffers)[local] = one  # type: ignore[assignment]
+        tied |= set(names)
+    return frozenset(tied)
 
 
 def _from_python(source: Source, options: Options, device: torch.device, say: Say) -> LiveModel:
