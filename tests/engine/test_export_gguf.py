@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 import dtype_engine as de
-from dtype_engine import Recipe
+from dtype_engine import Recipe, Rule, events
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.errors import UserError
@@ -21,6 +22,8 @@ from dtype_engine.leaving import Workshop
 from dtype_engine.model.source import locate
 from dtype_engine.options import RunSettings
 from dtype_engine.weight_errors import look_at
+from dtype_engine.wishes import ExportWish
+from dtype_engine.worker import Worker
 
 Kind = gguf.GGMLQuantizationType
 DEQUANTIZED = [
@@ -165,3 +168,37 @@ def test_tensors_that_share_bytes_or_lie_in_the_header_are_refused(tmp_path: Pat
     path.write_bytes(whole[:at] + offset.to_bytes(8, "little") + whole[at + 8 :])
     with pytest.raises(UserError, match=says):
         open_checkpoint(path)
+
+
+def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
+    """Its dialog of an export, with and without a rule for them, the values of a tensor, and the export itself."""
+    raw = blocks_of(Kind.Q8_0)
+    path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
+    said: list[events.Event] = []
+    worker = Worker(locate(str(path)), de.Options(device="cpu"), said.append, read_headers=True)
+    worker.start()
+
+    def wait(kind: type[events.Event], count: int = 1) -> Any:
+        end = time.monotonic() + 60
+        while len(found := [event for event in list(said) if isinstance(event, kind)]) < count:
+            assert time.monotonic() < end, said
+            time.sleep(0.02)
+        return found[-1]
+
+    try:
+        wait(events.OpenFailed)  # no forward pass: everything but that works
+        worker.plan_export()
+        refused = wait(events.ExportPlanned)
+        assert "is stored as q8_0" in str(refused)
+        worker.set_recipe(Recipe((Rule("*", "bfloat16"),)))
+        worker.plan_export()
+        assert wait(events.ExportPlanned, 2).plan.nbytes == 2 * (32 + 3 * 512)
+        worker.look_at("blk.0.weight", ("bfloat16",))
+        assert wait(events.WeightLookedAt).reading.errors[0].stored == "q8_0"
+        worker.save(ExportWish(tmp_path / "out"))
+        assert wait(events.Saved).done
+        assert not [event for event in said if isinstance(event, events.Failed)]
+    finally:
+        worker.close()
+    found = load_file(tmp_path / "out" / "model.safetensors")["blk.0.weight"]
+    assert torch.equal(found, torch.from_numpy(gguf.quants.dequantize(raw, Kind.Q8_0)).bfloat16())
