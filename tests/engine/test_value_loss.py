@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import queue
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from dtype_engine.report_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.storage import convert
 from dtype_engine.value_loss import count_losses, losses_in_files
 from dtype_engine.weights import round_trip
+from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
 from dtype_engine.worker import Worker
 
 LARGE, TINY = 1e6, 1e-9
@@ -436,6 +438,32 @@ def test_crepe() -> None:
     assert [loss_sentence(loss) for loss in severe(lost)] == [
         "conv2_BN.running_var: 64 of 128 values became infinite in float16"
     ]
+
+
+def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights: Path, tmp_path: Path) -> None:
+    told: queue.Queue[events.Event] = queue.Queue()
+    worker = Worker(locate(str(weights)), Options(device="cpu"), told.put)
+    worker.set_recipe(Recipe((Rule("*", "float16"),)))
+    worker.plan_export()
+    worker.save(ReportWish(tmp_path / "r.md"))
+    worker.save(RecipeWish(tmp_path / "r.yaml"))
+    worker.save(ExportWish(tmp_path / "out"))
+    worker.start()
+    heard: list[events.Event] = []
+    while sum(isinstance(event, events.Saved) for event in heard) < 3:
+        heard.append(told.get(timeout=100))
+    worker.close()
+    expected = by_hand(load_file(weights), torch.float16)
+    (plan,) = (event.plan for event in heard if isinstance(event, events.ExportPlanned))
+    assert plan is not None
+    assert plan.lost is not None
+    assert counts(plan.lost) == expected
+    assert "| bn.running_var | float16 | 8 | 4 |" in (tmp_path / "r.md").read_text().replace("`", "")
+    for file in (tmp_path / "r.yaml", tmp_path / "out/recipe.yaml"):
+        assert counts(read_recipe_file(file).lost) == expected
+    saved = [event for event in heard if isinstance(event, events.Saved)]
+    assert all(event.done for event in saved)
+    assert any("became infinite" in notice for notice in saved[2].notices)
 
 
 def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
