@@ -21,6 +21,8 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) ->
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
     elif experiment.failure:
         keys = "u undo  8 as stored  Enter details  m measure again  : command"
+    elif experiment.loss_remedy is not None and not busy:
+        keys = "a keeps the lost values  w worst module  u undo  c cast  1-8 dtype  Enter details  : command"
     elif not experiment.recipe.rules:
         keys = "2 cast this to bf16  c cast by pattern  / filter  Enter details  : command"
     elif experiment.report is None and not busy and experiment.no_forward is None:
