@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 
 from . import dtypes
 from .errors import UserError
 from .search import Constraints
+from .text import printable
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     f"{letter}{i}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for i in ("", "i", "ib")
@@ -20,8 +22,11 @@ def parse_bytes(text: str, whole: int) -> int:
     """`12GiB`, `500MB`, `4096`, or `45%` of `whole` bytes. Raises UserError."""
     found = _SIZE.fullmatch(text)
     if found is None or (found[2] != "%" and found[2].lower() not in _UNITS):
-        raise UserError(f"can't read the budget {text!r}: write a size like 12GiB, 500MB or 45%")
-    return int(float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()]))
+        raise UserError(f"can't read the budget {printable(text)!r}: write a size like 12GiB, 500MB or 45%")
+    size = float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()])
+    if not math.isfinite(size):
+        raise UserError(f"the budget {printable(text)} is larger than any model")
+    return int(size)
 
 
 def parse_dtypes(text: str) -> tuple[str, ...]:

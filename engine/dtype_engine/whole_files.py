@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from .errors import UserError
+from .text import printable
 
 
 def write_whole(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
@@ -44,12 +45,17 @@ def write_whole(path: Path, text: str, replace: bool = False, mode: int | None =
 
 def refuse_existing(path: Path, replace: bool = False) -> Path:
     """The absolute path of a file that may be written. Raises UserError where one is there, or no folder for it."""
-    path = path.expanduser().absolute()
-    if path.is_dir():
+    try:
+        path = path.expanduser().absolute()
+        folder, there, parent = path.is_dir(), path.exists() or path.is_symlink(), path.parent.is_dir()
+    except (OSError, RuntimeError) as error:  # too long for a name, or in the home of nobody
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"can't write {printable(str(path), 200)}: {reason}") from None
+    if folder:
         raise UserError(f"{path} is a folder; name a file in it")
-    if not replace and (path.exists() or path.is_symlink()):
+    if not replace and there:
         raise UserError(f"{path} exists; name another file, or replace it with --force")
-    if not path.parent.is_dir():
+    if not parent:
         raise UserError(f"there is no folder {path.parent} to write {path.name} to")
     return path
 

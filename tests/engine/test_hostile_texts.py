@@ -18,12 +18,14 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.common import BAD_INPUT, TRACEBACK, run
 from dtype_engine.errors import UserError
 from dtype_engine.input_files import check_files
+from dtype_engine.limits import parse_bytes
 from dtype_engine.model.source import locate
 from dtype_engine.options import Options
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.scan_file import Fingerprint
 from dtype_engine.scan_file import read as read_scan
 from dtype_engine.sessions import read_session
+from dtype_engine.whole_files import refuse_existing
 
 RULES = 'rules:\n  - {pattern: "*", dtype: bf16}\n'
 
@@ -171,8 +173,9 @@ def test_what_can_be_no_path_is_said(model: str) -> None:
 @pytest.mark.parametrize(
     ("error", "says"),
     [(RecursionError("maximum recursion depth exceeded"), "unexpected RecursionError: maximum"),
-     (ValueError("one\ntwo\x1b[2J"), r"unexpected ValueError: one two\x1b[2J"), (MemoryError(), "not enough memory"),
-     (OSError(36, "File name too long"), "unexpected OSError"), (OverflowError(), "unexpected OverflowError;"),
+     (ValueError("one\ntwo\x1b[2J"), r"unexpected ValueError: one two\x1b[2J"), (MemoryError(), "there is not enough memory"),
+     (OSError(36, "File name too long", "x" * 5000), "can't read or write xxx"), (OSError(5), "unexpected OSError: 5"),
+     (OverflowError(), "unexpected OverflowError;"),
      (KeyError("q8_0"), "unexpected KeyError: 'q8_0'")],
 )  # fmt: skip
 def test_an_error_that_nobody_thought_of_is_one_line_and_status_2(
@@ -186,7 +189,7 @@ def test_an_error_that_nobody_thought_of_is_one_line_and_status_2(
     assert run(failing, "dtype-engine", []) == BAD_INPUT
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith(f"dtype-engine: {says}" if says.startswith("unexpected") else "dtype-engine: there is")
+    assert said.err.startswith(f"dtype-engine: {says}")
     assert said.err.count("\n") == 1
     monkeypatch.setenv(TRACEBACK, "1")
     assert run(failing, "dtype-engine", []) == BAD_INPUT
@@ -206,3 +209,17 @@ def test_the_program_itself_ends_so(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr == f"dtype-engine: {tmp_path / 'pipe'} is not a regular file\n"
+
+
+@pytest.mark.parametrize("path", ["x" * 5000, "a/" * 3000 + "x.html", "~nobody-of-this-name/x.md"])
+def test_what_can_be_no_file_is_not_written(path: str) -> None:
+    with pytest.raises(UserError) as caught:
+        refuse_existing(Path(path))
+    assert str(caught.value).startswith("can't write ")
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "9" * 5000 + "GiB", "9" * 400 + "%"])
+def test_a_budget_beyond_all_numbers_is_refused(size: str) -> None:
+    with pytest.raises(UserError, match="larger than any model"):
+        parse_bytes(size, 1000)

@@ -11,9 +11,7 @@ from noting import make_app
 from rich.console import Console
 
 from dtype_engine.cli.common import TRACEBACK
-from dtype_engine.recipe import Rule
 from dtype_tui.app import DtypeApp
-from dtype_tui.widgets.panes import SidePanes
 
 
 @pytest.mark.parametrize("asked", [False, True])
@@ -51,15 +49,3 @@ async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:
 
 class ScreenlessError(Exception):
     """What nobody thought of."""
-
-
-async def test_a_pattern_that_takes_too_long_takes_nothing_off_the_screen() -> None:
-    app = make_app()
-    async with app.run_test(size=(120, 36)) as pilot:
-        await pilot.press("2")
-        before = app.experiment.recipe
-        app.add_rule(Rule.make("re:" + "(.*?)*?" * 6 + "[YZ]", "bfloat16"))
-        await pilot.pause()
-        assert app.experiment.recipe == before
-        assert "takes too long to match" in str([note.message for note in app._notifications])
-        assert app.query_one(SidePanes)

@@ -360,6 +360,8 @@ def unexpected(error: BaseException) -> str:
     """An error that nobody thought of, in one line."""
     if isinstance(error, MemoryError):
         return "there is not enough memory for this"
+    if isinstance(error, OSError) and error.strerror and error.filename is not None:
+        return f"can't read or write {printable(str(error.filename), 200)}: {error.strerror}"
     reason = printable(" ".join(str(error).split()), 300)
     said = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
     return f"unexpected {said}; this is a fault of the program or of the file; {TRACEBACK}=1 shows where it arose"
