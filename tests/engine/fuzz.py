@@ -439,7 +439,9 @@ def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, see
 
 
 def work(kind: str, first: int, count: int, progress: Path) -> Seen:
-    """Cases one after the other in this process; `progress` holds the number of the one that is under way, and what those before it gave."""
+    """Cases one after the other in this process. `progress` holds the number of the one that is under way, and what those
+    before it gave.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (_ADDRESS_SPACE, _ADDRESS_SPACE))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
