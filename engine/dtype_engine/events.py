@@ -67,9 +67,12 @@ class InputsRefused(NamedTuple):
 
 
 class OpenFailed(NamedTuple):
-    """The model could not be opened. The tree of the headers, if there was one, is all there will be."""
+    """The model could not be opened. The tree of the headers, if there was one, is all there will be, unless that with the
+    module classes follows.
+    """
 
     message: str
+    classes_follow: bool = False
 
 
 class Casting(NamedTuple):

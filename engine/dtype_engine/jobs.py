@@ -12,6 +12,7 @@ from .recipe import Recipe
 JobName = Literal[
     "measure",
     "inputs",
+    "recipe",
     "flow",
     "causes",
     "generate",
@@ -23,8 +24,9 @@ JobName = Literal[
     "losses",
     "floor",
 ]
-"""Also names parts of a measurement that come after its figures, or without them: `nonfinite` looks for why the output is not
-finite, `losses` for values that a cast loses, `floor` measures the reference against itself."""
+"""`recipe` takes over one that casts as the one before it. Also names parts of a measurement that come after its figures, or
+without them: `nonfinite` looks for why the output is not finite, `losses` for values that a cast loses, `floor` measures the
+reference against itself."""
 ONE_AT_A_TIME: tuple[JobName, ...] = ("flow", "causes", "generate", "speed", "scan")
 """Asked for again while it waits, such a job is still done once."""
 

@@ -10,7 +10,7 @@ from .errors import NoForward, UserError
 from .options import RunSettings
 from .planned_losses import MOST_UNASKED, PlannedLosses
 from .readings import DriftReport
-from .recipe import Plan, Recipe, make_plan
+from .recipe import Plan, Recipe, make_plan, require_matches
 from .report_text import human_bytes, seconds_text
 from .text import printable
 from .tree import Tree
@@ -42,6 +42,10 @@ class Workshop:
     cancelled: Callable[[], bool]
     counting: PlannedLosses = field(default_factory=PlannedLosses)
     """What was counted before, without a live model."""
+    known_tree: Tree | None = None
+    """Of a model without a session, where its architecture is known."""
+    why_closed: str = ""
+    """Why there is no session."""
 
     def plan_export(self, max_shard_size: str = "5GB") -> ExportPlan:
         """Raises UserError where this recipe can't be exported."""
@@ -74,7 +78,7 @@ class Workshop:
             return self.session.tree
         if self.checkpoint is None:
             raise UserError("the model is not open")
-        return self.checkpoint.tree()
+        return self.known_tree or self.checkpoint.tree()
 
     def _lost(self, read: int = 0) -> tuple[ValueLoss, ...] | None:
         """The weights whose cast loses values. Without a live model what was not looked at before is read from the files, as far
@@ -86,9 +90,9 @@ class Workshop:
             return None
         from .value_loss import losses_in_files
 
-        tree = self.checkpoint.tree()
+        tree = self._tree()
         plan = _plan(tree, self.recipe)
-        if self.counting.waiting_bytes(self.checkpoint, plan) > read:
+        if self.counting.waiting_bytes(self.checkpoint, tree, plan) > read:
             return None
         return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
 
@@ -96,7 +100,8 @@ class Workshop:
         from .export import of_checkpoint, of_live
 
         if self.session is not None:
-            return of_live(self.session.model, self.recipe, _plan(self.session.tree, self.recipe).dtypes)
+            require_matches(self.session.tree, self.recipe)
+            return of_live(self.session.model, self.recipe, make_plan(self.session.tree, self.recipe).dtypes)
         if self.checkpoint is None:
             raise UserError("the model is not open")
         return of_checkpoint(self.checkpoint, self.source.title, self.recipe, self.options)
@@ -124,7 +129,8 @@ class Workshop:
         from .report import versions
 
         tree = self._tree()
-        plan = _plan(tree, self.recipe)
+        require_matches(tree, self.recipe)
+        plan = make_plan(tree, self.recipe)
         notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
         lost = self._lost(MOST_UNASKED)
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
@@ -144,7 +150,7 @@ class Workshop:
 
     def _measured(self) -> tuple[DriftReport | None, str]:
         if self.session is None:
-            return None, "there is no live model"
+            return None, self.why_closed or "the model is not open"
         self.session.apply(self.recipe, cancelled=self.cancelled)
         try:
             return self.session.drift(cancelled=self.cancelled), ""
@@ -153,7 +159,6 @@ class Workshop:
 
     def _convert(self, wish: ConvertWish) -> tuple[str, tuple[str, ...]]:
         from .model.described import describe
-        from .recipe import require_matches
         from .recipe.dialects import Context, dialect
 
         found = describe(self.source, self.options)

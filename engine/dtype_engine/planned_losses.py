@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from . import events
 from .errors import UserError
+from .names_in_files import names_in_files
 from .recipe import Plan, Recipe, make_plan
 from .report_text import human_bytes
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoint
     from .readings_losses import ValueLoss
+    from .tree import Tree
     from .value_loss import Counted
 
 MOST_UNASKED = 8 << 30
@@ -28,6 +30,7 @@ class PlannedLosses:
     def tell(
         self,
         checkpoint: Checkpoint,
+        tree: Tree,
         recipe: Recipe,
         emit: Callable[[events.Event], None],
         cancelled: Callable[[], bool],
@@ -36,9 +39,8 @@ class PlannedLosses:
         """Emit what the recipe loses, and the rules that keep it. More than `MOST_UNASKED` bytes are read only where `asked`, and
         what was not looked at is said. Raises Cancelled.
         """
-        tree = checkpoint.tree()
         plan = make_plan(tree, recipe)
-        waiting = self.waiting_bytes(checkpoint, plan)
+        waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MOST_UNASKED and not asked:
             words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
             emit(events.CastDone(recipe, None, words))
@@ -49,9 +51,10 @@ class PlannedLosses:
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype
-            if key not in self.counted:
-                self.counted[key] = count_losses(name, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
-            return self.counted[key]
+            names = names_in_files(checkpoint, tree.tensors[name]) if name in tree.tensors else (name,)
+            if key not in self.counted and len(names) == 1:
+                self.counted[key] = count_losses(name, read_tensor(checkpoint, names[0]), dtype, cancelled=cancelled)
+            return self.counted.get(key)
 
         def progress(done: int, total: int) -> None:
             emit(events.Working(recipe, "looking for values that the casts lose", done, total))
@@ -66,10 +69,12 @@ class PlannedLosses:
         if found is not None:
             emit(events.LossRemedyFound(recipe, found))
 
-    def waiting_bytes(self, checkpoint: Checkpoint, plan: Plan) -> int:
+    def waiting_bytes(self, checkpoint: Checkpoint, tree: Tree, plan: Plan) -> int:
         """Stored bytes of what a plan casts and nobody looked at yet."""
-        return sum(
-            checkpoint.weights[name].nbytes
-            for name, dtype in plan.dtypes.items()
-            if name in checkpoint.weights and dtype != checkpoint.dtype(name) and (name, dtype) not in self.counted
-        )
+        found = 0
+        for name, dtype in plan.dtypes.items():
+            names = names_in_files(checkpoint, tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()
+            shown = (name,) if len(names) == 1 else names
+            if any((each, dtype) not in self.counted for each in shown):
+                found += tree.tensors[name].nbytes
+        return found

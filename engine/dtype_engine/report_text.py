@@ -33,12 +33,28 @@ def human_count(count: float) -> str:
     raise AssertionError
 
 
+def parameters_text(totals: Totals) -> str:
+    """How many parameters; `-` where all are counted elsewhere, and a mark where packed weights do not tell theirs."""
+    if totals.unknown:
+        return f"> {human_count(totals.parameters)}" if totals.parameters else "unknown"
+    return "-" if totals.tied and not totals.nbytes else human_count(totals.parameters)
+
+
 def mix_text(totals: Totals) -> str:
-    """`bf16 83 % · f32 17 %`, or the one dtype."""
+    """`bf16 83 % · f32 17 %`, shares of the bytes, or the one dtype."""
     shares = totals.mix()
     if len(shares) == 1:
         return dtypes.badge(shares[0][0])
-    return " · ".join(f"{dtypes.badge(name)} {100 * share:.0f} %" for name, share in shares)
+    return " · ".join(f"{dtypes.badge(name)} {percent(share)} %" for name, share in shares)
+
+
+def percent(share: float) -> str:
+    """Whole percents; a share that is there is never shown as 0, nor one that is not whole as 100."""
+    if 0 < share < 0.01:
+        return "<1"
+    if 0.99 < share < 1:
+        return ">99"
+    return f"{100 * share:.0f}"
 
 
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
@@ -49,12 +65,13 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
         name = module.name
         depth = name.count(".") + 1 if name else 0
         label = ("  " * depth + (module.label or title)) + (f"  {module.class_name}" if module.class_name else "")
+        below = totals[name]
         rows.append(
             (
                 label,
-                mix_text(totals[name]),
-                human_count(totals[name].total_elements),
-                human_bytes(totals[name].total_bytes),
+                mix_text(below),
+                parameters_text(below),
+                "-" if below.tied and not below.nbytes else human_bytes(below.total_bytes),
             )
         )
         for local, tensor in module.tensors.items():
@@ -70,10 +87,10 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
                 else f"{dtypes.badge(tensor.dtype)}→{dtypes.badge(planned)}"
             )
             size = tensor.nbytes if planned == tensor.dtype else dtypes.stored_bytes(tensor.shape, planned)
-            rows.append(
-                ("  " * (depth + 1) + f"{local}  [{shape}]", dtype, human_count(tensor.numel), human_bytes(size))
-            )
-    return _columns([("module", "dtype", "parameters", "bytes"), *rows])
+            kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
+            count = "" if kind else "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters)
+            rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
+    return _columns([("module", "dtype, % of bytes", "parameters", "bytes"), *rows])
 
 
 def generation_text(text: Generation) -> str:

@@ -68,7 +68,7 @@ def make_items(
     tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
 ) -> list[Item]:
     """The choices that there are. Raises UserError for a pattern that takes nothing, or a dtype that was not scanned."""
-    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.persistent]
+    weights = [name for name, tensor in tree.tensors.items() if tensor.castable and tensor.counted]
     scanned = {dtype for _, dtype in scores}
     for dtype in (*constraints.dtypes, *(dtype for _, allowed in constraints.only for dtype in allowed)):
         if dtype != dtypes.STORED and dtype not in scanned:

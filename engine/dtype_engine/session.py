@@ -27,6 +27,7 @@ from .forward import Passes, reference_name
 from .generation import OnTokens, generate
 from .input_files import typed
 from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
+from .inputs.text import with_next_tokens
 from .loss_remedy import tried_remedy, untried_remedy
 from .model.live import LiveModel
 from .model.load import Say, load, pick_device
@@ -87,7 +88,7 @@ class Session:
         self.options = options
         self.settings: RunSettings = options.settings
         self.no_forward: str | None = None
-        self.inputs = inputs
+        self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         self._history = History()
         self._plan = make_plan(model.tree, self.recipe)
         self._meter: DriftMeter | None = None

@@ -29,7 +29,10 @@ class TensorInfo:
     `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
     has the bytes of a dtype that only its format knows (GGUF's blocks, whose values are float32), `fixed` says why a tensor is
     never cast where its dtype alone does not (it is part of a quantised weight). `scaled`: a storage-only dtype that comes with
-    the scales of this program, as an exported checkpoint has it. `numel` elements, `nbytes` bytes as stored, the scales included.
+    the scales of this program, as an exported checkpoint has it. `made_on_load`: the files do not hold it, the model makes it,
+    so it has no bytes among those stored or planned. `stored_as`: its names in the files where they are others, several where
+    it is packed of several tensors; patterns go by either. `meant`: the parameters that a part of a quantised weight stands
+    for, where those are not its elements. `numel` elements, `nbytes` bytes as stored, the scales included.
     """
 
     name: str
@@ -40,6 +43,9 @@ class TensorInfo:
     packed_bytes: int | None = None
     fixed: str | None = None
     scaled: bool = False
+    made_on_load: bool = False
+    stored_as: tuple[str, ...] = ()
+    meant: int | Literal["unknown"] | None = None
     numel: int = field(init=False, repr=False, compare=False)
     nbytes: int = field(init=False, repr=False, compare=False)
 
@@ -57,6 +63,18 @@ class TensorInfo:
     def persistent(self) -> bool:
         """Whether a checkpoint holds it (parameters and persistent buffers)."""
         return self.kind != "non-persistent buffer"
+
+    @property
+    def parameters(self) -> int:
+        """How many parameters it is, or stands for; 0 for a buffer, and where that is not known."""
+        if self.kind != "parameter" or self.meant == "unknown":
+            return 0
+        return self.numel if self.meant is None else self.meant
+
+    @property
+    def counted(self) -> bool:
+        """Whether its bytes are among those stored and planned."""
+        return self.kind != "non-persistent buffer" and not self.made_on_load
 
     @property
     def castable(self) -> bool:
@@ -94,10 +112,19 @@ class Module:
 
 @dataclass(slots=True)
 class Totals:
-    """What lies below a node: elements and bytes per dtype, every tied weight once."""
+    """What lies below a node: elements and bytes per dtype, every tied weight once, where it has its own name.
+
+    parameters: what is trained, the values that a packed weight stands for among them. buffers: elements of persistent
+    buffers, which are none. unknown: packed weights that nothing tells the number of values of. tied: bytes per dtype of
+    the weights held here by a further name only; the sums have them elsewhere, so those of children add up to their parent's.
+    """
 
     elements: dict[str, int] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
+    parameters: int = 0
+    buffers: int = 0
+    unknown: int = 0
+    tied: dict[str, int] = field(default_factory=dict)
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:
         self.elements[dtype] = self.elements.get(dtype, 0) + elements
@@ -112,9 +139,10 @@ class Totals:
         return sum(self.nbytes.values())
 
     def mix(self) -> list[tuple[str, float]]:
-        """(dtype, its share of the bytes from 0 to 1), the largest share first."""
-        whole = self.total_bytes
-        shares = [(dtype, size / whole if whole else 0.0) for dtype, size in self.nbytes.items() if size or not whole]
+        """(dtype, its share of the bytes from 0 to 1), the largest share first; of those tied where there are no others."""
+        held = self.nbytes or self.tied
+        whole = sum(held.values())
+        shares = [(dtype, size / whole if whole else 0.0) for dtype, size in held.items() if size or not whole]
         return sorted(shares, key=lambda share: (-share[1], share[0]))
 
 
@@ -130,8 +158,9 @@ class NodeTotals(Mapping[str, Totals]):
         self._places: dict[str, list[int]] = {}
         self._elements: dict[str, list[int]] = {}
         self._nbytes: dict[str, list[int]] = {}
+        self._parameters, self._buffers, self._unknown = tree.counts
         for place, tensor in enumerate(tree.order):
-            if not tensor.persistent:
+            if not tensor.counted:
                 continue
             dtype, size = self._under_plan(tensor)
             if dtype not in self._places:
@@ -152,10 +181,13 @@ class NodeTotals(Mapping[str, Totals]):
             if end > first:
                 elements, nbytes = self._elements[dtype], self._nbytes[dtype]
                 found.add(dtype, elements[end] - elements[first], nbytes[end] - nbytes[first])
+        found.parameters = self._parameters[node.end] - self._parameters[node.first]
+        found.buffers = self._buffers[node.end] - self._buffers[node.first]
+        found.unknown = self._unknown[node.end] - self._unknown[node.first]
         for tensor in self._tree.tied_into(module):
-            if tensor.persistent:
+            if tensor.counted:
                 dtype, size = self._under_plan(tensor)
-                found.add(dtype, tensor.numel, size)
+                found.tied[dtype] = found.tied.get(dtype, 0) + size
         return found
 
     def __iter__(self) -> Iterator[str]:
@@ -190,6 +222,8 @@ class Tree:
                 self._canonical[name] = tensor.name
                 parent, _, local = name.rpartition(".")
                 self._module(parent, classes).tensors[local] = tensor
+        self.renamed = tuple(tensor for tensor in self.tensors.values() if tensor.stored_as)
+        """Those whose files have other names for them."""
         self._tied = [tensor for tensor in self.tensors.values() if tensor.aliases]
         self.order: list[TensorInfo] = []
         if by_number:
@@ -275,9 +309,19 @@ class Tree:
         return found, [name.lower() for name in found]
 
     @cached_property
+    def counts(self) -> tuple[list[int], list[int], list[int]]:
+        """Running sums over `order`: of parameters, of elements of persistent buffers, of weights of unknown size."""
+        parameters, buffers, unknown = [0], [0], [0]
+        for tensor in self.order:
+            parameters.append(parameters[-1] + tensor.parameters)
+            buffers.append(buffers[-1] + (tensor.numel if tensor.kind == "buffer" else 0))
+            unknown.append(unknown[-1] + (tensor.meant == "unknown"))
+        return parameters, buffers, unknown
+
+    @cached_property
     def stored_bytes(self) -> int:
         """Bytes of parameters and persistent buffers as stored, tied ones once."""
-        return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.persistent)
+        return sum(tensor.nbytes for tensor in self.tensors.values() if tensor.counted)
 
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
         """Sums per module of parameters and persistent buffers, under planned dtypes by tensor name, else as stored."""

@@ -15,6 +15,7 @@ import torch
 
 from . import dtypes
 from .errors import Cancelled
+from .names_in_files import names_in_files
 from .readings_losses import ValueLoss, rounding_share
 from .storage import Values, as_rows, side_by_side, take_codes, torch_dtype
 
@@ -262,22 +263,27 @@ def losses_in_files(
 ) -> tuple[ValueLoss, ...]:
     """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
 
+    One that is packed of several tensors of the files is told part by part, under the names of the files.
     `on_progress` hears (tensors done, of how many). Raises UserError for a file that can't be read, Cancelled.
     """
     from .model.mapped import read_tensor
 
     counted = {} if counted is None else counted
     changed = [
-        name for name in tree.tensors if planned[name] != tree.tensors[name].dtype and name in checkpoint.weights
+        (tensor.name if len(names) == 1 else name, name, planned[tensor.name])
+        for tensor in tree.tensors.values()
+        if planned[tensor.name] != tensor.dtype
+        for names in [names_in_files(checkpoint, tensor)]
+        for name in names
     ]
     found = []
-    for done, name in enumerate(changed):
-        key = name, planned[name]
+    for done, (shown, name, dtype) in enumerate(changed):
+        key = shown, dtype
         if key not in counted:
             if cancelled():
                 raise Cancelled
             on_progress(done, len(changed))
-            counted[key] = count_losses(name, read_tensor(checkpoint, name), planned[name], cancelled=cancelled)
+            counted[key] = count_losses(shown, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
         loss = counted[key]
         if loss is not None:
             found.append(loss)

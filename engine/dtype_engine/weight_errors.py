@@ -5,9 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
+
 from .checkpoint import Checkpoint, Watch, refuse_changed
 from .errors import Cancelled, UserError
+from .model.live import LiveModel
 from .model.mapped import read_tensor
+from .names_in_files import names_in_files
 from .readings import SkippedTensor, WeightError, WeightReading
 from .text import printable
 from .tree import Tree
@@ -23,18 +27,40 @@ def round_trips(
 ) -> Iterator[WeightError]:
     """The error of every tensor that the plan changes, in the tree's order. `on_progress` hears (tensors done, of how many).
 
-    Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
+    One that is packed of several tensors of the files is told part by part, under the names of the files. Those that the
+    files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
     """
     watch = Watch(checkpoint.identities)
-    changed = [tensor for tensor in tree.order if planned[tensor.name] != tensor.dtype]
-    for done, tensor in enumerate(changed):
+    changed = [
+        (tensor if len(names) == 1 else dataclasses.replace(tensor, name=name), name, planned[tensor.name])
+        for tensor in tree.order
+        if planned[tensor.name] != tensor.dtype
+        for names in [names_in_files(checkpoint, tensor)]
+        for name in names
+    ]
+    for done, (tensor, name, dtype) in enumerate(changed):
         if cancelled():
             raise Cancelled
         on_progress(done, len(changed))
         watch.look()
-        found = round_trip(tensor.name, read_tensor(checkpoint, tensor.name), planned[tensor.name], cancelled)
-        yield dataclasses.replace(found, stored=tensor.dtype)
+        found = round_trip(tensor.name, read_tensor(checkpoint, name), dtype, cancelled)
+        yield dataclasses.replace(found, stored=checkpoint.dtype(name))
     refuse_changed(checkpoint.identities)
+
+
+def round_trips_of_live(
+    model: LiveModel,
+    planned: Mapping[str, str],
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Iterator[WeightError]:
+    """The same of a model that is open, for one that was made by code. Raises Cancelled."""
+    changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
+    for done, weight in enumerate(changed):
+        if cancelled():
+            raise Cancelled
+        on_progress(done, len(changed))
+        yield round_trip(weight.info.name, weight.original, planned[weight.info.name], cancelled)
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:
@@ -53,8 +79,29 @@ def look_at(
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
     refuse_changed(checkpoint.identities)
-    stored = checkpoint.dtype(name)
-    tensor = read_tensor(checkpoint, name)
+    return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
+
+
+def look_at_live(
+    model: LiveModel, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
+) -> WeightReading:
+    """The same of a tensor of an open model, as it was before any cast: from its file where that has it as one tensor.
+
+    Raises UserError, Cancelled.
+    """
+    info = model.tree.canonical(name)
+    names = names_in_files(model.checkpoint, info) if model.checkpoint is not None and info is not None else ()
+    if model.checkpoint is not None and len(names) == 1:
+        return look_at(model.checkpoint, names[0], targets, cancelled)
+    weight = model.weights.get(name)
+    if weight is None:
+        raise UserError(f"the model has no tensor {printable(name)}")
+    return _reading(name, weight.original, weight.info.dtype, targets, cancelled)
+
+
+def _reading(
+    name: str, tensor: torch.Tensor, stored: str, targets: tuple[str, ...], cancelled: Callable[[], bool]
+) -> WeightReading:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")
     errors = tuple(

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .readings import DriftReport, ModuleDrift, ScanReport
     from .readings_drift import Floor
     from .session import Session
+    from .tree import Tree
 
 Emit = Callable[[events.Event], None]
 Task = Callable[[Recipe], None]
@@ -67,6 +68,10 @@ class Worker:
         self._options = options
         self._emit = emit
         self._session: Session | None = None
+        self._known_tree: Tree | None = None
+        """Without a session: the tree with module classes, where the architecture is known."""
+        self._why_closed = ""
+        """Why there is no session."""
         self._changed = threading.Condition()
         self._recipe = Recipe()
         self._settings = options.settings
@@ -109,6 +114,15 @@ class Worker:
         with self._changed:
             self._recipe, self._waiting = recipe, True
             self._interrupt()
+
+    def follow_recipe(self, recipe: Recipe) -> None:
+        """Know what is in force by another recipe that plans the same: nothing is measured anew, unless it had not been."""
+        with self._changed:
+            if self._waiting or self._unmeasured or self._session is None:
+                self.set_recipe(recipe)
+                return
+            self._recipe = recipe
+        self._ask("recipe", self._with_session(lambda session, recipe: session.apply(recipe)))
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
@@ -244,7 +258,13 @@ class Worker:
         try:
             self._session = self._open()
         except UserError as error:
-            self._emit(events.OpenFailed(str(error)))
+            self._why_closed = str(error)
+            later = (
+                isinstance(error, NoForward) and self._checkpoint is not None and self._checkpoint.config is not None
+            )
+            self._emit(events.OpenFailed(str(error), later))
+            if later:
+                self._tell_classes()
         except Exception as error:
             self._emit(events.OpenFailed(f"{self._source.title}: opening it failed: {type(error).__name__}: {error}"))
         self._opened.set()
@@ -295,6 +315,21 @@ class Worker:
         )
         self._tell_inputs(session)
         return session
+
+    def _tell_classes(self) -> None:
+        """The tree of a model that can't be run, with the classes and ties of its architecture, if that is known."""
+        from .model.described import describe
+
+        assert self._checkpoint is not None
+        self._emit(events.Loading("reading the architecture"))
+        try:
+            known = describe(self._source, self._options, self._checkpoint).tree
+        except UserError:
+            known = self._checkpoint.tree()
+        if known.has_classes:
+            self._known_tree = known
+        assert known.names
+        self._emit(events.HeadersRead(known, ()))
 
     def _next(self) -> tuple[Recipe, Job] | None:
         """Wait for a command: the recipe to go for and what to do with it, or None to end. New inputs go first, then
@@ -441,8 +476,9 @@ class Worker:
             self._apply_and_measure(self._session, recipe)
         elif self._checkpoint is not None:
             self._phase = "losses"
+            tree = self._known_tree or self._checkpoint.tree()
             with unchanged(self._checkpoint.identities):
-                self._planned_losses.tell(self._checkpoint, recipe, self._emit, self._stop_now.is_set, asked)
+                self._planned_losses.tell(self._checkpoint, tree, recipe, self._emit, self._stop_now.is_set, asked)
 
     def _apply_and_measure(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
@@ -485,13 +521,17 @@ class Worker:
         return task
 
     def _tell_weight(self, recipe: Recipe, name: str, targets: tuple[str, ...]) -> None:
-        from .weight_errors import look_at
+        from .weight_errors import look_at, look_at_live
 
-        if self._checkpoint is None:
-            raise UserError("the values of a model made by code are not read from a file")
         self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
-        with unchanged(self._checkpoint.identities):
-            reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
+        if self._session is not None:
+            with unchanged(self._session.model.identities):
+                reading = look_at_live(self._session.model, name, targets, self._stop_now.is_set)
+        elif self._checkpoint is not None:
+            with unchanged(self._checkpoint.identities):
+                reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
+        else:
+            raise UserError("the model is not open")
         self._emit(events.WeightLookedAt(recipe, name, reading))
 
     def _workshop(self, recipe: Recipe) -> Workshop:
@@ -502,7 +542,7 @@ class Worker:
         )
         return Workshop(
             self._source, self._options, self._settings, recipe, self._session, self._checkpoint, told, self._stop_now.is_set,
-            self._planned_losses,
+            self._planned_losses, self._known_tree, self._why_closed,
         )  # fmt: skip
 
     def _tell_export_plan(self, recipe: Recipe) -> None:

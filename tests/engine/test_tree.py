@@ -33,8 +33,13 @@ def test_totals_count_every_distinct_saved_tensor_once_at_every_node(tensors: li
             for tensor in tensors
             if tensor.persistent and any(module in ancestors(name) for name in tensor.names)
         ]
-        assert totals[module].total_elements == sum(tensor.numel for tensor in below)
-        assert totals[module].total_bytes == sum(tensor.nbytes for tensor in below)
+        own = [tensor for tensor in below if module in ancestors(tensor.name)]
+        assert totals[module].total_elements == sum(tensor.numel for tensor in own)
+        assert totals[module].total_bytes == sum(tensor.nbytes for tensor in own)
+        assert sum(totals[module].tied.values()) == sum(tensor.nbytes for tensor in below if tensor not in own)
+        assert totals[module].parameters == sum(
+            tensor.numel for tensor in tensors if tensor.kind == "parameter" and module in ancestors(tensor.name)
+        )
         assert {tensor.name for tensor in tree.below(module) if tensor.persistent} == {tensor.name for tensor in below}
 
 

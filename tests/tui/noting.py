@@ -35,6 +35,9 @@ class NotingEngine:
     def set_recipe(self, recipe: Recipe) -> None:
         self.recipes.append(recipe)
 
+    def follow_recipe(self, recipe: Recipe) -> None:
+        self.commands.append(f"follow {recipe}")
+
     def measure(self) -> None:
         self.commands.append("measure")
 

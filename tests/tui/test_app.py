@@ -157,14 +157,47 @@ async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) 
         assert tree_of(app).has_focus
 
 
-async def test_a_rule_that_takes_nothing_is_warned_of_and_shown(app: DtypeApp) -> None:
+async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> None:
+    """The prompt says why and stays; so does the command line; a key on a node with nothing to cast gives a notice."""
     async with running(app) as pilot:
         await pilot.press("c")
-        app.query_one("#cast-input", Input).value = "model.layer=bf16"
+        field = app.query_one("#cast-input", Input)
+        field.value = "model.layer=bf16"
         await pilot.press("enter")
+        await pilot.pause(0.1)
+        assert "matches nothing in this model; the nearest is model.layers" in screen(app)
+        assert field.has_focus
+        await pilot.press("escape", "colon")
+        app.query_one("#command-input", Input).value = "cast *.nope bf16"
+        await pilot.press("enter")
+        await pilot.pause(0.1)
+        assert "matches nothing in this model" in screen(app)
+        await pilot.press("escape")
+        app.add_rule(Rule.make("*.nowhere", "bf16"))
         await pilot.pause()
-        assert "matches nothing in this model; the nearest is model.layers" in notices(app)[-1]
-        assert "takes nothing" in screen(app)
+        assert "matches nothing in this model" in notices(app)[-1]
+        assert engine(app).recipes == []
+        assert app.experiment.recipe.rules == ()
+
+
+async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        await pilot.press("2")
+        recipe = app.experiment.recipe
+        await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
+        before = app.experiment.report
+        assert before is not None
+        asked = len(engine(app).recipes)
+        app.add_rule(Rule.make("model.layers.0.mlp", "bf16"))
+        await pilot.pause()
+        assert len(app.experiment.recipe) == 2
+        assert app.experiment.report is before
+        assert len(engine(app).recipes) == asked
+        assert engine(app).commands[-1] == "follow *=bfloat16, model.layers.0.mlp=bfloat16"
+        app.add_rule(Rule.make("model.layers.0.mlp", "f16"))
+        await pilot.pause()
+        assert app.experiment.report is None
+        assert len(engine(app).recipes) == asked + 1
 
 
 async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) -> None:

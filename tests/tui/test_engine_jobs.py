@@ -102,10 +102,10 @@ async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncItera
 
 
 def expected_of(path: Path) -> tuple[int, int]:
-    """Elements and bytes of all tensors of the model, by torch."""
+    """Parameters, and bytes of all tensors of the model, by torch."""
     module = module_of(path)()
     tensors = [*module.parameters(), *module.buffers()]
-    return sum(t.numel() for t in tensors), sum(t.numel() * t.element_size() for t in tensors)
+    return sum(p.numel() for p in module.parameters()), sum(t.numel() * t.element_size() for t in tensors)
 
 
 @pytest.mark.parametrize("way", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
@@ -133,11 +133,11 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
             from dtype_engine.sessions import SavedSession
 
             app.take_up(SavedSession(model, "net", recipes=(Recipe(), recipe), at=1))
-    elements, stored = expected_of(net)
+    parameters, stored = expected_of(net)
     halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
     async with opened(app) as pilot:
         assert not app.experiment.partial
-        assert app.experiment.totals[""].total_elements == elements
+        assert app.experiment.totals[""].parameters == parameters
         assert app.experiment.plan.stored_bytes == stored
         text = screen(app)
         assert "when all headers are read" not in text
@@ -145,7 +145,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         if way in ("cast", "resume"):
             assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
         # The columns of the tree's root and of its first child.
-        assert re.search(rf"❯.*{elements / 1000:.1f} k +{app.experiment.plan.planned_bytes / 1024:.1f}", text), text
+        assert re.search(rf"❯.*{parameters / 1000:.1f} k +{app.experiment.plan.planned_bytes / 1024:.1f}", text), text
         await pilot.press("2")
         await until(pilot, lambda: not app.busy)
         assert "when all headers are read" not in screen(app)

@@ -238,13 +238,14 @@ class DtypeApp(LastWords):
         """Take what has arrived from the engine; of readings that replace each other only the newest counts."""
         if not self._arrived:
             return
+        from .app_words import heard_in_the_app
         from .hearing import hear
 
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         newest = {type(event): event for event in arrived}
         for event in arrived:
             if not isinstance(event, _ONLY_THE_NEWEST) or newest[type(event)] is event:
-                hear(self, event)
+                hear(self, heard_in_the_app(event))
         self.show_all()
 
     def say(self, text: str, severity: str) -> None:
@@ -302,6 +303,10 @@ class DtypeApp(LastWords):
 
     def recipe_changed(self) -> None:
         """The recipe in force is another: tell the engine, and show what is known at once."""
+        if self.experiment.same_plan and not self.busy:
+            self.engine.follow_recipe(self.experiment.recipe)
+            self.show_all()
+            return
         self.engine.set_recipe(self.experiment.recipe)
         if self.open_error is None:
             self.busy, self.activity, self.share = True, "casting", None

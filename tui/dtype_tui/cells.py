@@ -7,7 +7,7 @@ import re
 from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
-from dtype_engine.report_text import human_bytes
+from dtype_engine.report_text import human_bytes, percent
 from dtype_engine.text import printable
 
 if TYPE_CHECKING:
@@ -71,15 +71,6 @@ def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
         pieces.append((text, dtype))
         used += len(separator) + len(text)
     return pieces
-
-
-def percent(share: float) -> str:
-    """Whole percents; a share that is there is never shown as 0, nor one that is not whole as 100."""
-    if 0 < share < 0.01:
-        return "<1"
-    if 0.99 < share < 1:
-        return ">99"
-    return f"{100 * share:.0f}"
 
 
 def drift_cell(reading: ModuleDrift | None) -> tuple[str, str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine import dtypes
 from dtype_engine.options import RunSettings
-from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, select, tensor_bytes
+from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, no_match, select, tensor_bytes
 from dtype_engine.thresholds import Thresholds
 
 from .loss_words import loss_marks
@@ -65,6 +65,8 @@ class Experiment:
     scan: ScanView = field(default_factory=ScanView)
     partial: bool = False
     """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
+    same_plan: bool = False
+    """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
 
     def __post_init__(self) -> None:
         self._replan()
@@ -74,8 +76,12 @@ class Experiment:
         """The recipe in force."""
         return self.history.recipe
 
-    def _replan(self) -> None:
+    def _replan(self, before: Plan | None = None) -> None:
+        """Plan anew. `before`: the plan of the same tree until now; the readings are kept where the new one is the same."""
         self.plan = make_plan(self.tree, self.recipe)
+        self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.report is not None
+        if self.same_plan:
+            return
         self.totals = self.tree.totals(self.plan.dtypes)
         self.lost, self.lost_reason, self.loss_marks = None, "", {}
         self.forget_readings()
@@ -117,19 +123,19 @@ class Experiment:
         """Put a recipe in force; False when it already was."""
         if not self.history.push(recipe):
             return False
-        self._replan()
+        self._replan(self.plan)
         return True
 
     def undo(self) -> bool:
         if not self.history.undo():
             return False
-        self._replan()
+        self._replan(self.plan)
         return True
 
     def redo(self) -> bool:
         if not self.history.redo():
             return False
-        self._replan()
+        self._replan(self.plan)
         return True
 
     def tensor(self, name: str) -> TensorInfo | None:
@@ -213,6 +219,21 @@ class Experiment:
             after,
             taken.fixed,
         )
+
+    def refusal(self, rule: Rule) -> str | None:
+        """Why a rule is not put in force: it takes nothing in this model. None where it does, or where that is not known yet.
+
+        Raises PatternError for a pattern that takes too long to match.
+        """
+        loading = not self.live and self.no_forward is None
+        waits = rule.pattern.startswith("type:") and not self.tree.has_classes and loading
+        if self.partial or waits:
+            return None
+        taken = select(self.tree, rule.pattern)
+        if taken:
+            return None
+        more = "; the model is still loading, and may have other names than its files" if loading else ""
+        return no_match(self.tree, rule.pattern, taken) + more
 
     def broken_islands(self, place: int) -> list[str]:
         """Modules that the model wants kept in float32 and that the rule at `place` now holds in less."""

@@ -37,10 +37,13 @@ def hear(app: DtypeApp, event: events.Event) -> None:
         for notice in event.notices:
             app.say(notice, "information")
         app.warn_unmatched()
+        if app.open_error is not None:
+            app.start_with_preset()
     elif isinstance(event, events.OpenFailed):
         app.open_error = event.message
         experiment.no_forward, experiment.partial = event.message, False
-        app.start_with_preset()
+        if not event.classes_follow:
+            app.start_with_preset()
         app.say(event.message, "warning" if app.has_tree else "error")
     elif isinstance(event, events.InputsReady):
         experiment.set_inputs(event.reading)

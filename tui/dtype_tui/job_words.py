@@ -7,6 +7,7 @@ from collections.abc import Iterable
 WORDS: dict[str, tuple[str, str]] = {
     "measure": ("measuring", "m measures again"),
     "inputs": ("preparing the inputs", "the inputs before stay in force"),
+    "recipe": ("taking over the rules", "they are in force"),
     "flow": ("tracing casts", "f traces them again"),
     "causes": ("running each module as cast by itself", "d runs them again"),
     "generate": ("generating", "g generates again"),

@@ -106,7 +106,7 @@ def _effect(outcome: Outcome | None) -> str:
     if outcome is None:
         return "…"
     if outcome.recipe is None:
-        return "nothing to do here"
+        return "needs the module classes, which are not known" if outcome.needs_classes else "nothing to do here"
     stored, planned = outcome.stored_bytes, outcome.planned_bytes
     change = f"{100 * (planned / stored - 1):+.1f} %" if stored else ""
     return f"{outcome.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>8}"

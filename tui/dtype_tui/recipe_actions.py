@@ -12,12 +12,15 @@ if TYPE_CHECKING:
 
 
 def add(app: DtypeApp, rule: Rule) -> None:
-    """Put one more rule in force, and say what it takes against the model's wishes, or that it takes nothing."""
+    """Put one more rule in force, and say what it takes against the model's wishes; one that takes nothing is refused."""
     experiment = app.experiment
     try:
-        experiment.preview(rule)
+        refused = experiment.refusal(rule)
     except PatternError as error:
         app.say(str(error), "error")
+        return
+    if refused is not None:
+        app.say(refused, "warning")
         return
     if not experiment.push(experiment.recipe.then(rule)):
         app.say(f"{rule} is in force already", "information")

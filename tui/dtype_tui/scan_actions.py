@@ -89,6 +89,9 @@ def pause(app: DtypeApp) -> None:
 
 def optimise(app: DtypeApp) -> None:
     """The Pareto front."""
+    if app.experiment.scan.report is None and app.experiment.no_forward:
+        app.say(f"the front comes from a scan, and none can be made: {app.experiment.no_forward}", "warning")
+        return
     if app.experiment.scan.report is None or of_other_inputs(app.experiment):
         app.say("the front comes from a scan: s starts one", "information")
         return

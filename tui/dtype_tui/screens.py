@@ -16,8 +16,18 @@ from textual.widgets import Static
 from dtype_engine import dtypes
 from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReading, Written
 from dtype_engine.report_losses import loss_words
-from dtype_engine.report_text import decibels, human_bytes, human_count, mix_text, parting, seconds_text, share_text
+from dtype_engine.report_text import (
+    decibels,
+    human_bytes,
+    human_count,
+    mix_text,
+    parameters_text,
+    parting,
+    seconds_text,
+    share_text,
+)
 from dtype_engine.text import printable
+from dtype_engine.tree import Totals
 
 from .cells import bar, broken_at_dots, fit
 from .experiment import Experiment
@@ -73,10 +83,16 @@ def details(experiment: Experiment, node: str) -> Overlay:
     if module is not None:
         stored = experiment.tree.totals()[node]
         planned = experiment.totals[node]
-        grid.add_row("class", module.class_name or "known when the model is loaded")
-        grid.add_row("parameters", f"{planned.total_elements:,} ({human_count(planned.total_elements)})")
-        grid.add_row("stored", f"{human_bytes(stored.total_bytes)}  {mix_text(stored)}")
-        grid.add_row("planned", f"{human_bytes(planned.total_bytes)}  {mix_text(planned)}")
+        grid.add_row("class", module.class_name or _no_class(experiment))
+        exact = "" if planned.unknown else f"{planned.parameters:,} ("
+        grid.add_row("parameters", f"{exact}{parameters_text(planned)}{')' if exact else ''}")
+        if planned.buffers:
+            grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")
+        if tied := experiment.tree.tied_into(node):
+            names = ", ".join(printable(found.name, 500) for found in tied)
+            grid.add_row("tied", f"{names}: counted there, not here")
+        grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
+        grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
         if module.island:
             grid.add_row("keep float32", module.island)
         reading = experiment.modules.get(node)
@@ -115,6 +131,21 @@ def details(experiment: Experiment, node: str) -> Overlay:
     if not experiment.explain(node):
         grid.add_row("rules", "none: as stored")
     return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
+
+
+def _bytes_by_dtype(totals: Totals) -> str:
+    of = " of the bytes" if len(totals.mix()) > 1 else ""
+    return f"{human_bytes(totals.total_bytes)}  {mix_text(totals)}{of}" if totals.mix() else human_bytes(0)
+
+
+def _no_class(experiment: Experiment) -> str:
+    if experiment.no_forward is None and not experiment.live:
+        return "known when the model is loaded"
+    return (
+        "none: it only holds others"
+        if experiment.tree.has_classes
+        else "not known: nothing says which architecture this is"
+    )
 
 
 def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words: Iterable[tuple[str, str]]) -> Overlay:

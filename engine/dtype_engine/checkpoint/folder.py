@@ -25,6 +25,7 @@ from ..tree import Kind, TensorInfo, Tree, from_tensors
 from .components import PIPELINE_INDEX, Component, need_tensors, pipeline_notices, read_components, variant_of
 from .cut_files import identified
 from .file_identity import FileIdentity, refuse_changed
+from .parameter_counts import parameters_meant
 from .quantised import parts_of_quantised
 from .safetensors_header import CheckpointTensor, read_header
 
@@ -127,11 +128,14 @@ class Checkpoint:
         return scaled.dtype if scaled is not None else self.weights[name].dtype
 
     def tree(self) -> Tree:
-        """The tree of its tensor names; module classes and ties are not known from headers."""
+        """The tree of its tensor names. Module classes are not known from headers, ties only where a pickle has one storage
+        under several names.
+        """
         fixed = parts_of_quantised(self.tensors.keys() - self._own_parts, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
+        meant = parameters_meant(self.tensors, fixed, self.config)
         with _without_collecting():
             return from_tensors(
                 TensorInfo(
@@ -143,6 +147,7 @@ class Checkpoint:
                     packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
                     fixed=tensor.refusal or fixed.get(name),
                     scaled=name in self.scaled,
+                    meant=meant.get(name),
                 )
                 for name, tensor in self.weights.items()
                 if name not in self.aliases

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import pickle
 import stat
+import sys
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,12 +156,34 @@ def load_pickle(path: Path, trust: bool) -> Any:
             warnings.simplefilter("ignore")
             # What is compressed can't be mapped; torch's reader inflates it.
             mapped = archive is not None and not archive.compressed
-            return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
+            with _modules_of_this_folder() if trust else contextlib.nullcontext():
+                return torch.load(path, map_location="cpu", mmap=mapped, weights_only=not trust)
+    except (ImportError, AttributeError) as error:
+        if not trust:
+            raise UserError(_refused(path, error)) from None
+        raise UserError(
+            f"{path} holds objects of classes whose code is not found: {printable(str(error), 200)}. Put the folder of that "
+            "code into PYTHONPATH, or start in it"
+        ) from None
     except pickle.UnpicklingError as error:
         raise UserError(_refused(path, error)) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
         reason = printable(" ".join(str(error).split()), 200)
         raise UserError(f"{path} is no PyTorch file, or it is damaged: {type(error).__name__}: {reason}") from None
+
+
+@contextlib.contextmanager
+def _modules_of_this_folder() -> Iterator[None]:
+    """Code beside the user is found, as it is when `python` runs there: a pickle that is trusted names modules of its own."""
+    here = os.getcwd()
+    added = here not in sys.path
+    if added:
+        sys.path.insert(0, here)
+    try:
+        yield
+    finally:
+        if added and here in sys.path:
+            sys.path.remove(here)
 
 
 def _first_byte(path: Path) -> bytes:

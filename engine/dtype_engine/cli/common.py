@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import click
 
 from .. import dtypes
-from ..errors import PatternError, UserError
+from ..errors import UserError
 from ..input_files import check_files
 from ..options import Options, RunSettings
-from ..recipe import Recipe, Rule, require_matches
+from ..recipe import Recipe, Rule, make_plan, require_matches
 from ..text import printable
 from ..tree import Tree
 from .signals import ended_by, raised_signals
@@ -238,20 +238,17 @@ def _say_made_for(title: str) -> None:
 def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Options) -> None:
     """Raise UserError for a rule that takes nothing, before any weight is loaded.
 
-    The headers' names mostly tell at once. Where they do not match, the architecture itself is asked, which imports torch:
-    it also has tied names and packed experts that the files do not have.
+    The headers' names mostly tell at once. Where they do not, or a rule goes by module classes, the architecture is asked,
+    which imports torch: it also has tied names and packed experts that the files do not have.
     """
-    try:
-        require_matches(tree, recipe)
-    except PatternError:
-        raise
-    except UserError:
-        from ..model.load import expected_tree
+    if not recipe.rules:
+        return
+    plan = make_plan(tree, recipe)
+    plan.refuse_too_slow()
+    if plan.unmatched or plan.waiting:
+        from ..model.described import describe
 
-        expected = expected_tree(source, options)
-        if expected is None:
-            raise
-        require_matches(expected, recipe)
+        require_matches(describe(source, options).tree, recipe)
 
 
 def options_from(

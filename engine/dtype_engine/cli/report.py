@@ -7,12 +7,14 @@ from typing import Any
 
 import click
 
-from ..errors import NoForward
+from ..errors import NoForward, UserError
 from ..readings import as_json
+from ..readings_losses import ValueLoss
 from ..report_losses import loss_notice
 from ..text import printable
 from .common import (
     json_option,
+    located,
     model_argument,
     opened,
     options_from,
@@ -22,8 +24,10 @@ from .common import (
     run_options,
     say,
     say_progress,
+    settled,
     with_options,
 )
+from .planning import Planned, planned
 
 
 @click.command()
@@ -60,24 +64,49 @@ def report(
 
     check_name(file)
     refuse_existing(file, force)
-    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    rules, options = read_rules(casts, recipe_file), options_from(**run_settings)
     measured, reason = None, ""
+    lost: tuple[ValueLoss, ...] | None
     try:
-        measured = session.drift(on_progress=say_progress)
+        session = opened(model, rules, options)
+        lost = session.lost_values()
+        tree, plan, title, settings = session.tree, session.plan, session.model.title, session.settings
+        try:
+            measured = session.drift(on_progress=say_progress)
+        except NoForward as error:
+            reason = str(error)
     except NoForward as error:
+        source = located(model, options)
+        known = planned(source, rules, options)
+        tree, plan, title, settings = known.tree, known.plan, source.title, settled(options).settings
         reason = str(error)
+        lost = _losses(known)
     say("")
-    lost = session.lost_values()
-    made = gather(
-        session.tree, session.plan, session.model.title, session.settings, measured, versions(), reason, lost=lost
-    )
+    made = gather(tree, plan, title, settings, measured, versions(), reason, lost=lost)
     written = write_whole(file, render(made, file), replace=force)
     if as_object:
-        named = {"file": str(written), "model": session.model.title, "measured": measured is not None}
-        print_json(named | {"lost": as_json(lost)})
+        sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
+        why = {"no_drift": reason} if reason else {}
+        named = {"file": str(written), "model": title, "measured": measured is not None}
+        print_json(named | sizes | why | {"lost": as_json(lost)})
         return
     click.echo(f"wrote {printable(str(written), 1000)}")
-    if notice := loss_notice(lost):
+    if notice := loss_notice(lost or ()):
         click.echo(f"dtype-engine: note: {notice}", err=True)
     if reason:
         click.echo(f"dtype-engine: note: without drift: {reason}", err=True)
+
+
+def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
+    """What the casts of a model that is not run lose, counted from its files; None where their values can't be read."""
+    if known.checkpoint is None:
+        return None
+    from ..value_loss import losses_in_files
+
+    def progress(done: int, total: int) -> None:
+        say(f"looking for values that the casts lose: {done} of {total}")
+
+    try:
+        return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=progress)
+    except UserError:
+        return None

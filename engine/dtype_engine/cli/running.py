@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from ..errors import UserError
 from ..options import Options
 from ..readings import Generation, as_json
 from ..recipe import make_plan, require_matches
@@ -19,10 +18,8 @@ from .common import (
     model_options,
     opened,
     options_from,
-    preset_asked,
     print_json,
     read_rules,
-    refuse_unmatched,
     rule_options,
     run_options,
     say,
@@ -31,6 +28,7 @@ from .common import (
     with_preset,
 )
 from .drift_more import fail_where_missed, look_closer
+from .planning import planned
 from .saving import may_save, save_measured, save_recipe_options
 from .thresholds import threshold_options, thresholds_from
 
@@ -50,21 +48,8 @@ def inspect(
     """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
     options = Options(device="cpu", **model_settings)
     source = located(model, options)
-    checkpoint = source.open()
-    if checkpoint is not None:
-        tree = checkpoint.tree()
-    else:
-        from ..model.load import load
-
-        tree = load(source, options).tree
-    recipe = read_rules(casts, recipe_file)
-    refuse_unmatched(source, tree, recipe, options)
-    if preset_asked():
-        from ..model.described import describe
-
-        tree = describe(source, options).tree
-        recipe = with_preset(recipe, tree)
-    plan = make_plan(tree, recipe)
+    known = planned(source, read_rules(casts, recipe_file), options)
+    tree, plan = known.tree, known.plan
     totals = tree.totals(plan.dtypes)
     tensors = [
         {
@@ -76,15 +61,17 @@ def inspect(
     whole = totals[""]
     result = {
         "model": source.title,
-        "parameters": whole.total_elements,
+        "parameters": whole.parameters if not whole.unknown else None,
+        "buffers": whole.buffers,
         "stored_bytes": plan.stored_bytes,
         "planned_bytes": plan.planned_bytes,
         "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
-        "rules": [str(rule) for rule in recipe.rules],
+        "rules": [str(rule) for rule in plan.recipe.rules],
         "modules": [
             {
-                "name": name, "class": module.class_name, "parameters": totals[name].total_elements,
-                "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
+                "name": name, "class": module.class_name,
+                "parameters": totals[name].parameters if not totals[name].unknown else None,
+                "buffers": totals[name].buffers, "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
             }
             for name, module in tree.modules.items()
         ],
@@ -230,26 +217,32 @@ def weights(
     """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
     options = Options(device="cpu", **model_settings)
     source = located(model, options)
-    checkpoint = source.open()
-    if checkpoint is None:
-        raise UserError(f"{source.title} is code, not a checkpoint: give the file or folder of its weights")
-    tree = checkpoint.tree()
     recipe = read_rules(casts, recipe_file)
-    if preset_asked():
-        from ..model.described import describe
-
-        recipe = with_preset(recipe, describe(source, options).tree)
-    require_matches(tree, recipe)
-    plan = make_plan(tree, recipe)
     from ..checkpoint import unchanged
-    from ..weight_errors import round_trips, skipped
+    from ..weight_errors import round_trips, round_trips_of_live, skipped
 
-    with unchanged(checkpoint.identities):
-        found = list(round_trips(checkpoint, tree, plan.dtypes, lambda done, total: say(f"weights: {done} of {total}")))
+    def progress(done: int, total: int) -> None:
+        say(f"weights: {done} of {total}")
+
+    if source.kind == "python":
+        from ..model.load import load
+
+        live = load(source, options)
+        recipe = with_preset(recipe, live.tree)
+        require_matches(live.tree, recipe)
+        tree, plan = live.tree, make_plan(live.tree, recipe)
+        with unchanged(live.identities):
+            found = list(round_trips_of_live(live, plan.dtypes, progress))
+    else:
+        known = planned(source, recipe, options)
+        assert known.checkpoint is not None
+        tree, plan = known.tree, known.plan
+        with unchanged(known.checkpoint.identities):
+            found = list(round_trips(known.checkpoint, known.tree, plan.dtypes, progress))
     say("")
     left_out = skipped(tree)
     if as_object:
-        rules = [str(rule) for rule in recipe.rules]
+        rules = [str(rule) for rule in plan.recipe.rules]
         print_json({"model": source.title, "rules": rules, "weights": as_json(found), "skipped": as_json(left_out)})
         return
     from ..report_text import skipped_text, weights_text

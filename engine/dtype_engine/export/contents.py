@@ -19,10 +19,11 @@ from .. import dtypes
 from ..checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, Scaled
 from ..checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
 from ..errors import UserError
-from ..model.live import LiveModel, Weight, inventory
-from ..model.load import skeleton
+from ..model.described import describe
+from ..model.live import LiveModel, Weight
 from ..model.mapped import read_mapped, read_stored, read_tensor
-from ..model.names import Placed, placed, stored_dtypes
+from ..model.names import Placed, placed
+from ..model.source import Source
 from ..options import Options
 from ..recipe import Recipe, make_plan, require_matches
 from ..text import printable
@@ -121,20 +122,12 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     Where the architecture is known it is made without data, for module classes and ties. Raises UserError for a rule that
     takes nothing, or a weight that can't be stored in its planned dtype.
     """
-    module = skeleton(checkpoint, options or Options())
-    if module is None:
-        tree = checkpoint.tree()
-        places = {name: Placed(name, False) for name in checkpoint.weights}
-    else:
-        places = placed(module, checkpoint.weights)
-        tree = _stored_tree(module, checkpoint, places)
-    require_matches(tree, recipe)
-    plan = make_plan(tree, recipe)
-    if plan.waiting:
-        raise UserError(
-            f"rule {recipe.rules[plan.waiting[0]]} needs module classes, and nothing says which architecture {title} has"
-        )
-    return _placed_contents(checkpoint, title, recipe, tree, places, plan.dtypes)
+    options = options or Options()
+    source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
+    known = describe(source, options, checkpoint)
+    require_matches(known.tree, recipe)
+    planned = make_plan(known.tree, recipe).dtypes
+    return _placed_contents(checkpoint, title, recipe, known.tree, known.places, planned)
 
 
 def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Contents:
@@ -144,8 +137,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
     if model.checkpoint is not None:
         places = placed(model.module, model.checkpoint.weights)
         contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, places, planned)
-        there = {info.name for place in places.values() if (info := model.tree.canonical(place.name)) is not None}
-        absent = [info.name for info in model.tree.tensors.values() if info.persistent and info.name not in there]
+        absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
         if not absent:
             return contents
         notice = f"{len(absent)} weights that the checkpoint does not have are not exported, first {absent[0]}"
@@ -167,18 +159,6 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
     return Contents(
         model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied
     )
-
-
-def _stored_tree(module: torch.nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> Tree:
-    """A module's tree with the dtypes that its checkpoint stores. Tensors that it does not store keep the module's own."""
-    stored = stored_dtypes(checkpoint, places)
-    scaled = {places[name].name for name in checkpoint.scaled if name in places}
-    infos = []
-    for info in inventory(module)[0]:
-        name = next((name for name in info.names if name in stored), None)
-        known = info if name is None else dataclasses.replace(info, dtype=stored[name], scaled=name in scaled)
-        infos.append(known)
-    return Tree(infos, {name: type(child).__name__ for name, child in module.named_modules()})
 
 
 def _placed_contents(

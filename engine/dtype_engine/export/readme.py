@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from .. import __version__, dtypes
+from ..checkpoint.quantised import parts_of_quantised
 from ..readings_export import ExportedDtype
 from ..readings_losses import ValueLoss
 from ..report_losses import loss_sentences
@@ -103,13 +104,26 @@ def loading_text(contents: Contents) -> str:
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
     if scaled:
         return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
+    if not scaled and (how := _quantised_before(contents)):
+        return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTED} - {wide}:
         return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 
+def _quantised_before(contents: Contents) -> str | None:
+    """How the weights were quantised by another program, in a few words; None where they are not."""
+    parts = parts_of_quantised([item.name for item in contents.items], contents.config)
+    return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
+
+
 def _theirs(contents: Contents) -> list[str]:
     """What plain `from_pretrained` of transformers 5 does with it."""
+    if not any(item.scaled for item in contents.items) and (how := _quantised_before(contents)):
+        return [
+            f"Its weights are {how} already, as they were in the source. `from_pretrained` of transformers, and `load_pretrained`",
+            "above, load them with the package for that, if it is there.",
+        ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
     own = [item.name for item in contents.items if item.scaled and not item.declared]

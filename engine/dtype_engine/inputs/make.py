@@ -37,7 +37,7 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
                 "tensors with --inputs"
             )
         raise NoForward(
-            f"{model.title}: no forward pass, because nothing says what to run it on; give tensors with --inputs, or write a "
+            f"{model.title}: no forward pass: nothing says what to run it on. Give tensors with --inputs, or write a "
             "function example_inputs() beside the model that returns a dict or a tuple of tensors"
         )
     return _made(model, options)

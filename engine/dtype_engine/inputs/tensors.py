@@ -16,6 +16,7 @@ from ..model.live import LiveModel
 from ..text import printable
 from .batch import Batch, Inputs, from_values
 from .fits import ID_ARGUMENTS, check_fits
+from .text import with_next_tokens
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)
@@ -35,7 +36,8 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
         check_fits(model, batch, where)
     calls = f"{len(batches)} calls" if len(batches) > 1 else "1 call"
     name = printable(path.name, 60)
-    return Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=(f"tensors: {name}, as they are",))
+    made_of = (f"tensors: {name}, as they are",)
+    return with_next_tokens(model, Inputs(batches, f"tensors of {name}, {calls}", made=False, made_of=made_of))
 
 
 def read_tensors(path: Path) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -193,9 +194,31 @@ def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
     return Batch(kwargs=kwargs, next_tokens=_next_tokens(model, row), text=text)
 
 
+def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
+    """Inputs that were given as tensors, with the tokens that a causal language model should have predicted.
+
+    Those are the labels, where the call has them, else the ids themselves; none at padding (attention mask 0).
+    """
+    return dataclasses.replace(inputs, batches=tuple(_labelled(model, batch) for batch in inputs.batches))
+
+
+def _labelled(model: LiveModel, batch: Batch) -> Batch:
+    ids = batch.kwargs.get("input_ids")
+    fewer_outputs = "logits_to_keep" in batch.kwargs or "num_logits_to_keep" in batch.kwargs
+    if batch.next_tokens is not None or fewer_outputs or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
+        return batch
+    labels, mask = batch.kwargs.get("labels"), batch.kwargs.get("attention_mask")
+    targets = labels if isinstance(labels, torch.Tensor) and labels.shape == ids.shape else ids
+    found = _next_tokens(model, targets.long())
+    if found is not None and isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+        seen = mask.bool() & torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1).bool()
+        found = found.masked_fill(~seen, -100)
+    return dataclasses.replace(batch, next_tokens=found)
+
+
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:
     """What a causal language model should predict at each position, None for other models."""
-    name = type(model.module).__name__
-    if getattr(model.module.config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
+    name, config = type(model.module).__name__, getattr(model.module, "config", None)
+    if getattr(config, "is_encoder_decoder", False) or not name.endswith(("ForCausalLM", "LMHeadModel")):
         return None
     return torch.cat([row[:, 1:], torch.full_like(row[:, :1], -100)], dim=1)

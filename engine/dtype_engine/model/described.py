@@ -1,56 +1,67 @@
-"""A model as other tools will see it: module classes and their bases, ties and islands, in the stored dtypes.
+"""A model as every command and other tools see it: one tree with module classes, ties and islands, in the stored dtypes.
 
-Mostly the architecture on the meta device and the headers of the files tell all of it. Where they do not agree (a Python
-model, packed experts of several dtypes, quantised weights) the model is loaded, its weights mapped.
+Mostly the architecture on the meta device and the headers of the files tell all of it. Of a Python source, or a pickle that
+holds a whole module, the module itself is loaded. Where nothing tells an architecture it is what the files say.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from torch import nn
 
-from .. import dtypes
 from ..checkpoint import Checkpoint
 from ..errors import NoForward
 from ..options import Options
-from ..tree import TensorInfo, Tree
-from .live import inventory, tree_of
-from .load import expected_module, load
+from ..tree import Tree
+from .live import tree_of
+from .load import load, skeleton
+from .names import Placed, placed
 from .source import Source
+from .stored_tree import stored_tree
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from."""
+    """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from.
+
+    places: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
+    the files have. why_no_classes: where they are not known, the reason in a sentence.
+    """
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
     model_type: str | None
+    places: Mapping[str, Placed] = field(default_factory=dict)
+    why_no_classes: str = ""
 
 
-def describe(source: Source, options: Options) -> Described:
-    """What a model is made of. Without a known architecture it is what the files say: no classes, no ties."""
-    checkpoint = source.open()
+def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> Described:
+    """What a model is made of. Without a known architecture it is what the files say: no classes.
+
+    checkpoint: the headers of `source`, where they have been read. Raises UserError.
+    """
+    options = dataclasses.replace(options, device="cpu")
     if checkpoint is None:
-        return _described(load(source, options).module, None)
-    config = checkpoint.config or {}
-    model_type = config.get("model_type")
+        checkpoint = source.open()
+    if checkpoint is None:
+        module = load(source, options).module
+        return Described(tree_of(module), _kinds(module), None)
+    model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
-    module = expected_module(source, options)
-    if module is not None:
-        infos = _as_stored(inventory(module)[0], getattr(module, "base_model_prefix", "") or "", checkpoint)
-        if infos is not None:
-            return Described(tree_of(module, infos), _kinds(module), named)
+    module_without_data = skeleton(checkpoint, options)
+    if module_without_data is not None:
+        places = placed(module_without_data, checkpoint.weights)
+        tree = stored_tree(module_without_data, checkpoint, places)
+        return Described(tree, _kinds(module_without_data), named, places)
     try:
-        return _described(load(source, options).module, named)
-    except NoForward:
-        return Described(checkpoint.tree(), {}, named)
-
-
-def _described(module: nn.Module, model_type: str | None) -> Described:
-    return Described(tree_of(module), _kinds(module), model_type)
+        live = load(source, options)
+    except NoForward as error:
+        alone = {name: Placed(name, False) for name in checkpoint.weights}
+        return Described(checkpoint.tree(), {}, named, alone, str(error))
+    return Described(live.tree, _kinds(live.module), named, placed(live.module, checkpoint.weights))
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
@@ -61,23 +72,3 @@ def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
         )
         for found in classes
     }
-
-
-def _as_stored(infos: list[TensorInfo], prefix: str, checkpoint: Checkpoint) -> list[TensorInfo] | None:
-    """With the dtypes of the files; None where those do not tell them all."""
-    stored = {tensor.dtype for tensor in checkpoint.tensors.values()}
-    if not stored <= {*dtypes.COMPUTED, "int64", "int32", "bool"}:
-        return None
-    floating = stored & set(dtypes.COMPUTED)
-    only = next(iter(floating)) if len(floating) == 1 else None
-    found: list[TensorInfo] = []
-    for info in infos:
-        if not info.castable or not info.persistent:
-            found.append(info)
-            continue
-        spelled = (key for name in info.names for key in (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}"))
-        dtype = next((checkpoint.tensors[key].dtype for key in spelled if key in checkpoint.tensors), only)
-        if dtype is None:
-            return None
-        found.append(dataclasses.replace(info, dtype=dtype))
-    return found

@@ -134,6 +134,15 @@ class LiveModel:
             dataclasses.replace(info, dtype=kept[info.name][0], scaled=True) if info.name in kept else info
             for info in infos
         ]
+        besides: list[TensorInfo] = []
+        checkpoint = rest.get("checkpoint")
+        if checkpoint is not None:
+            from .names import placed
+            from .stored_tree import unused, with_files
+
+            places, headers = placed(module, checkpoint.weights), checkpoint.tree().tensors
+            infos = with_files(infos, checkpoint, places, headers, own_dtypes=True)
+            besides = unused(places, headers, infos, type(module).__name__)
         weights = {
             info.name: Weight(
                 info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype
@@ -142,7 +151,7 @@ class LiveModel:
         }
         for name, (_, scale) in kept.items():
             weights[name].scale = weights[name].stored_scale = scale.to(device)
-        tree = tree_of(module, infos)
+        tree = tree_of(module, [*infos, *besides])
         return cls(
             module,
             title,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import os
 import re
@@ -34,10 +35,9 @@ from ..errors import NoForward, UserError
 from ..options import Options
 from ..storage import bring_back, dtype_name, torch_dtype
 from ..text import printable
-from ..tree import Tree
 from .architecture import architecture, make, reason, without_quantization
 from .hub import offline
-from .live import LiveModel, give_memory_back, inventory, tree_of
+from .live import LiveModel, give_memory_back, inventory
 from .mapped import read_all, read_mapped, read_stored
 from .names import Placed, placed, restorable, stored_dtypes
 from .room import no_room
@@ -129,14 +129,9 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
     if checkpoint.form in _NO_ARCHITECTURE:
         raise NoForward(f"{title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     if checkpoint.config is None:
-        instead = (
-            f", or open the model's own code with file.py:Name --weights {checkpoint.path.name}"
-            if checkpoint.form == "pickle"
-            else ""
-        )
         raise NoForward(
-            f"{title}: no forward pass, because there is no config.json beside the weights that says which "
-            f"architecture they belong to{instead}; planning works"
+            f"{title}: no forward pass: no config.json beside the weights says which architecture they belong to. Open the "
+            f"model's own code with file.py:Name --weights {printable(checkpoint.path.name)} to run it; planning works"
         )
     if checkpoint.form == "pickle" and any(map(is_compressed, checkpoint.files)):
         raise NoForward(
@@ -240,22 +235,6 @@ def fill(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
     return Loaded(module, scaled)
-
-
-def expected_tree(source: Source, options: Options) -> Tree | None:
-    """The tree that a checkpoint's architecture will have once loaded, without its weights; None where that is not known.
-
-    It may have names that the files do not: tied heads, experts that loading packs into one tensor, module classes. Dtypes
-    are those of a new model; `dtype_engine.model.described` has the stored ones.
-    """
-    module = expected_module(source, options)
-    return None if module is None else tree_of(module)
-
-
-def expected_module(source: Source, options: Options) -> nn.Module | None:
-    """A checkpoint's architecture on the meta device; None where it is not known."""
-    checkpoint = source.open()
-    return skeleton(checkpoint, options) if checkpoint is not None else None
 
 
 def skeleton(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
@@ -393,9 +372,8 @@ def _from_python(source: Source, options: Options, device: torch.device, say: Sa
         made_by = getattr(namespace, source.attribute, None)
         if made_by is None:
             offers = sorted(
-                name for name, value in vars(namespace).items()
-                if isinstance(value, type) and issubclass(value, nn.Module) and value.__module__ == namespace.__name__
-            )  # fmt: skip
+                name for name, value in vars(namespace).items() if _may_make_a_model(value, namespace.__name__)
+            )
             hint = f"; it has {', '.join(offers)}" if offers else ""
             raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
         say(f"making {source.attribute}")
@@ -419,6 +397,23 @@ def _from_python(source: Source, options: Options, device: torch.device, say: Sa
         files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
         folder=source.path.parent if source.path else None,
         example_inputs=getattr(namespace, "example_inputs", None),
+    )
+
+
+def _may_make_a_model(value: Any, module: str) -> bool:
+    """Whether a name of a Python file may be what the user means: a model, its class, or a function to call without arguments."""
+    if isinstance(value, nn.Module):
+        return True
+    if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):
+        return False
+    if isinstance(value, type):
+        return issubclass(value, nn.Module)
+    if not inspect.isfunction(value) or value.__name__ == "example_inputs":
+        return False
+    needed = inspect.Parameter.empty
+    return all(
+        parameter.default is not needed or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        for parameter in inspect.signature(value).parameters.values()
     )
 
 

@@ -25,6 +25,8 @@ class Outcome:
     tensors: int = 0
     stored_bytes: int = 0
     planned_bytes: int = 0
+    needs_classes: bool = False
+    """It has nothing to do because it goes by module classes, and those are not known."""
 
 
 def outcomes(tree: Tree) -> Iterator[Outcome]:
@@ -33,7 +35,8 @@ def outcomes(tree: Tree) -> Iterator[Outcome]:
         try:
             recipe = preset.recipe(tree)
         except UserError as error:
-            yield Outcome(preset, None, str(error))
+            unknown = preset.needs_classes and not tree.has_classes
+            yield Outcome(preset, None, str(error), needs_classes=unknown)
             continue
         plan = make_plan(tree, recipe)
         changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items())

@@ -69,6 +69,12 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             else:
                 fixed.add(tensor.name)
         stack.extend(reversed(node.children.values()))
+    for tensor in tree.renamed:
+        if tensor.name not in taken and all(map(compiled.takes, tensor.stored_as)):
+            if tensor.castable:
+                taken[tensor.name] = None
+            else:
+                fixed.add(tensor.name)
     return Selection(frozenset(modules), tuple(taken), len(fixed - taken.keys()))
 
 
@@ -153,7 +159,7 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
     changed = 0
     for name, dtype in planned.items():
         tensor = tree.tensors[name]
-        if dtype != tensor.dtype and tensor.persistent:
+        if dtype != tensor.dtype and tensor.counted:
             changed += tensor_bytes(tensor, dtype) - tensor.nbytes
     return tree.stored_bytes + changed
 
@@ -164,14 +170,22 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> None:
-    """Raise UserError for the rules that take nothing, with the reason and a near name for the first of them."""
+    """Raise UserError for the rules that take nothing, with the reason and a near name for the first of them.
+
+    Rules by module class are refused where the tree has no classes: what they take can't be known.
+    """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
+    if plan.waiting:
+        raise UserError(no_match(tree, recipe.rules[plan.waiting[0]].pattern))
     for place, index in enumerate(plan.unmatched):
         others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
         more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
         raise UserError(no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
+
+
+NO_CLASSES = "and nothing says which architecture this model has: a config.json of a known one beside its files would"
 
 
 def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
@@ -184,6 +198,15 @@ def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
             "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"
         )
     compiled = compile_pattern(pattern)
+    if compiled.by_class and not tree.has_classes:
+        return f"pattern {shortened(pattern)} goes by module classes, {NO_CLASSES}"
+    with time_limit(MATCHING_S):
+        partly = [tensor for tensor in tree.renamed if any(map(compiled.takes, tensor.stored_as))]
+    if partly:
+        return (
+            f"pattern {shortened(pattern)} takes only a part of {partly[0].name}, which the model packs of "
+            f"{len(partly[0].stored_as)} tensors of the files: take all of them, or it"
+        )
     if compiled.by_class:
         known = sorted({module.class_name for module in tree.modules.values() if module.class_name})
         wanted, prefix = pattern.removeprefix("type:"), "type:"

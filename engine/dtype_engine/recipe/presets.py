@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ..errors import UserError
 from ..tree import Module, Tree, ancestors
 from .pattern import compile_pattern, generalisations
-from .plan import select
+from .plan import NO_CLASSES, select
 from .rules import Recipe, Rule
 
 LOW = "float8_e4m3fn"
@@ -48,10 +48,7 @@ class Preset:
     def recipe(self, tree: Tree) -> Recipe:
         """The rules for this tree. Raises UserError where the tree lacks what is needed, or has nothing to apply it to."""
         if self.needs_classes and not tree.has_classes:
-            raise UserError(
-                f"preset {self.name!r} goes by module classes, which the files alone do not tell: it needs a config.json "
-                "of a known architecture beside them"
-            )
+            raise UserError(f"preset {self.name!r} goes by module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
         if not recipe.rules:
             raise UserError(f"preset {self.name!r} has nothing to do in this model: {self.nothing}")

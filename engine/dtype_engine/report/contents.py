@@ -12,7 +12,7 @@ from ..readings import DriftReport, ModuleDrift
 from ..readings_losses import ValueLoss, severe
 from ..recipe import Plan, tensor_bytes
 from ..report_losses import HELP, headline
-from ..report_text import decibels, human_bytes, human_count, mix_text, seconds_text, with_error
+from ..report_text import decibels, human_bytes, human_count, mix_text, parameters_text, seconds_text, with_error
 from ..text import printable
 from ..tree import Module, Totals, Tree
 from .parts import Name, Profile, Report, Section, Shares, Table
@@ -225,7 +225,7 @@ def _tree(tree: Tree, plan: Plan) -> Section:
             _add(after, planned[module.name])
         rows.append(
             (
-                Name(printable(name, 200)) if name else "the whole model", class_name, human_count(after.total_elements),
+                Name(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
                 human_bytes(before.total_bytes), human_bytes(after.total_bytes), mix_text(after) if after.nbytes else "-",
             )
         )  # fmt: skip
@@ -262,6 +262,11 @@ def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]
 def _add(totals: Totals, more: Totals) -> None:
     for name, elements in more.elements.items():
         totals.add(name, elements, more.nbytes[name])
+    totals.parameters += more.parameters
+    totals.buffers += more.buffers
+    totals.unknown += more.unknown
+    for name, size in more.tied.items():
+        totals.tied[name] = totals.tied.get(name, 0) + size
 
 
 def _measured(tree: Tree, drift: DriftReport) -> dict[str, ModuleDrift]:
@@ -317,7 +322,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         rows.append(
             (
                 Name(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
-                mix_text(after) if after.nbytes else "-", human_count(after.total_elements), human_bytes(after.total_bytes),
+                mix_text(after) if after.nbytes else "-", parameters_text(after), human_bytes(after.total_bytes),
                 *(figures if drift is not None else ()),
             )
         )  # fmt: skip

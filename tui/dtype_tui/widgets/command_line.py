@@ -169,10 +169,11 @@ class CommandLine(Vertical):
             return
         try:
             command, arguments = parse(line, self.completer.commands)
-            if command.name == "cast":
-                Rule.make(*arguments)
+            refused = self.experiment.refusal(Rule.make(*arguments)) if command.name == "cast" else None
         except UserError as error:
-            self.query_one("#command-says", Static).update(Text(f" {error}", style="bold"))
+            refused = str(error)
+        if refused is not None:
+            self.query_one("#command-says", Static).update(Text(f" {refused}", style="bold"))
             return
         if line in self.entered:
             self.entered.remove(line)

@@ -18,11 +18,11 @@ from dtype_engine.options import RunSettings
 from dtype_engine.recipe import Rule
 from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.report_losses import HELP as HELP_LOSSES
-from dtype_engine.report_text import decibels, human_bytes
+from dtype_engine.report_text import decibels, human_bytes, percent
 from dtype_engine.text import printable
 from dtype_engine.thresholds import verdicts
 
-from ..cells import colour, fit, percent, short_bytes
+from ..cells import colour, fit, short_bytes
 from ..loss_words import loss_rows
 from ..scan_actions import predicted
 
@@ -210,7 +210,8 @@ class MemoryPane(Pane):
     """Bytes: of the checkpoint, of the plan, of the live tensors, of the process."""
 
     HELP = (
-        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once. "
+        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once; "
+        "percentages are shares of these bytes. "
         "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
         "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
         "measurement began."

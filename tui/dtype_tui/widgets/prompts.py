@@ -133,8 +133,13 @@ class CastPrompt(Vertical):
         event.stop()
         try:
             rule = Rule.parse(event.value)
+            refused = self.experiment.refusal(rule)
         except UserError as error:
-            self.query_one("#cast-preview", Static).update(Text(f" {error}", style="bold"))
+            refused = str(error)
+        if refused is not None:
+            if self._timer is not None:
+                self._timer.stop()  # the preview would say less
+            self.query_one("#cast-preview", Static).update(Text(f" {refused}", style="bold"))
             return
         self._dtype = event.value.rpartition("=")[2].strip()
         self.close()

@@ -10,7 +10,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from dtype_engine import dtypes
-from dtype_engine.report_text import human_count
+from dtype_engine.report_text import human_count, parameters_text
 
 from ..cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
 from .tree_rows import Row
@@ -69,7 +69,8 @@ class Look:
 
 
 def heading(columns: Columns, scan: str = "") -> Strip:
-    text = f"{' module':<{columns.name}}{'dtype':<{columns.dtype}}"
+    dtype = "dtype, % of bytes" if columns.dtype >= 20 else "dtype"
+    text = f"{' module':<{columns.name}}{dtype:<{columns.dtype}}"
     if columns.parameters:
         text += f"{'params':>{columns.parameters}}"
     if columns.size:
@@ -103,12 +104,18 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look)
     segments += _dtype_segments(experiment, row, columns.dtype)
     if row.tensor is None:
         totals = experiment.totals[row.name]
-        elements, size = totals.total_elements, totals.total_bytes
+        parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
+        size = totals.total_bytes
     else:
-        elements, size = row.tensor.numel, experiment.planned_bytes(row.tensor)
-    counted = elements > 0 and not row.alias and not (experiment.partial and row.tensor is None)
+        found = row.tensor
+        parameters = (
+            "unknown" if found.meant == "unknown" else human_count(found.parameters) if found.parameters else ""
+        )
+        size = experiment.planned_bytes(found)
+    counted = not row.alias and not (experiment.partial and row.tensor is None)
     if columns.parameters:
-        segments.append(Segment(f"{human_count(elements) if counted else '':>{columns.parameters}}", PLAIN))
+        segments.append(Segment(f"{parameters if counted else '':>{columns.parameters}}", PLAIN))
+    counted = counted and size > 0
     if columns.size:
         segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", PLAIN))
     if columns.drift:
@@ -127,7 +134,10 @@ def _name(experiment: Experiment, row: Row, width: int, look: Look) -> tuple[str
         label = name_cell(row.label or experiment.title, room)
         failed = "failed here" if row.name and row.name == experiment.failed_module else ""
         island = "keep f32" if row.module.island else ""
-        beside = " ".join(word for word in (failed, island, row.module.class_name) if word)
+        totals = experiment.totals[row.name]
+        elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
+        tied = f"= {', '.join(found.name.removesuffix('.weight') for found in elsewhere)}" if elsewhere else ""
+        beside = " ".join(word for word in (failed, tied, island, row.module.class_name) if word)
     else:
         twist = "  "
         label = name_cell(row.label, room)

@@ -1,0 +1,119 @@
+"""The tree of a module together with the files that its weights come from: one account for plans, casts and exports.
+
+Modules, classes and ties are the module's; dtypes and bytes are those of the files. A tensor of the files that the module
+has no place for is in the tree all the same, never cast, since an export copies it; one that the files lack has no bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import nn
+
+from .. import dtypes
+from ..checkpoint import Checkpoint
+from ..tree import TensorInfo, Tree
+from .live import inventory, tree_of
+from .mapped import read_tensor
+from .names import Placed, placed, stored_dtypes
+
+
+def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed] | None = None) -> Tree:
+    """The tree of a module without data (on the meta device) for the weights of a checkpoint.
+
+    places: where each tensor of the files goes, if that is known already. Raises UserError for a file that can't be read:
+    the values of a weight that the files hold under two names are compared.
+    """
+    places = placed(module, checkpoint.weights) if places is None else places
+    infos = _untied(inventory(module)[0], checkpoint, places)
+    headers = checkpoint.tree().tensors
+    infos = _without_quantised(with_files(infos, checkpoint, places, headers, own_dtypes=False), headers)
+    return tree_of(module, [*infos, *unused(places, headers, infos, type(module).__name__)])
+
+
+def with_files(
+    infos: Iterable[TensorInfo],
+    checkpoint: Checkpoint,
+    places: Mapping[str, Placed],
+    headers: Mapping[str, TensorInfo],
+    own_dtypes: bool,
+) -> list[TensorInfo]:
+    """A module's tensors with what the files say of each.
+
+    headers: the tensors of the files. own_dtypes: the module is live, and has its weights in the dtypes given; otherwise they are
+    those of the files.
+    """
+    stored = stored_dtypes(checkpoint, places)
+    sources: dict[str, list[str]] = {}
+    for name, place in places.items():
+        sources.setdefault(place.name, []).append(name)
+    found = []
+    for info in infos:
+        held = next((name for name in info.names if name in sources), None)
+        if held is None:
+            found.append(dataclasses.replace(info, made_on_load=info.persistent))
+            continue
+        files = [headers[name] for name in sources[held] if name in headers]
+        dtype = info.dtype if own_dtypes else stored[held]
+        fixed = next((header.fixed for header in files if header.fixed), info.fixed)
+        if fixed is None and dtype in dtypes.COMPUTED and any(header.dtype not in dtypes.COMPUTED for header in files):
+            fixed = f"stored as {files[0].dtype}, which is never cast"
+        changed = dataclasses.replace(
+            info,
+            dtype=dtype,
+            fixed=fixed,
+            scaled=info.scaled or any(name in checkpoint.scaled for name in sources[held]),
+            meant=next((header.meant for header in files if header.meant is not None), info.meant),
+            stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
+        )
+        if files and not changed.scaled and (size := sum(header.nbytes for header in files)) != changed.nbytes:
+            changed = dataclasses.replace(changed, packed_bytes=size)  # packed of parts in several dtypes, say
+        found.append(changed)
+    return found
+
+
+def unused(
+    places: Mapping[str, Placed], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
+) -> list[TensorInfo]:
+    """The tensors of the files that the module has no place for."""
+    taken = {name for info in infos for name in info.names}
+    return [
+        dataclasses.replace(header, fixed=header.fixed or f"not used by {title}: it stays as it is stored")
+        for name, header in headers.items()
+        if name not in places and name not in taken
+    ]
+
+
+def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, places: Mapping[str, Placed]) -> list[TensorInfo]:
+    """Weights that the module would tie, apart where the files hold other values for each name, as transformers has it."""
+    found = []
+    for info in infos:
+        held = {place.name: name for name, place in places.items() if place.name in info.names} if info.aliases else {}
+        first = next(iter(held.values()), None)
+        apart = [live for live, name in held.items() if first is not None and not same_values(checkpoint, first, name)]
+        if not apart:
+            found.append(info)
+            continue
+        together = [name for name in info.names if name not in apart]
+        found.append(dataclasses.replace(info, name=together[0], aliases=tuple(together[1:])))
+        found += [dataclasses.replace(info, name=name, aliases=()) for name in apart]
+    return found
+
+
+def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
+    """Whether two tensors of the files are the same: dtype, shape and every bit. Raises UserError."""
+    if one == other:
+        return True
+    first, second = checkpoint.weights[one], checkpoint.weights[other]
+    if (checkpoint.dtype(one), first.shape) != (checkpoint.dtype(other), second.shape) or first.packed:
+        return False
+    left, right = (read_tensor(checkpoint, name).contiguous().reshape(-1) for name in (one, other))
+    return torch.equal(left.view(torch.uint8), right.view(torch.uint8))
+
+
+def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
+    """Without the plain weights that a quantised checkpoint has as other tensors of the same module."""
+    parts = {name.rpartition(".")[0] for name, header in headers.items() if header.fixed}
+    return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]

@@ -1,0 +1,148 @@
+"""Parameters are what torch calls parameters: no buffers, and of packed weights the values that they stand for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+from torch import nn
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+
+IN, OUT, GROUP = 64, 96, 32
+WORDS: dict[str, Any] = {"dtype": torch.int32}
+
+
+def inspected(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    assert run(cli, "dtype-engine", ["inspect", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+        self.norm = nn.BatchNorm2d(8)
+        self.register_buffer("mean", torch.zeros(5))
+
+
+def test_buffers_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net()
+    parameters = sum(parameter.numel() for parameter in net.parameters())
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Net(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.conv = nn.Conv2d(3, 8, 3)\n        self.norm = nn.BatchNorm2d(8)\n"
+        "        self.register_buffer('mean', torch.zeros(5))\n"
+    )
+    live = inspected(capsys, f"{tmp_path / 'net.py'}:Net")
+    assert (live["parameters"], live["buffers"]) == (parameters, sum(buffer.numel() for buffer in net.buffers()))
+    del net.mean  # of a file alone only the statistics of normalisation layers are known as buffers
+    safetensors.torch.save_file(net.state_dict(), tmp_path / "net.safetensors")
+    alone = inspected(capsys, str(tmp_path / "net.safetensors"))
+    assert (alone["parameters"], alone["buffers"]) == (parameters, sum(buffer.numel() for buffer in net.buffers()))
+    assert sum(row["parameters"] for row in alone["modules"] if row["name"] in ("conv", "norm")) == parameters
+
+
+def test_tied_weights_count_once_and_children_add_up(
+    make_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_llama()
+    module = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    expected = sum(parameter.numel() for parameter in module.parameters())
+    found = inspected(capsys, str(folder), "--cast", "*=bf16")
+    rows = {row["name"]: row for row in found["modules"]}
+    assert found["parameters"] == expected == rows["model"]["parameters"]
+    assert rows["lm_head"]["parameters"] == rows["lm_head"]["bytes"] == 0
+    assert sum(row["bytes"] for name, row in rows.items() if name in ("model", "lm_head")) == rows[""]["bytes"]
+    assert run(cli, "dtype-engine", ["inspect", str(folder), "--cast", "*=bf16"]) == 0
+    assert "weight = model.embed_tokens.weight" in capsys.readouterr().out
+
+
+PACKED = {
+    "gptq": (
+        {"quant_method": "gptq", "bits": 4},
+        {
+            "qweight": torch.zeros(IN * 4 // 32, OUT, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 4 // 32, **WORDS),
+            "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16), "g_idx": torch.zeros(IN, **WORDS),
+        },
+    ),
+    "gptq of 3 bits, told by its shapes": (
+        None,
+        {
+            "qweight": torch.zeros(IN * 3 // 32, OUT, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 3 // 32, **WORDS),
+            "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16), "g_idx": torch.zeros(IN, **WORDS),
+        },
+    ),
+    "awq": (
+        {"quant_method": "awq", "bits": 4},
+        {
+            "qweight": torch.zeros(IN, OUT * 4 // 32, **WORDS), "qzeros": torch.zeros(IN // GROUP, OUT * 4 // 32, **WORDS),
+            "scales": torch.zeros(IN // GROUP, OUT, dtype=torch.float16),
+        },
+    ),
+    "bitsandbytes": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True},
+        {
+            "weight": torch.zeros(IN * OUT // 2, 1, dtype=torch.uint8), "weight.absmax": torch.zeros(IN * OUT // 64),
+            "weight.quant_map": torch.zeros(16),
+            "weight.quant_state.bitsandbytes__nf4": torch.zeros(80, dtype=torch.uint8),
+        },
+    ),
+    "bitsandbytes int8": (
+        {"quant_method": "bitsandbytes", "load_in_8bit": True},
+        {"weight": torch.zeros(OUT, IN, dtype=torch.int8), "SCB": torch.zeros(OUT)},
+    ),
+    "fp8 in blocks": (
+        {"quant_method": "fp8", "weight_block_size": [32, 32]},
+        {"weight": torch.zeros(OUT, IN).to(torch.float8_e4m3fn), "weight_scale_inv": torch.zeros(OUT // 32, IN // 32)},
+    ),
+    "compressed-tensors": (
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 4}}}},
+        {
+            "weight_packed": torch.zeros(OUT, IN * 4 // 32, **WORDS), "weight_scale": torch.zeros(OUT, IN // GROUP),
+            "weight_shape": torch.tensor([OUT, IN]),
+        },
+    ),
+    "nvfp4": (
+        {"quant_method": "modelopt"},
+        {
+            "weight": torch.zeros(OUT, IN // 2, dtype=torch.uint8), "weight_scale_2": torch.zeros(()),
+            "weight_scale": torch.zeros(OUT, IN // 16).to(torch.float8_e4m3fn),
+        },
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", PACKED)
+def test_a_packed_weight_counts_as_the_linear_layer_that_it_is(
+    method: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    linear, norm = nn.Linear(IN, OUT), nn.LayerNorm(IN)
+    said, parts = PACKED[method]
+    tensors = {f"layers.0.{name}": tensor for name, tensor in parts.items()} | {"layers.0.bias": linear.bias.detach()}
+    tensors |= {f"norm.{name}": tensor for name, tensor in norm.state_dict().items()}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    if said is not None:
+        (tmp_path / "config.json").write_text(json.dumps({"quantization_config": said}))
+    expected = sum(parameter.numel() for module in (linear, norm) for parameter in module.parameters())
+    found = inspected(capsys, str(tmp_path))
+    assert (found["parameters"], found["buffers"]) == (expected, 0)
+
+
+def test_words_that_nothing_explains_are_of_unknown_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"a.weight_packed": torch.zeros(4, 4, **WORDS), "a.weight_scale": torch.zeros(4, 1), "b": torch.zeros(3)}
+    safetensors.torch.save_file(tensors, tmp_path / "x.safetensors")
+    found = inspected(capsys, str(tmp_path / "x.safetensors"))
+    assert found["parameters"] is None
+    assert {row["name"]: row["parameters"] for row in found["modules"]} == {"": None, "a": None}
+    assert run(cli, "dtype-engine", ["inspect", str(tmp_path / "x.safetensors")]) == 0
+    assert "unknown" in capsys.readouterr().out
+    assert open_checkpoint(tmp_path / "x.safetensors").tree().totals()[""].parameters == 3

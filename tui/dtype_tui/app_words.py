@@ -1,0 +1,37 @@
+"""Sentences of the engine, in the words of the app: options of the command line become the keys that do the same."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from dtype_engine.events import Event
+
+_IN_THE_APP = (
+    (
+        "tensors with --inputs FILE.safetensors, .npz or .pt",
+        "tensors from a .safetensors, .npz or .pt file with the key i",
+    ),
+    ("tensors with --inputs", "tensors with the key i"),
+    ("leave --image out", "leave the picture out (key i)"),
+    ("leave --audio out", "leave the sound out (key i)"),
+    ("without messages or --chat", "without messages or the word chat"),
+    (", or replace it with --force", ""),
+)
+
+
+def in_the_app(sentence: str) -> str:
+    """The same sentence for somebody who has keys, not options."""
+    for option, key in _IN_THE_APP:
+        sentence = sentence.replace(option, key)
+    return sentence
+
+
+def heard_in_the_app(event: Event) -> Event:
+    """An event with its sentences so."""
+    event_of_any_kind: Any = event
+    fields = {
+        name: in_the_app(value)
+        for name in ("message", "no_forward", "sentence", "reason")
+        if isinstance(value := getattr(event, name, None), str)
+    }
+    return cast(Event, event_of_any_kind._replace(**fields)) if fields else event
