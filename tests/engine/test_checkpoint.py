@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint import open_checkpoint, safetensors_header
 from dtype_engine.errors import UserError
 
 
@@ -203,6 +203,28 @@ def test_names_can_not_speak_to_the_terminal(refused: Callable[[bytes], str]) ->
     name = "\x1b]0;owned\x07\n\u202eevil[bold red]" + "x" * 100_000
     message = refused(header_bytes({name: entry(dtype="F7")}, b"1234"))
     assert len(message) < 400
+
+
+def test_more_tensors_than_any_model_has_are_refused_unread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[[bytes], str]
+) -> None:
+    entries = ",".join(f'"t{i}":{{"dtype":"BF16","shape":[0],"data_offsets":[0,0]}}' for i in range(620_000))
+    parsed: list[int] = []
+    monkeypatch.setattr(safetensors_header.json, "loads", lambda text, **how: parsed.append(len(text)))
+    assert "over 500,000 tensors" in refused(header_bytes(f"{{{entries}}}".encode()))
+    assert parsed == []
+    monkeypatch.undo()
+    monkeypatch.setattr(safetensors_header, "MOST_TENSORS", 10)
+    for count, fits in ((10, True), (11, False)):
+        tensors = {f"t{i}": {"dtype": "BF16", "shape": [0], "data_offsets": [0, 0]} for i in range(count)}
+        said = json.dumps({"__metadata__": {"more": "{" * 9}} | tensors).encode()
+        file = tmp_path / "x.safetensors"
+        file.write_bytes(len(said).to_bytes(8, "little") + said)
+        if fits:
+            assert len(safetensors_header.read_header(file)[0]) == count
+        else:
+            with pytest.raises(UserError, match="over 10 tensors"):
+                safetensors_header.read_header(file)
 
 
 @pytest.mark.parametrize(

@@ -373,3 +373,27 @@ def test_peft_loads_an_exported_adapter(make_llama: Any, tmp_path: Path) -> None
         for name, tensor in before.items():
             assert loaded[name].dtype == given
             assert torch.equal(loaded[name].float(), tensor.bfloat16().float())
+
+
+def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
+    pipeline: Path, adapter: Path, tmp_path: Path
+) -> None:
+    from dtype_engine.leaving import Workshop
+    from dtype_engine.model.source import locate
+    from dtype_engine.options import RunSettings
+    from dtype_engine.recipe import Recipe, Rule
+    from dtype_engine.wishes import ExportWish
+
+    recipe = Recipe().then(Rule.parse("*=bf16"))
+    for folder, files, loader in ((pipeline, 2, "StableDiffusionPipeline"), (adapter, 1, "PeftModel")):
+        source, out = locate(str(folder)), tmp_path / f"{folder.name}-app"
+        workshop = Workshop(
+            source, de.Options(), RunSettings(), recipe, None, source.open(), lambda done, total: None, lambda: False
+        )
+        planned = workshop.plan_export()
+        assert planned.files == files
+        assert f"{loader}.from_pretrained" in planned.loading
+        sentence, _ = workshop.fulfil(ExportWish(out))
+        assert sentence.startswith("exported to ")
+        assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", tmp_path / f"{folder.name}-cli") == 0
+        assert files_in(out) == files_in(tmp_path / f"{folder.name}-cli")

@@ -27,7 +27,7 @@ from .cut_files import identified
 from .file_identity import FileIdentity, refuse_changed
 from .parameter_counts import parameters_meant
 from .quantised import parts_of_quantised
-from .safetensors_header import CheckpointTensor, read_header
+from .safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 INDEX = "model.safetensors.index.json"
@@ -282,6 +282,8 @@ def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoin
             )
         tensors |= found
         metadata |= said
+        if len(tensors) > MOST_TENSORS:
+            raise UserError(too_many_tensors(folder))
     return tensors, metadata
 
 
