@@ -155,7 +155,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
                     partial(_live_values, weight, dtype), _live_kept(weight, dtype) if scaled else None,
                 )
             )  # fmt: skip
-    notices = _tied_notice(tied)
+    notices = (*_notices(items), *_tied_notice(tied))
     return Contents(
         model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied
     )
