@@ -219,6 +219,11 @@ ODD: dict[str, tuple[Callable[[], torch.Tensor], int, str]] = {
     ),
     "bits8": (lambda: torch.zeros(5, dtype=torch.uint8).view(torch.bits8), 5, "is bits8"),
     "complex32": (lambda: torch.zeros(3, dtype=torch.complex32), 12, "is complex32"),
+    "repeated": (
+        lambda: torch.zeros(1).expand(1 << 20, 1 << 20),
+        1 << 42,
+        "repeats 4 B of its file until they are 4.00 TiB",
+    ),
     "complex128": (lambda: torch.zeros(2, dtype=torch.complex128), 32, "is stored as complex128"),
 }
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from .. import dtypes
 from ..errors import UserError
+from ..report_text import human_bytes
 from ..text import printable
 from .pickle_size import check_legacy
 from .pickle_zip import check_archive
@@ -96,6 +97,9 @@ def _specification(name: str, tensor: torch.Tensor, file: Path) -> CheckpointTen
             shape = (*shape[:-1], 2 * shape[-1])
         elif _past_the_end(tensor):
             raise UserError(f"{file}: tensor {printable(name)} is larger than its storage: the file is damaged")
+        elif nbytes > max(_LARGEST_REPEATED, _MOST_REPEATED * tensor.untyped_storage().nbytes()):
+            held = human_bytes(tensor.untyped_storage().nbytes())
+            refusal = f"repeats {held} of its file until they are {human_bytes(nbytes)}"
     return CheckpointTensor(name, shape, dtype, file, None, nbytes, refusal=refusal)
 
 
@@ -272,6 +276,10 @@ def _tensors(found: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
     return named
 
 
+_LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
+"""Views that show a storage more than so many times, and are larger than so many bytes, are no weights: reading one would take
+days.
+"""
 _MOST_LOOKED_AT = 1_000_000
 _LONGEST_PLACE = 200
 

@@ -319,7 +319,8 @@ def _refuse_unwritable(checkpoint: Checkpoint, items: list[Item]) -> None:
     more = f" (and {others} more)" if others else ""
     what = stored.refusal or f"is stored as {first.dtype}"
     advice = "; give it a dtype to be dequantized to, as in --cast '*=bf16'" if stored.packed and not refused else ""
-    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {what}, which safetensors can't hold{advice}")
+    so = "which safetensors can't hold" if stored.refusal is None else "so it can't be written as safetensors"
+    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {what}, {so}{advice}")
 
 
 def _tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
