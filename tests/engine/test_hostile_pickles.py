@@ -9,6 +9,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -97,3 +98,26 @@ def test_a_name_of_some_parts_is_read(tmp_path: Path) -> None:
     tree = open_checkpoint(tmp_path / "x.pth").tree()
     assert list(tree.tensors) == [name]
     assert len(tree.modules) == 150
+
+
+def test_tensors_for_the_forward_pass_are_bounded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import numpy as np
+
+    from dtype_engine.inputs.tensors import read_tensors
+
+    monkeypatch.setattr(pickle_size, "MOST_OPCODES", 1000)
+    for name, write in (("a.pt", zipped), ("b.pt", legacy)):
+        write(tmp_path / name, many(2000))
+        with pytest.raises(UserError, match="steps"):
+            read_tensors(tmp_path / name)
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f4", "fortran_order": False, "shape": (1 << 50,)})
+    with zipfile.ZipFile(tmp_path / "c.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("x.npy", header.getvalue() + bytes(1 << 20))
+    with pytest.raises(UserError, match="can't read the tensors"):
+        read_tensors(tmp_path / "c.npz")
+    np.savez_compressed(tmp_path / "d.npz", x=np.zeros(1 << 22, np.float32))
+    assert read_tensors(tmp_path / "d.npz")["x"].numel() == 1 << 22
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(available=1 << 20))
+    with pytest.raises(UserError, match="inflates to"):
+        read_tensors(tmp_path / "d.npz")

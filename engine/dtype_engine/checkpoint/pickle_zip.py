@@ -72,6 +72,15 @@ def check_archive(path: Path, trust: bool) -> Archive:
     return Archive(compressed, scripted)
 
 
+def refuse_too_large(path: Path) -> None:
+    """Raise UserError for a zip archive whose compressed records inflate to more than there is room for, or claim to; OSError,
+    and what zipfile raises for a damaged one.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            _checked_records(path, archive.infolist())
+
+
 def is_compressed(path: Path) -> bool:
     """Whether a file is a zip archive with compressed records, which programs that map it read as if they were weights."""
     if not zipfile.is_zipfile(path):
@@ -89,7 +98,7 @@ def _checked_records(path: Path, records: list[zipfile.ZipInfo]) -> dict[str, zi
             raise UserError(f"{path}: the archive holds {name} twice, so it is not clear which one is meant")
         by_name[record.filename] = record
         if record.flag_bits & 1:
-            raise UserError(f"{path}: {name} in the archive is encrypted, which PyTorch can't read")
+            raise UserError(f"{path}: {name} in the archive is encrypted, which can't be read")
         if record.compress_type == zipfile.ZIP_STORED:
             whole = record.compress_size == record.file_size
         elif record.compress_type == zipfile.ZIP_DEFLATED:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from ..checkpoint.pickle_size import check_legacy
+from ..checkpoint.pickle_zip import check_archive, refuse_too_large
 from ..errors import UserError
 from ..model.live import LiveModel
 from ..text import printable
@@ -67,6 +69,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
 
     found = {}
     try:
+        refuse_too_large(path)
         with np.load(path, allow_pickle=False) as arrays:
             for name in arrays.files:
                 array = arrays[name]
@@ -75,22 +78,32 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
                 except TypeError:
                     raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
                 found[name] = found[name].reshape(array.shape)
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, AttributeError) as error:
-        raise UserError(f"can't read the tensors of {path}: {printable(str(error), 200)}") from None
+    except UserError:
+        raise
+    except Exception as error:  # numpy and zipfile meet damage in many places, each with an error of its own
+        reason = printable(" ".join(str(error).split()), 200) or type(error).__name__
+        raise UserError(f"can't read the tensors of {path}: {reason}") from None
     return found
 
 
 def _pickle(path: Path) -> Any:
     try:
+        if zipfile.is_zipfile(path):
+            check_archive(path, trust=False)
+        else:
+            check_legacy(path)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return torch.load(path, map_location="cpu", weights_only=True)
+    except UserError:
+        raise
     except pickle.UnpicklingError:
         raise UserError(
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
-    except (OSError, RuntimeError, ValueError, KeyError, EOFError, AttributeError, TypeError) as error:
-        raise UserError(f"can't read the tensors of {path}: {printable(' '.join(str(error).split()), 200)}") from None
+    except Exception as error:  # so does torch.load
+        reason = printable(" ".join(str(error).split()), 200) or type(error).__name__
+        raise UserError(f"can't read the tensors of {path}: {reason}") from None
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:
