@@ -381,7 +381,9 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
     with pytest.raises(UserError, match=f"{file.name} (was|is)"):
         export_checkpoint(checkpoint, "x", recipe, tmp_path / "place" / "out", on_bytes=meanwhile)
     assert list((tmp_path / "place").iterdir()) == []
-    with pytest.raises(UserError, match=f"{file.name} (was|is)"):
+    with pytest.raises(
+        UserError, match=rf"{file.name}(:| was| is)"
+    ):  # a header that is read again may be what is wrong
         export_checkpoint(checkpoint, "x", recipe, tmp_path / "place" / "out")
     tree = checkpoint.tree()
     with pytest.raises(UserError, match=f"{file.name} (was|is)"):
