@@ -60,7 +60,7 @@ class Workshop:
             tuple((name, found.tensors, found.nbytes) for name, found in sums.items()),
             loading_text(contents),
             contents.notices,
-            self._lost(),
+            self._known_lost(),
         )
 
     def fulfil(self, wish: Wish) -> tuple[str, tuple[str, ...]]:
@@ -80,9 +80,16 @@ class Workshop:
             raise UserError("the model is not open")
         return self.known_tree or self.checkpoint.tree()
 
-    def _lost(self, read: int = 0) -> tuple[ValueLoss, ...] | None:
+    def _known_lost(self) -> tuple[ValueLoss, ...] | None:
+        """The weights whose cast loses values, where that was counted before; else None."""
+        plan = _plan(self._tree(), self.recipe)
+        if self.session is not None:
+            return self.session.model.known_losses(plan.dtypes)
+        return self._lost(0)
+
+    def _lost(self, most_read: int = MOST_UNASKED) -> tuple[ValueLoss, ...] | None:
         """The weights whose cast loses values. Without a live model what was not looked at before is read from the files, as far
-        as it is at most `read` bytes; else None.
+        as it is at most `most_read` bytes; else None.
         """
         if self.session is not None:
             return self.session.lost_values(self.cancelled, _plan(self.session.tree, self.recipe))
@@ -92,7 +99,7 @@ class Workshop:
 
         tree = self._tree()
         plan = _plan(tree, self.recipe)
-        if self.counting.waiting_bytes(self.checkpoint, tree, plan) > read:
+        if self.counting.waiting_bytes(self.checkpoint, tree, plan) > most_read:
             return None
         return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
 
@@ -111,6 +118,7 @@ class Workshop:
         from .export.folder import free_name
 
         free_name(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
+        lost = self._lost(0)  # without a live model, what is not known is counted while it is written
         report = export(
             self._contents(),
             wish.folder,
@@ -118,7 +126,7 @@ class Workshop:
             self.on_bytes,
             self.cancelled,
             wish.replace,
-            self._lost(),
+            lost,
         )
         rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
         size = f"{human_bytes(report.nbytes)} in {seconds_text(report.seconds)}{rate}"
@@ -132,7 +140,7 @@ class Workshop:
         require_matches(tree, self.recipe)
         plan = make_plan(tree, self.recipe)
         notices = () if wish.drift is not None else ("the recipe was not measured: the file has no drift",)
-        lost = self._lost(MOST_UNASKED)
+        lost = self._lost()
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
 
     def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
@@ -144,7 +152,7 @@ class Workshop:
             drift, reason = self._measured()
         tree = self._tree()
         plan = _plan(tree, self.recipe)
-        lost = self._lost(MOST_UNASKED)
+        lost = self._lost()
         made = gather(tree, plan, self.source.title, self.settings, drift, versions(), reason, lost=lost)
         return render(made, wish.file), (f"without drift: {reason}",) if reason else ()
 

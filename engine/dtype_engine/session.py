@@ -168,7 +168,7 @@ class Session:
     @_reading_weights
     def lost_values(self, cancelled: Cancelled = _never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
         """The weights that lose values, besides rounding them, under the recipe in force or another plan. Raises Cancelled."""
-        return self.model.lost_values((plan or self._plan).dtypes, cancelled)
+        return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
     @_reading_weights
     def drift(

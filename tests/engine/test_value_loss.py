@@ -255,6 +255,8 @@ def test_a_report_has_them_and_each_tensor_is_counted_once(monkeypatch: pytest.M
     session.redo()
     session.drift()
     assert counted == first
+    assert session.model.known_losses(session.plan.dtypes) == session.lost_values()
+    assert session.model.known_losses(make_plan(session.tree, Recipe((Rule("*", "int8"),))).dtypes) is None
 
 
 def test_the_suggested_rules_take_just_the_tensors_that_lose_values_and_were_tried() -> None:
@@ -444,13 +446,15 @@ def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights:
     told: queue.Queue[events.Event] = queue.Queue()
     worker = Worker(locate(str(weights)), Options(device="cpu"), told.put)
     worker.set_recipe(Recipe((Rule("*", "float16"),)))
-    worker.plan_export()
     worker.save(ReportWish(tmp_path / "r.md"))
     worker.save(RecipeWish(tmp_path / "r.yaml"))
     worker.save(ExportWish(tmp_path / "out"))
     worker.start()
     heard: list[events.Event] = []
     while sum(isinstance(event, events.Saved) for event in heard) < 3:
+        heard.append(told.get(timeout=100))
+    worker.plan_export()
+    while not isinstance(heard[-1], events.ExportPlanned):
         heard.append(told.get(timeout=100))
     worker.close()
     expected = by_hand(load_file(weights), torch.float16)

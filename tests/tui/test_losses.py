@@ -112,8 +112,11 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert SENTENCE in flat(app)
         plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), None)
+        app.experiment.set_lost(None, "")
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert "found out while it is written" in flat(app)
+        await say(app, pilot, events.CastDone(F16, LOST))
+        assert SENTENCE in flat(app)
 
 
 async def test_what_was_not_looked_at_is_said() -> None:

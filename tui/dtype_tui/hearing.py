@@ -83,6 +83,8 @@ def hear(app: DtypeApp, event: events.Event) -> None:
         app.busy, app.activity, app.share = True, f"casting {event.total:,} tensors", event.done / event.total
     elif isinstance(event, events.CastDone):
         experiment.set_lost(event.lost, event.reason)
+        if isinstance(app.screen, LeavingScreen):
+            app.screen.show_losses()
         _say_lost(app, event)
     elif isinstance(event, events.LossRemedyFound):
         experiment.loss_remedy = event.found

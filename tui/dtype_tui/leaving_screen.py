@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,6 +18,7 @@ from dtype_engine import dtypes
 from dtype_engine.errors import UserError
 from dtype_engine.events import ExportPlanned
 from dtype_engine.readings import DriftReport
+from dtype_engine.readings_losses import ValueLoss
 from dtype_engine.report_losses import severe_sentences
 from dtype_engine.report_text import human_bytes
 from dtype_engine.text import printable
@@ -31,6 +33,7 @@ from dtype_engine.wishes import (
 
 from .modal import ModalScreen
 
+Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (
     ("checkpoint", "safetensors that load back in just these dtypes"),
     ("recipe", "rules, settings and what was measured, to use again"),
@@ -57,7 +60,10 @@ class LeavingScreen(ModalScreen[Wish | None]):
         Binding("escape", "leave", "Leave without", priority=True),
     ]
 
-    def __init__(self, title: str, rules: int, drift: DriftReport | None) -> None:
+    def __init__(
+        self, title: str, rules: int, drift: DriftReport | None, lost: Callable[[], Losses | None] = lambda: None
+    ) -> None:
+        """`lost`: the weights whose cast loses values, as soon as they are known."""
         super().__init__()
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
@@ -65,6 +71,7 @@ class LeavingScreen(ModalScreen[Wish | None]):
         self._at = 0
         self._planned: ExportPlanned | None = None
         self._warned: str | None = None
+        self._lost = lost
 
     def compose(self) -> ComposeResult:
         with VerticalScroll(can_focus=False) as box:
@@ -84,6 +91,10 @@ class LeavingScreen(ModalScreen[Wish | None]):
     def show_plan(self, planned: ExportPlanned) -> None:
         """What an export would write is known."""
         self._planned = planned
+        self._draw()
+
+    def show_losses(self) -> None:
+        """What the casts lose is known."""
         self._draw()
 
     @property
@@ -145,10 +156,11 @@ class LeavingScreen(ModalScreen[Wish | None]):
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]
         if not self._rules:
             lines.append(("No rules are in force: this is a copy.", ""))
-        if plan.lost is None:
+        lost = plan.lost if plan.lost is not None else self._lost()
+        if lost is None:
             lines.append(("Whether the casts lose values is found out while it is written.", ""))
         else:
-            lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(plan.lost, 3)]
+            lines += [(f"⚠ {sentence}", "bold") for sentence in severe_sentences(lost, 3)]
         lines += [(notice, "") for notice in plan.notices]
         return [*lines, (plan.loading, "dim")]
 

@@ -80,7 +80,7 @@ def leave_with(app: DtypeApp) -> None:
     from .leaving_screen import LeavingScreen
 
     app.push_screen(
-        LeavingScreen(experiment.title, len(experiment.recipe), experiment.report),
+        LeavingScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
         lambda wish: app.wish(wish) if wish is not None else None,
     )
     app.engine.plan_export()

@@ -63,15 +63,15 @@ class Weight:
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 
-    def count_loss(self, dtype: str, cancelled: Callable[[], bool]) -> ValueLoss | None:
-        """What a cast of the stored values to `dtype` loses; counted at most once. Raises Cancelled."""
+    def count_loss(self, dtype: str, cancelled: Callable[[], bool], cast: bool = False) -> ValueLoss | None:
+        """What a cast of the stored values to `dtype` loses; counted at most once. `cast`: it is in this dtype now, and stays so
+        while it is counted. Raises Cancelled.
+        """
         if dtype == self.info.dtype:
             return None
         if dtype not in self.losses:
             held = self.tensor.data if self.aside is None else self.aside
-            self.losses[dtype] = count_losses(
-                self.info.name, self.original, dtype, held if dtype == self.dtype else None, cancelled
-            )
+            self.losses[dtype] = count_losses(self.info.name, self.original, dtype, held if cast else None, cancelled)
         return self.losses[dtype]
 
     @property
@@ -203,14 +203,23 @@ class LiveModel:
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: Callable[[], bool] = lambda: False
     ) -> tuple[ValueLoss, ...]:
-        """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan. Counts each
-        tensor in each dtype once. Raises Cancelled.
+        """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan, for which only
+        the stored values are read. Counts each tensor in each dtype once. Raises Cancelled.
         """
         found = [
-            weight.count_loss(weight.dtype if planned is None else planned[name], cancelled)
+            weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
             for name, weight in self.weights.items()
         ]
         return tuple(loss for loss in found if loss is not None)
+
+    def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
+        """The same under a plan where all of it was counted before, else None. Any thread may ask."""
+        changed = [
+            (weight, planned[name]) for name, weight in self.weights.items() if planned[name] != weight.info.dtype
+        ]
+        if any(dtype not in weight.losses for weight, dtype in changed):
+            return None
+        return tuple(loss for weight, dtype in changed if (loss := weight.losses[dtype]) is not None)
 
     def uniform_dtype(self) -> torch.dtype | None:
         """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""
