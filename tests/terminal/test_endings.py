@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from dtype_engine.model.source import DEMO
 from dtype_engine.sessions import read_session
 from terminal import Terminal
 
@@ -21,8 +25,9 @@ Opener = Callable[..., Terminal]
 def opened(tmp_path: Path) -> Iterator[Opener]:
     made: list[Terminal] = []
 
-    def make(*arguments: str, **environment: str) -> Terminal:
-        made.append(Terminal(*arguments, environment={"XDG_STATE_HOME": str(tmp_path / "state"), **environment}))
+    def make(*arguments: str, size: tuple[int, int] = (120, 36), **environment: str) -> Terminal:
+        state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+        made.append(Terminal(*arguments, size=size, environment={**state, **environment}))
         return made[-1]
 
     yield make
@@ -79,3 +84,51 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_and_a_file(opened: Opener,
     assert log.stat().st_mode & 0o777 == 0o600
     (kept,) = (read_session(path) for path in (tmp_path / "state" / "dtype-tui" / "sessions").glob("*.json"))
     assert [str(rule) for rule in kept.recipe.rules] == ["*=bfloat16"]
+
+
+# -- a file that is cut short under the program --------------------------------------------------------------------
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A checkpoint of its own, to be damaged."""
+    return Path(shutil.copytree(DEMO, tmp_path / "model"))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
+@pytest.mark.parametrize("moment", ["ready", "measuring", "scanning", "exporting"])
+def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
+    opened: Opener, model: Path, tmp_path: Path, moment: str
+) -> None:
+    weights = model / "model.safetensors"
+    long = tmp_path / "long.txt"
+    long.write_text("import os\n" * 20_000)
+    terminal = opened(str(model), "--text", str(long), "--sequences", "400", size=(120, 36))
+    terminal.wait_for("embed_tokens")
+    terminal.press("2")
+    terminal.wait_for(r"\* → bf16", 20)
+    terminal.wait_for("measuring", 200)
+    if moment == "ready":
+        terminal.press("\x1b")
+        terminal.wait_for("ready", 100)
+    elif moment == "scanning":
+        terminal.press("s")
+        terminal.wait_for("Scan: how much", 20)
+        terminal.press("\r")
+        terminal.wait_for("then: (measuring, )?scan", 20)
+    elif moment == "exporting":
+        terminal.press("e")
+        terminal.wait_for(r"tensors: bf16", 60)
+        terminal.press("\x15" + str(tmp_path / "out") + "\r")
+        terminal.wait_for("then: (measuring, )?writing", 20)
+    os.truncate(weights, 100_000)
+    terminal.press("jj3")
+    terminal.wait_for(r"2 model.embed_tokens → f16", 20)
+    terminal.wait_for("was cut short", 200)
+    terminal.press("w")
+    terminal.wait_for("ready", 200)
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out*"))
+    leave(terminal)
+    (kept,) = (read_session(path) for path in (tmp_path / "state" / "dtype-tui" / "sessions").glob("*.json"))
+    assert [str(rule) for rule in kept.recipe.rules] == ["*=bfloat16", "model.embed_tokens=float16"]

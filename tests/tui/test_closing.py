@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from noting import make_app, report, running, say
-from rows import until
+from rows import notices, screen, until
+from textual._context import active_message_pump
+from textual.css.query import NoMatches
 from textual.events import Key
 from textual.screen import ModalScreen
+from textual.widgets import OptionList
 
 from dtype_engine import events
+from dtype_engine.recipe import Recipe
+from dtype_tui.leaving_screen import LeavingScreen
 
 
 @pytest.mark.parametrize("key", ["question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p"])
@@ -30,3 +37,66 @@ async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> 
         window.dismiss(None)
         await pilot.press("2")
         assert len(app.experiment.recipe) == 1
+
+
+async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() -> None:
+    """Opened and closed in one burst: its mounting, its workers and what the engine has for it come after it is gone."""
+    app = make_app()
+    async with running(app) as pilot:
+        for window in ("p", "e", "ctrl+p", "i", "d", "s", "comma"):
+            for _ in range(3):
+                app.post_message(Key(window, window if len(window) == 1 else None))
+                app.post_message(Key("escape", None))
+            await until(pilot, lambda: len(app.screen_stack) == 1)
+            await pilot.pause()
+        assert app.is_running
+        assert app.return_code is None
+
+
+async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        window = LeavingScreen("demo", 0, None)
+        window.show_plan(events.ExportPlanned(Recipe(), None, "it can not be exported"))
+        app.push_screen(window)
+        await until(pilot, lambda: "it can not be exported" in screen(app))
+
+
+async def look_for_nothing(closed: bool) -> None:
+    """Have the app look for what is not there in a window, which is closed by then or not."""
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("p")
+        window = app.screen
+        if closed:
+            await pilot.press("escape")
+        app.call_later(lambda: window.query_one("#nowhere"))
+        await pilot.pause()
+        await pilot.press("2")
+        assert len(app.experiment.recipe) == closed
+
+
+async def test_nothing_found_is_an_error_in_a_window_that_is_open_and_in_no_other() -> None:
+    await look_for_nothing(closed=True)
+    with pytest.raises(NoMatches):
+        await look_for_nothing(closed=False)
+
+
+async def test_a_fault_of_textuals_own_palette_closes_the_palette_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: app.screen.query(OptionList))
+        listed = app.screen.query_one(OptionList)
+        before = active_message_pump.set(listed)  # as in its own loop
+        app._handle_exception(IndexError("list index out of range"))
+        active_message_pump.reset(before)
+        await until(pilot, lambda: len(app.screen_stack) == 1 and notices(app))
+        assert "the palette was closed: unexpected IndexError" in notices(app)[-1]
+        await pilot.press("2")
+        assert len(app.experiment.recipe) == 1
+    assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1

@@ -257,7 +257,7 @@ class DtypeApp(LastWords):
         from .modal import CommandPalette
 
         if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
-            self.push_screen(CommandPalette(id="--command-palette"))
+            self.push_screen(CommandPalette())  # no id: the last one may still be going
 
     def search_themes(self) -> None:
         from textual.theme import ThemeProvider

@@ -23,10 +23,10 @@ def recorded(error: BaseException) -> str:
         now = datetime.now(UTC)
         folder = Path(platformdirs.user_state_path("dtype-tui"))
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        path = folder / f"error-{now:%Y%m%d-%H%M%S}-{os.getpid()}.log"
+        path = folder / f"error-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.log"
         of = f"dtype-tui {version('dtype-tui')}, Python {platform.python_version()}, {platform.platform()}"
         text = "".join(traceback.format_exception(error))
         with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(f"{of}, {now:%Y-%m-%d %H:%M:%S} UTC\n\n{text}")
-        return f", and so does {printable(str(path), 500)}; --resume goes on with the session"
+        return f", and so does {printable(str(path), 500)}"
     return ""

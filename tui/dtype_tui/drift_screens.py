@@ -141,7 +141,8 @@ class CausesScreen(ModalScreen[None]):
     def refused(self, why: str) -> None:
         """The causes can't be told."""
         self._refusal = printable(why, 500)
-        self._look()
+        if self.is_mounted:
+            self._look()
 
     def action_scroll(self, lines: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)

@@ -89,6 +89,8 @@ class InputsScreen(ModalScreen[None]):
     def accepted(self, reading: InputsReading) -> None:
         """These inputs are in force now."""
         self._reading, self._compared = reading, None
+        if not self.is_mounted:
+            return
         self._draw()
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one(Input).value = ""
@@ -101,10 +103,13 @@ class InputsScreen(ModalScreen[None]):
     def measured(self, positions: int | None) -> None:
         """A measurement on the inputs in force is complete."""
         self._compared = positions
-        self._draw()
-        self._say("")
+        if self.is_mounted:
+            self._draw()
+            self._say("")
 
     def _say(self, words: str, style: str = "dim") -> None:
+        if not self.is_mounted:
+            return
         self.query_one("#inputs-said", Static).update(Text(words, style=style))
 
     def action_scroll(self, lines: int) -> None:

@@ -6,15 +6,48 @@ import os
 import sys
 
 from rich.text import Text
+from textual._context import active_message_pump
 from textual.app import App
+from textual.events import MouseEvent
+from textual.message import Message
+from textual.widget import Widget
 
 from dtype_engine.cli.common import TRACEBACK, unexpected
 
 from .crash import recorded
+from .modal import CommandPalette, asked_of_a_closed_window
 
 
 class LastWords(App[None]):
-    """Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does."""
+    """Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does.
+
+    What goes wrong in Textual's own palette closes the palette, and a click that it can't make sense of is no click: neither is
+    worth the session's end. Both are said, and written to a file.
+    """
+
+    async def _dispatch_message(self, message: Message) -> None:
+        try:
+            await super()._dispatch_message(message)
+        except Exception as error:
+            if asked_of_a_closed_window(error, self):
+                return
+            if not isinstance(message, MouseEvent):
+                raise
+            self._pass_over(error, "the click was passed over")
+
+    def _handle_exception(self, error: Exception) -> None:
+        pump = active_message_pump.get(None)
+        if asked_of_a_closed_window(error, self):
+            return
+        palette = next((screen for screen in self.screen_stack if isinstance(screen, CommandPalette)), None)
+        if palette is not None and isinstance(pump, Widget) and palette in pump.ancestors_with_self:
+            self._pass_over(error, "the palette was closed")
+            palette.dismiss()
+            return
+        super()._handle_exception(error)
+
+    def _pass_over(self, error: Exception, what: str) -> None:
+        self.notify(f"{what}: {unexpected(error)}{recorded(error)}", severity="error", markup=False)
 
     def _fatal_error(self) -> None:
         error = sys.exc_info()[1] or self._exception

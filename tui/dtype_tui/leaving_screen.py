@@ -91,7 +91,8 @@ class LeavingScreen(ModalScreen[Wish | None]):
     def show_plan(self, planned: ExportPlanned) -> None:
         """What an export would write is known."""
         self._planned = planned
-        self._draw()
+        if self.is_mounted:
+            self._draw()
 
     def show_losses(self) -> None:
         """What the casts lose is known."""

@@ -6,15 +6,38 @@ that both close a window reach it before it is gone, and the second would take o
 
 from __future__ import annotations
 
+import contextlib
+import traceback
 from collections.abc import Callable
 from typing import TypeVar
 
+from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
 from textual.command import CommandPalette as _CommandPalette
+from textual.css.query import NoMatches
+from textual.dom import DOMNode
 from textual.screen import ModalScreen as _ModalScreen
 from textual.screen import Screen
 
 Result = TypeVar("Result")
+
+
+def asked_of_a_closed_window(error: Exception, app: App[None]) -> bool:
+    """Whether something was looked for in a window that was closed meanwhile, or in the app when all its windows were: what was
+    still to be done there, as after one burst of keys that opens and closes it, is not worth an end.
+    """
+    if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
+        return True
+    if isinstance(error, ScreenStackError):
+        return not any(app._screen_stacks.values())  # the app itself is ending
+    if not isinstance(error, NoMatches):
+        return False
+    asked = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    nodes = [node for node in asked if isinstance(node, DOMNode) and not isinstance(node, App)]
+    if not nodes:
+        return False
+    above = [node for node in nodes[-1].ancestors_with_self if isinstance(node, Screen)]
+    return not any(screen in app.screen_stack for screen in above)
 
 
 def _close_once(
@@ -40,3 +63,8 @@ class CommandPalette(_CommandPalette):
     def dismiss(self, result: None = None) -> AwaitComplete:
         """Close it, unless it is closed."""
         return _close_once(self, super().dismiss, result)
+
+    def _action_command_list(self, action: str) -> None:
+        # Textual's list may be empty by the time that a key for it is looked at: a search has begun.
+        with contextlib.suppress(KeyError, IndexError, NoMatches):
+            super()._action_command_list(action)
