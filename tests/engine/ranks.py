@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from dtype_engine.readings import ScanReport
 
-FLOOR = 1e-13
+FLOOR = 1e-12
 """Under this, a drift in nats is float32's own rounding in the measurement, not the cast's."""
 
 

@@ -136,9 +136,10 @@ def test_transformers_reads_scaled_weights_with_compressed_tensors(make_llama: A
     settings = transformers.CompressedTensorsConfig(dequantize=True)
     theirs = transformers.LlamaForCausalLM.from_pretrained(out, quantization_config=settings)
     ours = de.load_pretrained(out)
-    assert theirs.state_dict().keys() == ours.state_dict().keys()
-    for name, tensor in theirs.state_dict().items():
-        assert same_bits(tensor, ours.state_dict()[name]), name
+    more = theirs.state_dict().keys() - ours.state_dict().keys()
+    assert all(name.endswith(("_scale", "_zero_point")) for name in more)  # an older transformers keeps the scales
+    for name, tensor in ours.state_dict().items():
+        assert same_bits(theirs.state_dict()[name], tensor), name
 
 
 def test_scaled_weights_that_others_can_not_read_have_names_of_their_own(make_llama: Any, tmp_path: Path) -> None:
