@@ -8,6 +8,7 @@ import sys
 from rich.text import Text
 from textual._context import active_message_pump
 from textual.app import App
+from textual.command import CommandList
 from textual.events import MouseEvent
 from textual.message import Message
 from textual.widget import Widget
@@ -39,10 +40,12 @@ class LastWords(App[None]):
         pump = active_message_pump.get(None)
         if asked_of_a_closed_window(error, self):
             return
-        palette = next((screen for screen in self.screen_stack if isinstance(screen, CommandPalette)), None)
-        if palette is not None and isinstance(pump, Widget) and palette in pump.ancestors_with_self:
+        above = pump.ancestors_with_self if isinstance(pump, Widget) else []
+        palette = next((node for node in above if isinstance(node, CommandPalette)), None)
+        if palette is not None or isinstance(pump, CommandList):
             self._pass_over(error, "the palette was closed")
-            palette.dismiss()
+            if palette is not None:
+                palette.dismiss()
             return
         super()._handle_exception(error)
 
