@@ -165,7 +165,7 @@ class DriftMeter:
                 ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
                 break
             except RunsOtherwise:
-                comparer.found.clear()
+                comparer.restart()
         if self.reuse and ran.trace.calls:
             self._traces[index] = ran.trace
         return ran
@@ -228,6 +228,12 @@ class _Comparer:
         self._last = (output, output._version, kept[0], sums)
         self.replay(module, sums)
         return sums
+
+    def restart(self) -> None:
+        """The pass is run again from its beginning: what was compared so far does not count."""
+        self.found.clear()
+        self._untold.clear()
+        self._last = None
 
     def replay(self, module: str, reading: _Sums | None) -> None:
         """Add one call's sums to its module's."""

@@ -181,3 +181,35 @@ def test_a_session_goes_on_after_a_rule_that_takes_nothing(tinynet: Any) -> None
     tinynet.apply(Recipe((Rule("linear_9", "float16"), Rule("head", "float16"))))
     assert tinynet.plan.unmatched == [0]
     assert tinynet.drift().output.max_abs > 0
+
+
+def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain torch refuses in the middle of the model, and the pass under the rules tells of modules at once."""
+    from torch import nn
+
+    import dtype_engine as de
+    from dtype_engine import drift
+
+    class Stubborn(nn.Module):
+        """Its own code asks for float32 inside, so that everything in bfloat16 needs the rules."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+            self.second = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            between = self.first(x)
+            if between.dtype == torch.bfloat16:
+                drift._TELL_EVERY_S = 0.0  # as on a slow machine: from the second try on there is time to tell
+            found: torch.Tensor = self.second(between.float())
+            return found
+
+    torch.manual_seed(0)
+    monkeypatch.setattr(drift, "_TELL_EVERY_S", 1e9)
+    session = de.open(Stubborn(), inputs=(torch.randn(3, 4).bfloat16(),))
+    session.cast("*", "bfloat16")
+    told: list[str] = []
+    report = session.drift(on_modules=lambda modules: told.extend(module.name for module in modules))
+    assert report.output.max_abs > 0
+    assert {"first.0", "first.1", "second"} <= set(told)
