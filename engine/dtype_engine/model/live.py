@@ -190,7 +190,7 @@ class LiveModel:
     @property
     def resident_bytes(self) -> int:
         """Bytes of all the module's tensors now, tied ones once, non-persistent buffers included."""
-        return sum(weight.nbytes for weight in self.weights.values())
+        return sum(self.resident_by_device().values())
 
     def resident_by_device(self) -> dict[str, int]:
         """The same by device."""
@@ -198,7 +198,17 @@ class LiveModel:
         for weight in self.weights.values():
             device = str(weight.tensor.device)
             sums[device] = sums.get(device, 0) + weight.nbytes
+        for tensor in self._unpacked():
+            sums[str(tensor.device)] = sums.get(str(tensor.device), 0) + tensor.nbytes
         return sums
+
+    def _unpacked(self) -> list[torch.Tensor]:
+        """Weights that another program's code has unpacked from quantised ones since, as compressed-tensors does in the first
+        forward pass."""
+        if all(weight.info.fixed is None for weight in self.weights.values()):
+            return []
+        held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
+        return [tensor for key, tensor in held.items() if key not in self.by_id]
 
     def lost_values(
         self, planned: Mapping[str, str] | None = None, cancelled: Callable[[], bool] = lambda: False

@@ -97,7 +97,7 @@ def _from_checkpoint(
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     loaded = load_module(checkpoint, source.title, options, say)
     say("taking stock of the weights")
-    return LiveModel.wrap(
+    live = LiveModel.wrap(
         loaded.module,
         source.title,
         device,
@@ -109,6 +109,17 @@ def _from_checkpoint(
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
+    _unpack(loaded.module)
+    return live
+
+
+def _unpack(module: nn.Module) -> None:
+    """Let compressed-tensors unpack its weights now. It would do so inside the first forward pass, which may be stopped halfway."""
+    compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
+    if compressor is not None and hasattr(module, "ct_decompress_hook"):
+        with _quiet():
+            compressor.decompress_model(module)
+        module.requires_grad_(False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -457,6 +468,7 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which transformers does
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         logging.getLogger("transformers").setLevel(logging.ERROR)
         try:
