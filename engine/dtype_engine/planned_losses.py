@@ -40,6 +40,9 @@ class PlannedLosses:
         what was not looked at is said. Raises Cancelled.
         """
         plan = make_plan(tree, recipe)
+        if all(dtype == tree.tensors[name].dtype for name, dtype in plan.dtypes.items()):
+            emit(events.CastDone(recipe, ()))  # what reads values imports torch, and nothing is cast
+            return
         waiting = self.waiting_bytes(checkpoint, tree, plan)
         if waiting > MOST_UNASKED and not asked:
             words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
