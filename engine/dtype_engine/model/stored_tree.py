@@ -62,6 +62,7 @@ def with_files(
             fixed = f"stored as {files[0].dtype}, which is never cast"
         changed = dataclasses.replace(
             info,
+            shape=files[0].shape if len(files) == 1 and files[0].fixed else info.shape,  # packed: that of the words
             dtype=dtype,
             fixed=fixed,
             scaled=info.scaled or any(name in checkpoint.scaled for name in sources[held]),
