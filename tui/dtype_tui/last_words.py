@@ -16,7 +16,7 @@ from textual.widget import Widget
 from dtype_engine.cli.common import TRACEBACK, unexpected
 
 from .crash import recorded
-from .modal import CommandPalette, asked_of_a_closed_window
+from .modal import CommandPalette, asked_in, asked_of_a_closed_window
 
 
 class LastWords(App[None]):
@@ -41,7 +41,7 @@ class LastWords(App[None]):
         if asked_of_a_closed_window(error, self):
             return
         above = pump.ancestors_with_self if isinstance(pump, Widget) else []
-        palette = next((node for node in above if isinstance(node, CommandPalette)), None)
+        palette = next((node for node in (*above, *asked_in(error)) if isinstance(node, CommandPalette)), None)
         if palette is not None or isinstance(pump, CommandList):
             self._pass_over(error, "the palette was closed")
             if palette is not None:

@@ -32,12 +32,19 @@ def asked_of_a_closed_window(error: Exception, app: App[None]) -> bool:
         return not any(app._screen_stacks.values())  # the app itself is ending
     if not isinstance(error, NoMatches):
         return False
-    asked = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
-    nodes = [node for node in asked if isinstance(node, DOMNode) and not isinstance(node, App)]
+    nodes = asked_in(error)
     if not nodes:
         return False
     above = [node for node in nodes[-1].ancestors_with_self if isinstance(node, Screen)]
     return not any(screen in app.screen_stack for screen in above)
+
+
+def asked_in(error: Exception) -> list[DOMNode]:
+    """The widgets and windows whose code an error passed through, the outermost first. (Their errors may arise in a task of the
+    app's, which says nothing of the window.)
+    """
+    asked = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return [node for node in asked if isinstance(node, DOMNode) and not isinstance(node, App)]
 
 
 def _close_once(
