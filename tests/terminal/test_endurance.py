@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from random_keys import storm
 
 from terminal import PROGRAM, Terminal
 
@@ -232,3 +233,9 @@ def test_in_tmux() -> None:
         assert "embed_tokens" not in tmux("capture-pane", "-p", "-t", "t")
     finally:
         tmux("kill-server")
+
+
+def test_keys_and_clicks_at_random(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, passed_over = storm(4, 1000)
+    assert passed_over == []

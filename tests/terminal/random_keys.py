@@ -1,0 +1,120 @@
+"""Keys and clicks at random, as fast as the app takes them, in a real pseudo-terminal.
+
+`python tests/terminal/random_keys.py SEED [COUNT]` presses COUNT (20,000), and prints the memory every 2,000 and which of Textual's
+own faults the app passed over. Exit status 1 when the app ends, is not in its terminal any more, or does not answer afterwards.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import psutil
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from terminal import Terminal
+
+_PLAIN = "jklhJKGHEW<>[]{}nNzyYwvxucmdafgtsopei,?:/b *=.12345678\r\t \x10\x12\x7f"  # all keys but the one that leaves
+_MOVES = ("\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F", "\x1b[Z")
+_EVERY = 100
+_QUIET_S = 0.3
+_BUSY_BYTES = 400
+"""What a measurement writes at a time as it goes on; the answer to a key that changed the picture is more."""
+
+
+def a_key(chance: random.Random) -> str:
+    """A key, a click or two on one place, or a turn of the wheel."""
+    kind = chance.random()
+    if kind < 0.1:
+        return chance.choice(_MOVES)
+    if kind < 0.18:
+        at = f"{chance.randint(1, 120)};{chance.randint(1, 36)}"
+        if kind > 0.16:
+            return f"\x1b[<64;{at}M"
+        return f"\x1b[<0;{at}M\x1b[<0;{at}m" * chance.choice((1, 1, 2, 3))
+    return "\x1b" if kind < 0.3 else chance.choice(_PLAIN)
+
+
+class Unwatched(Terminal):
+    """Nobody looks at the screen while the keys are pressed: drawing it would take longer than the app takes."""
+
+    watched = True
+
+    def read(self, seconds: float = 0.05) -> int:
+        if self.watched:
+            return super().read(seconds)
+        stream, self._stream = self._stream, _Nowhere()  # type: ignore[assignment]
+        try:
+            return super().read(seconds)
+        finally:
+            self._stream = stream
+            self.raw = self.raw[-100_000:]
+
+    @property
+    def logs(self) -> list[str]:
+        """The last line of every error that the app wrote to a file of its own."""
+        return [log.read_text().strip().splitlines()[-1] for log in Path(self._state).glob("dtype-tui/error*")]
+
+
+class _Nowhere:
+    def feed(self, data: bytes) -> None:
+        pass
+
+
+def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
+    """Press `count` keys; resident MiB on the way, and the faults that were passed over. AssertionError when the app is gone."""
+    chance = random.Random(seed)
+    terminal = Unwatched("demo")
+    try:
+        terminal.wait_for("embed_tokens", 120)
+        terminal.watched = False
+        process, memory, pressed, recent = psutil.Process(terminal.pid), [], 0, ""
+        while pressed < count:
+            burst = chance.choice((1, 1, 1, 2, 3, 8))
+            keys = "".join(a_key(chance) for _ in range(burst))
+            recent = (recent + keys)[-300:]
+            terminal.press(keys)
+            before, pressed = pressed, pressed + burst
+            while terminal.read(0.004):
+                pass
+            if pressed // _EVERY != before // _EVERY:
+                _until_quiet(terminal)
+                ended, status = os.waitpid(terminal.pid, os.WNOHANG)
+                gone = f"ended after {pressed} keys with {os.waitstatus_to_exitcode(status) if ended else 0}"
+                assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}"
+            if pressed // 2000 != before // 2000:
+                memory.append(process.memory_info().rss >> 20)
+        for _ in range(12):  # whatever stands on top closes, and then the tree answers
+            terminal.press("\x1b")
+            terminal.read(0.3)
+        terminal.watched = True
+        terminal.resize(121, 36)  # everything is drawn anew
+        terminal.wait_for("embed_tokens|lm_head|layers", 60)
+        logs = terminal.logs
+        terminal.press("q")
+        assert terminal.exit_status(30) == 0
+        assert terminal.is_restored()
+        return memory, logs
+    finally:
+        terminal.close()
+
+
+def _until_quiet(terminal: Terminal) -> None:
+    until = quiet = time.monotonic()
+    until += 4
+    while time.monotonic() < until and time.monotonic() - quiet < _QUIET_S:
+        if terminal.read(0.05) > _BUSY_BYTES:
+            quiet = time.monotonic()
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # what the keys write goes here
+        resident, passed_over = storm(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 20_000)
+    print(f"seed {sys.argv[1]}: alive after {time.monotonic() - started:.0f} s; resident MiB {resident}; {passed_over}")
