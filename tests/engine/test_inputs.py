@@ -391,7 +391,7 @@ def test_inputs_of_the_wrong_kind_are_refused_in_a_sentence(saved: Callable[...,
         (["--image", "nowhere.png"], "can't read nowhere.png: No such file or directory"),
         (["--inputs", "nowhere.npz"], "can't read nowhere.npz: No such file or directory"),
         (["--inputs", str(TINYNET)], "tensors come from a file that ends in .safetensors, .npz"),
-        (["--audio", str(TINYNET.parent)], "Is a directory"),
+        (["--audio", str(TINYNET.parent)], "is a folder, not a file"),
         (["--sequence-length", "99999"], "sequences of 99999 tokens are too long"),
     ],
 )

@@ -110,7 +110,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         assert engine(app).recipes == []
         await measured(app, pilot)
         found = Nonfinite(
-            "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=bfloat16"
+            "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=float32"
         )  # fmt: skip
         await say(app, pilot, events.NonfiniteFound(BF16, found))
         words = " ".join(" ".join(line.split()) for line in screen(app).splitlines())
@@ -118,7 +118,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         assert "mul" in words
         assert "model.layers.1.mlp →" in words, screen(app)
         await pilot.press("a")
-        assert app.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "bfloat16")
+        assert app.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "float32")
         assert app.experiment.nonfinite is None
 
 
