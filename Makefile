@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 LOWEST_PYTHON ?= 3.11
 
-.PHONY: demo test lint unit test-lowest benchmarks screenshots clean
+.PHONY: demo test lint unit test-lowest matrix fuzz random-keys benchmarks screenshots clean
 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
@@ -25,6 +25,17 @@ unit: $(VENV)/.tests
 # The same tests on the oldest Python and the oldest libraries that pyproject.toml promises to work with.
 test-lowest: $(LOWEST)/.tests
 	$(LOWEST)/bin/pytest -n auto --maxprocesses 4 --dist worksteal
+
+# Every form of model with every way to use it: the table of tests/README.md.
+matrix: $(VENV)/.tests
+	$(BIN)/python -m tests.matrix
+
+# Five thousand damaged files of each kind (the test run has 150), and three times 20,000 keys.
+fuzz: $(VENV)/.tests
+	$(BIN)/python tests/engine/fuzz.py 5000
+
+random-keys: $(VENV)/.tests
+	for seed in 1 2 3; do $(BIN)/python tests/terminal/random_keys.py $$seed || exit 1; done
 
 benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks

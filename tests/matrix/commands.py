@@ -1,0 +1,454 @@
+"""The ways to use a model without a screen. Each either checks what comes out against `outside`, or meets a refusal."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import io
+import json
+import re
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import dtype_engine as de
+from dtype_engine.cli import cli
+from dtype_engine.cli.common import run
+
+from . import outside
+from .forms import Made, distinct, entered
+
+ALL_BF16 = "*=bfloat16"
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What became of one way on one form: the oracle that it was checked against, or the sentence that refused it."""
+
+    oracle: str = ""
+    refusal: str = ""
+
+
+def where(error: Exception) -> str:
+    """What went wrong with a cell, and in which line of the matrix."""
+    frames = traceback.extract_tb(error.__traceback__)
+    last = next((frame for frame in reversed(frames) if "/matrix/" in frame.filename), frames[-1])
+    return f"{type(error).__name__}: {str(error)[:2000]} (at {Path(last.filename).name}:{last.lineno}: {last.line})"
+
+
+class Refused(Exception):
+    """The program said no in one line."""
+
+
+def program(*arguments: str, status: int | None = 0) -> str:
+    """Standard output of `dtype-engine`. Raises Refused for exit status 2 with its one line."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        found = run(cli, "dtype-engine", list(arguments))
+    said = err.getvalue()
+    if found == 2:
+        lines = [line for line in said.splitlines() if line.startswith("dtype-engine: ")]
+        assert len(lines) == 1, said
+        assert "Traceback" not in said, said
+        raise Refused(lines[0].removeprefix("dtype-engine: "))
+    assert status is None or found == status, (found, out.getvalue(), said)
+    return out.getvalue()
+
+
+def answer(*arguments: str) -> dict[str, Any]:
+    """The JSON object that `dtype-engine ... --json` prints."""
+    found = json.loads(program(*arguments, "--json"))
+    assert isinstance(found, dict)
+    return found
+
+
+@dataclass(frozen=True)
+class Job:
+    """A made model, and a folder of its own to write to."""
+
+    made: Made
+    work: Path
+
+    @property
+    def model(self) -> tuple[str, ...]:
+        return (self.made.model, *self.made.options)
+
+    @property
+    def run(self) -> tuple[str, ...]:
+        """With the inputs to run on, where they are in a file."""
+        given = ("--inputs", str(self.made.inputs_file)) if self.made.inputs_file is not None else ()
+        return (*self.model, *given)
+
+    def session(self) -> de.Session:
+        assert self.made.module is not None
+        return de.open(self.made.module, inputs=self.made.inputs)
+
+
+Way = Callable[[Job], str]
+
+
+def inspect(job: Job) -> str:
+    made = job.made
+    found = answer("inspect", *job.model, "--cast", ALL_BF16)
+    assert found["stored_bytes"] == made.stored_bytes()
+    assert found["planned_bytes"] == made.planned_bytes(BF16)
+    assert found["parameters"] == made.parameters
+    rows = [row for row in found["tensors"] if row["kind"] != "non-persistent buffer"]
+    listed = {name for row in rows for name in (row["name"], *row["tied"])}
+    if made.module is None or made.wide:
+        assert listed == set(made.tensors)
+        for row in rows:
+            assert list(made.tensors[row["name"]].shape) == row["shape"], row
+    if made.linears is None:
+        with_class = _refusal("inspect", *job.model, "--cast", "type:Linear=bfloat16")
+        assert "class" in with_class or "architecture" in with_class, with_class
+    else:
+        linears = made.linears
+        found = answer("inspect", *job.model, "--cast", "type:Linear=bfloat16")
+        assert found["planned_bytes"] == made.planned_bytes(BF16, lambda name: name in linears)
+    assert "matches nothing" in _refusal("inspect", *job.model, "--cast", "nothing.here=bfloat16")
+    return made.loader
+
+
+def _refusal(*arguments: str) -> str:
+    try:
+        program(*arguments)
+    except Refused as error:
+        return str(error)
+    raise AssertionError(f"not refused: {arguments}")
+
+
+def weights(job: Job) -> str:
+    made = job.made
+    found = {row["name"]: row for row in answer("weights", *job.model, "--cast", ALL_BF16)["weights"]}
+    truth = outside.round_trip_errors(distinct(made.castable), BF16)
+    assert set(found) == set(truth)
+    for name, (largest, mean) in truth.items():
+        assert found[name]["elements"] == made.tensors[name].numel()
+        assert near(found[name]["max_abs"], largest, 1e-6)
+        assert near(found[name]["mean_abs"], mean, 1e-5)
+    return made.loader
+
+
+def near(found: float, truth: float, share: float) -> bool:
+    """Whether two figures differ by no more than a share of the second."""
+    return abs(found - truth) <= share * abs(truth)
+
+
+def drift(job: Job) -> str:
+    made = job.made
+    found = answer("drift", *job.run, "--cast", ALL_BF16)
+    assert made.module is not None, "it ran, and nothing says what is right"
+    _check_drift(made, found["output"]["max_abs"], found["output"]["mean_abs"])
+    assert found["memory"]["stored_bytes"] == made.stored_bytes()
+    assert found["memory"]["planned_bytes"] == made.planned_bytes(BF16)
+    assert "matches nothing" in _refusal("drift", *job.run, "--cast", "nothing.here=bfloat16")
+    return "plain torch"
+
+
+def _check_drift(made: Made, largest: float, mean: float) -> None:
+    """Two runs of the same kernels differ in how work is split among threads, not in more."""
+    true_largest, true_mean = outside.drift(made, BF16)
+    assert true_largest > 0
+    assert near(largest, true_largest, 0.02), (largest, true_largest)
+    assert near(mean, true_mean, 0.02), (mean, true_mean)
+
+
+def flow(job: Job) -> str:
+    if job.made.module is None or job.made.inputs is None:
+        answer("flow", *job.run, "--cast", ALL_BF16)
+        raise AssertionError("it ran, and nothing says what is right")
+    layer = outside.first_linear(job.made)
+    raises, elements = outside.raises_in(job.made, layer)
+    assert raises
+    rows = answer("flow", *job.run, "--cast", "*=float32", "--cast", f"{layer}=bfloat16")["casts"]
+    (row,) = [row for row in rows if row["module"] == layer and row["torch_raises"]]
+    assert (row["source"], row["target"]) == ("float32", "bfloat16")
+    assert row["elements"] == elements * row["count"]
+    return "plain torch raises there"
+
+
+def scan(job: Job) -> str:
+    found = answer("scan", *job.run, "--dtypes", "int8", "--draws", "64")
+    assert job.made.module is not None, "it ran, and nothing says what is right"
+    scores = {row["name"]: row["score"] for row in found["weights"] if row["dtype"] == "int8"}
+    truth = outside.alone_in_int8(job.made, "nats" in found["unit"])
+    assert outside.rank_correlation(scores, truth) > 0.75
+    return "each alone in plain torch, ranked"
+
+
+def export(job: Job) -> str:
+    target = job.work / "out"
+    program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    check_export(job.made, target)
+    return "safetensors.torch.load_file"
+
+
+def check_export(made: Made, target: Path) -> None:
+    """Every tensor of the source is in the export, cast by plain torch, to the last bit, and nothing else is."""
+    found = read_export(target)
+    castable = made.castable
+    for name, tensor in distinct(made.tensors).items():
+        expected = tensor.to(BF16) if name in castable else tensor
+        assert name in found, f"{name} is not in the export"
+        assert outside.same_bits(found[name], expected), f"{name} is not what was stored, cast"
+    for name in found.keys() - distinct(made.tensors).keys():
+        expected = made.scales[name] if name in made.scales else made.tensors[name].to(BF16)
+        assert outside.same_bits(found[name], expected), f"{name} is not what was stored, cast"
+
+
+def read_export(target: Path) -> dict[str, torch.Tensor]:
+    """What safetensors reads; tensors of a folder in it with the folder's name before them."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(target.rglob("*.safetensors")):
+        prefix = "" if path.parent == target else f"{path.parent.name}."
+        tensors |= {f"{prefix}{name}": tensor for name, tensor in load_file(path).items()}
+    return tensors
+
+
+def verify(job: Job) -> str:
+    target = job.work / "out"
+    if not target.exists():
+        program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    program("verify", str(target), "--against", *job.model)
+    file = max(target.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1  # the lowest bit of a value, or its sign: one bit that is not what was stored
+    kept = file.read_bytes()
+    file.write_bytes(data)
+    said = program("verify", str(target), "--against", *job.model, status=1)
+    file.write_bytes(kept)
+    assert "not the same" in said
+    return "a flipped bit is found"
+
+
+def load_back(job: Job) -> str:
+    """What others' loaders, and ours, make of the export."""
+    made, target = job.made, job.work / "out"
+    if not target.exists():
+        program("export", *job.model, "--cast", ALL_BF16, "-o", str(target))
+    if (target / "model_index.json").exists():
+        import transformers
+
+        encoder = transformers.CLIPTextModel.from_pretrained(target / "text_encoder", dtype="auto")
+        for name, tensor in encoder.state_dict().items():
+            source = made.tensors.get(f"text_encoder.{name}")
+            assert source is None or outside.same_bits(tensor, source.to(BF16)), name
+        assert json.loads((target / "model_index.json").read_text()) == json.loads(
+            (Path(made.model) / "model_index.json").read_text()
+        )
+        for file in ("scheduler/scheduler_config.json", "tokenizer/vocab.json", "unet/config.json"):
+            assert (target / file).read_bytes() == (Path(made.model) / file).read_bytes()
+        return "transformers.from_pretrained"
+    if (target / "adapter_config.json").exists():
+        assert (target / "adapter_config.json").read_bytes() == (Path(made.model) / "adapter_config.json").read_bytes()
+        assert set(load_file(target / "adapter_model.safetensors")) == set(made.tensors)
+        return "safetensors.torch.load_file"
+    if made.wide:
+        return export_again(job)
+    if (target / "config.json").exists() and made.module is not None:
+        import transformers
+
+        model_class = getattr(transformers, type(made.module).__name__)
+        loaded = model_class.from_pretrained(target, dtype="auto").state_dict()
+        for name, tensor in distinct(made.tensors).items():
+            assert outside.same_bits(loaded[name], tensor.to(BF16) if name in made.castable else tensor), name
+        return "transformers.from_pretrained"
+    if made.module is not None or set(made.tensors) == set(_net_names()):
+        loaded = de.load_pretrained(target, module=copy.deepcopy(made.module or _net()))
+        for name, tensor in loaded.state_dict().items():
+            expected = made.tensors[name]
+            assert outside.same_bits(tensor, expected.to(BF16) if name in made.castable else expected), name
+        return "module.state_dict()"
+    return export_again(job)
+
+
+def export_again(job: Job) -> str:
+    """Where no code of a model is at hand: the export is itself a checkpoint, whose tensors are those of the first one."""
+    target = job.work / "out"
+    found = answer("inspect", str(target))
+    assert found["stored_bytes"] == sum(tensor.nbytes for tensor in read_export(target).values())
+    return "safetensors.torch.load_file"
+
+
+def _net() -> torch.nn.Module:
+    from . import net
+
+    return net.Net().eval()
+
+
+def _net_names() -> list[str]:
+    return list(_net().state_dict())
+
+
+def report(job: Job) -> str:
+    made, file = job.made, job.work / "report.md"
+    program("report", *job.run, "--cast", ALL_BF16, "-o", str(file))
+    text = file.read_text()
+    assert human(made.stored_bytes()) in text
+    assert human(made.planned_bytes(BF16)) in text
+    if made.module is not None and made.inputs is not None:
+        largest, _ = outside.drift(made, BF16)
+        figures = [float(found) for found in re.findall(r"\d\.\d+e[+-]\d+", text)]
+        assert any(near(figure, largest, 0.02) for figure in figures), (largest, figures)
+        return "plain torch"
+    assert re.search(r"no forward pass|can't load", text), text[:2000]
+    return f"{made.loader}; no drift, and why"
+
+
+def human(nbytes: int) -> str:
+    """Bytes as the program writes them: two decimals of the largest binary unit."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def _recipe_file(job: Job) -> Path:
+    file = job.work / "recipe.yaml"
+    file.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
+    return file
+
+
+def recipe_convert(job: Job) -> str:
+    """The patterns for transformers, matched with plain `re`, take every tensor that the recipe takes, and no other."""
+    made = job.made
+    found = answer("recipe", "convert", str(_recipe_file(job)), "--to", "transformers", "--model", *job.model)
+    patterns = [(row["pattern"], row["dtype"]) for row in found["patterns"]]
+    left_out = {name for entry in found["left_out"] for name in entry["tensors"]}
+    names = dict(made.module.named_parameters()) if made.module is not None and not made.wide else made.castable
+    for name in names:
+        first = next((dtype for pattern, dtype in patterns if re.fullmatch(pattern, name)), None)
+        assert first == "bfloat16" or name in left_out or name in made.fixed, (name, patterns)
+    return "re.fullmatch"
+
+
+def recipe_lint(job: Job) -> str:
+    """How many tensors every rule takes here, counted without us."""
+    made = job.made
+    found = json.loads(
+        program(
+            "recipe",
+            "lint",
+            str(_recipe_file(job)),
+            "--for",
+            "transformers",
+            "--model",
+            *job.model,
+            "--json",
+            status=None,
+        )
+    )
+    (rule,) = found["rules"]
+    assert rule["here"] == len(distinct(made.castable)), (rule["here"], sorted(distinct(made.castable)))
+    return made.loader
+
+
+COMMANDS: dict[str, Way] = {
+    "inspect": inspect,
+    "weights": weights,
+    "drift": drift,
+    "flow": flow,
+    "scan": scan,
+    "export": export,
+    "verify": verify,
+    "load back": load_back,
+    "report": report,
+    "recipe lint": recipe_lint,
+    "recipe convert": recipe_convert,
+}
+
+
+# -- the same for a module that is in memory -----------------------------------------------------------------------------
+
+
+def _live_drift(job: Job) -> str:
+    session = job.session()
+    session.cast("*", "bfloat16")
+    output = session.drift().output
+    assert session.undo()
+    _check_drift(job.made, output.max_abs, output.mean_abs)
+    assert all(tensor.dtype == torch.float32 for tensor in job.made.module.parameters())  # type: ignore[union-attr]
+    return "plain torch"
+
+
+def _live_inspect(job: Job) -> str:
+    session = job.session()
+    session.cast("*", "bfloat16")
+    memory = session.memory()
+    session.undo()
+    assert memory.stored_bytes == job.made.stored_bytes()
+    assert memory.planned_bytes == job.made.planned_bytes(BF16)
+    return "module.state_dict()"
+
+
+def _live_flow(job: Job) -> str:
+    session = job.session()
+    assert job.made.module is not None
+    layer = outside.first_linear(job.made)
+    _, elements = outside.raises_in(job.made, layer)
+    session.cast(layer, "bfloat16")
+    (row,) = [row for row in session.flow() if row.module == layer and row.torch_raises]
+    session.undo()
+    assert row.elements == elements
+    return "plain torch raises there"
+
+
+def _live_scan(job: Job) -> str:
+    found = job.session().scan(("int8",), draws=64)
+    scores = {row.name: row.score for row in found.weights}
+    truth = outside.alone_in_int8(job.made, "nats" in found.unit)
+    assert outside.rank_correlation(scores, truth) > 0.75
+    return "each alone in plain torch, ranked"
+
+
+def _live_export(job: Job) -> str:
+    target = job.work / "out"
+    session = job.session()
+    session.cast("*", "bfloat16")
+    session.export(target)
+    session.undo()
+    check_export(job.made, target)
+    return "safetensors.torch.load_file"
+
+
+def _live_load_back(job: Job) -> str:
+    loaded = de.load_pretrained(job.work / "out", module=_net())
+    for name, tensor in loaded.state_dict().items():
+        expected = job.made.tensors[name]
+        assert outside.same_bits(tensor, expected.to(BF16) if tensor.is_floating_point() else expected), name
+    return "module.state_dict()"
+
+
+LIVE: dict[str, Way] = {
+    "inspect": _live_inspect,
+    "drift": _live_drift,
+    "flow": _live_flow,
+    "scan": _live_scan,
+    "export": _live_export,
+    "load back": _live_load_back,
+}
+
+
+NO_NAME = "a module in memory has no name on a command line"
+
+
+def go(way: str, made: Made, work: Path) -> Cell:
+    """One cell: what it was checked against, or what was said. Whatever else goes wrong is raised."""
+    work.mkdir(parents=True, exist_ok=True)
+    ways = LIVE if made.live else COMMANDS
+    if way not in ways:
+        return Cell(refusal=NO_NAME)
+    with entered(made.folder):
+        try:
+            return Cell(oracle=ways[way](Job(made, work)))
+        except Refused as error:
+            return Cell(refusal=str(error))

@@ -1,0 +1,56 @@
+"""The matrix: for every form the ways that refuse it, and the words that the refusal has. Every other way must work, and is
+checked. A form without a row, or a row for no form, fails.
+"""
+
+from __future__ import annotations
+
+from .commands import COMMANDS, LIVE, NO_NAME
+from .screens import SCREENS
+
+WAYS = (*COMMANDS, *SCREENS)
+_RUNNING = ("drift", "flow", "scan", "app: Drift")
+
+
+def _no_pass(words: str) -> dict[str, str]:
+    """Nothing can be run: the commands that run say why, and the rest works."""
+    return dict.fromkeys(_RUNNING, words)
+
+
+_NO_CONFIG = _no_pass("no config.json")
+_GGUF = _no_pass("GGUF")
+
+REFUSED: dict[str, dict[str, str]] = {
+    "safetensors file": _NO_CONFIG,
+    "folder": {},
+    "folder, bf16": {},
+    "folder, sharded": {},
+    "folder, mixed dtypes": {},
+    "folder, tied": {},
+    "folder, encoder": {},
+    "folder, BLIP": {},
+    "folder, .bin": {},
+    "folder, .bin shards": {},
+    ".pth zip": _NO_CONFIG,
+    ".pth deflated": _NO_CONFIG,
+    ".pth legacy": _NO_CONFIG,
+    ".pth nested": _NO_CONFIG,
+    ".pth views": _NO_CONFIG,
+    "whole module": {},
+    "GGUF F16": _GGUF,
+    "GGUF Q8_0": _GGUF,
+    "GGUF Q4_K": _GGUF,
+    "diffusers": _no_pass("a pipeline has several models"),
+    "adapter": _no_pass("an adapter alone is no model"),
+    "GPTQ": _no_pass("GPTQ"),
+    "AWQ": _no_pass("AWQ"),
+    "bitsandbytes": _no_pass("bitsandbytes"),
+    "fp8 blocks": _no_pass("FP8"),
+    "compressed-tensors": {},
+    "own fp8 export": {},
+    "file.py:Class": {},
+    "file.py:function": {},
+    "file.py --weights": {},
+    "file.py, no inputs": _no_pass("example_inputs()"),
+    "package.module:Name": {},
+    "live module": dict.fromkeys((way for way in WAYS if way not in LIVE), NO_NAME),
+}

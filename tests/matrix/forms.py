@@ -1,0 +1,583 @@
+"""The forms that models have on disk and in Python, each made for real, with what a loader that is not ours reads from it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import json
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from . import net
+
+HERE = Path(__file__).parent
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Made:
+    """One model in one form.
+
+    model, options: as on the command line. tensors: by the names of the files (or of the module), as `loader` reads them.
+    module: the model in float32, made without our code; None where nothing but us runs on this form. inputs: the arguments of
+    its forward pass. parameters: how many it has. fixed: tensors that no cast takes. stored: bytes of tensors that are stored
+    in a form of their own.
+    """
+
+    model: str
+    tensors: Tensors
+    loader: str
+    parameters: int
+    options: tuple[str, ...] = ()
+    module: nn.Module | None = None
+    inputs: dict[str, torch.Tensor] | tuple[torch.Tensor, ...] | None = None
+    inputs_file: Path | None = None
+    fixed: frozenset[str] = frozenset()
+    stored: dict[str, int] = field(default_factory=dict)
+    scales: Tensors = field(default_factory=dict)
+    """Tensors of the files that belong to others of them."""
+    wide: frozenset[str] = frozenset()
+    """Parameters of the module that no cast takes, since their files have them in another form."""
+    folder: Path | None = None
+    """Folder that has to be the current one."""
+    live: bool = False
+    """It has no name on a command line."""
+    linears: frozenset[str] | None = frozenset()
+    """The castable tensors that linear layers hold, under every name; None where nothing says which classes there are."""
+
+    @property
+    def castable(self) -> Tensors:
+        """The tensors that a cast takes."""
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if tensor.is_floating_point() and name not in self.fixed
+        }
+
+    def stored_bytes(self) -> int:
+        """Bytes as stored, tied tensors once."""
+        return sum(self.stored.get(name, tensor.nbytes) for name, tensor in distinct(self.tensors).items())
+
+    def __post_init__(self) -> None:
+        if self.linears is not None and self.module is not None:
+            self.linears = linear_tensors(self.module)
+
+    def planned_bytes(self, dtype: torch.dtype, only: Callable[[str], bool] = lambda name: True) -> int:
+        """Bytes with every tensor that a cast takes (of those named) in `dtype`."""
+        castable = self.castable
+        return sum(
+            tensor.numel() * dtype.itemsize if name in castable and only(name) else self.stored.get(name, tensor.nbytes)
+            for name, tensor in distinct(self.tensors).items()
+        )
+
+
+def distinct(tensors: Tensors) -> Tensors:
+    """Tensors that share all their memory once, under the first name."""
+    seen: set[Any] = set()
+    kept: Tensors = {}
+    for name, tensor in tensors.items():
+        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() and key in seen:
+            continue
+        seen.add(key)
+        kept[name] = tensor
+    return kept
+
+
+def linear_tensors(module: nn.Module) -> frozenset[str]:
+    """Names of what linear layers hold, under every name of a tied one."""
+    inside = {
+        id(tensor)
+        for child in module.modules()
+        if type(child) is nn.Linear
+        for tensor in child.parameters(recurse=False)
+    }
+    named = module.named_parameters(remove_duplicate=False)
+    return frozenset(name for name, tensor in named if id(tensor) in inside)
+
+
+def parameter_count(module: nn.Module) -> int:
+    """As people count: every distinct parameter once."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+# -- without a configuration: a network of the user's own ---------------------------------------------------------------
+
+
+def _net() -> net.Net:
+    return net.Net().eval()
+
+
+def _lone(folder: Path, write: Callable[[Tensors, Path], None], suffix: str, read: Callable[[Path], Tensors]) -> Made:
+    path = folder / f"net{suffix}"
+    write(_net().state_dict(), path)
+    loader = "safetensors.torch.load_file" if suffix == ".safetensors" else "torch.load"
+    return Made(str(path), read(path), loader, parameter_count(_net()), linears=None)
+
+
+def _torch_load(path: Path) -> Tensors:
+    found = torch.load(path, weights_only=True)
+    return dict(found.get("state_dict", found))
+
+
+def _deflated(tensors: Tensors, path: Path) -> None:
+    torch.save(tensors, path.with_suffix(".plain"))
+    with (
+        zipfile.ZipFile(path.with_suffix(".plain")) as plain,
+        zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as packed,
+    ):
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    path.with_suffix(".plain").unlink()
+
+
+def _views(tensors: Tensors, path: Path) -> None:
+    """Several views of one storage: slices, a transposed one, and one name for the whole of another."""
+    whole = torch.randn(40, 16, generator=torch.Generator().manual_seed(9))
+    more = {"view.rows": whole[4:12], "view.turned": whole[12:28].T, "view.columns": whole[:, 3:5]}
+    tied = {"tied.one": tensors["out.weight"], "tied.two": tensors["out.weight"]}
+    torch.save({**tensors, **more, **tied}, path)
+
+
+def _pth(folder: Path, write: Callable[[Tensors, Path], None]) -> Made:
+    made = _lone(folder, write, ".pth", _torch_load)
+    shared = {"out.weight", "tied.one", "tied.two"}
+    if "tied.one" in made.tensors:
+        made.parameters += sum(t.numel() for name, t in made.tensors.items() if name.startswith("view."))
+        assert len({made.tensors[name].data_ptr() for name in shared}) == 1
+    return made
+
+
+def _whole_module(folder: Path) -> Made:
+    module = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    path = folder / "whole.pt"
+    torch.save(module, path)
+    inputs = {"input": torch.randn(2, 6, generator=torch.Generator().manual_seed(1))}
+    file = folder / "inputs.safetensors"
+    save_file(inputs, file)
+    loaded: nn.Module = torch.load(path, weights_only=False)
+    return Made(
+        str(path), dict(loaded.state_dict()), "torch.load", parameter_count(module), ("--trust-pickle",),
+        module=loaded, inputs=inputs, inputs_file=file,
+    )  # fmt: skip
+
+
+# -- Hugging Face folders ----------------------------------------------------------------------------------------------
+
+
+def _llama(**settings: Any) -> Any:
+    import transformers
+
+    transformers.set_seed(0)
+    shape = {
+        "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "eos_token_id": None,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
+    }  # fmt: skip
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**shape, **settings})).eval()
+
+
+def _ids(folder: Path) -> tuple[Tensors, Path]:
+    inputs = {"input_ids": torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(7))}
+    file = folder.parent / "inputs.safetensors"
+    save_file(inputs, file)
+    return inputs, file
+
+
+def _of_folder(folder: Path, inputs: Tensors, file: Path, **more: Any) -> Made:
+    """A folder that transformers wrote, read back by transformers and by the loader of its files."""
+    import transformers
+
+    model_class = getattr(transformers, json.loads((folder / "config.json").read_text())["architectures"][0])
+    module = model_class.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors: Tensors = {}
+    for path in sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin")):
+        tensors |= load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+    loader = "safetensors.torch.load_file" if next(folder.glob("*.safetensors"), None) else "torch.load"
+    return Made(
+        str(folder), tensors, loader, parameter_count(module), module=module, inputs=inputs, inputs_file=file, **more
+    )
+
+
+def _llama_folder(folder: Path, shard: str = "1GB", dtype: torch.dtype = torch.float32, **settings: Any) -> Made:
+    target = folder / "llama"
+    _llama(**settings).to(dtype).save_pretrained(target, max_shard_size=shard)
+    return _of_folder(target, *_ids(target))
+
+
+def _mixed_folder(folder: Path) -> Made:
+    made = _llama_folder(folder)
+    file = Path(made.model) / "model.safetensors"
+    wide = {"norm": torch.float32, "mlp": torch.float16}
+    tensors = {
+        name: tensor.to(next((dtype for part, dtype in wide.items() if part in name), torch.bfloat16))
+        for name, tensor in load_file(file).items()
+    }
+    save_file(tensors, file, metadata={"format": "pt"})
+    return _of_folder(Path(made.model), *_ids(Path(made.model)))
+
+
+def _bin_folder(folder: Path, parts: int) -> Made:
+    target = folder / "llama"
+    model = _llama(tie_word_embeddings=True)
+    model.save_pretrained(target)
+    (target / "model.safetensors").unlink()
+    state = model.state_dict()  # the tied weight under both its names, as `torch.save(model.state_dict())` has it
+    if parts == 1:
+        torch.save(state, target / "pytorch_model.bin")
+    else:
+        names = list(state)
+        files = {f"pytorch_model-{n + 1:05}-of-{parts:05}.bin": names[n::parts] for n in range(parts)}
+        for file, held in files.items():
+            torch.save({name: state[name].clone() for name in held if name != "lm_head.weight"}, target / file)
+        weight_map = {name: file for file, held in files.items() for name in held if name != "lm_head.weight"}
+        index = {"metadata": {}, "weight_map": weight_map}
+        (target / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    return _of_folder(target, *_ids(target))
+
+
+def _zoo_folder(folder: Path, name: str) -> Made:
+    import zoo
+
+    module, inputs = zoo.make(name)
+    target = folder / name
+    module.save_pretrained(target)
+    file = folder / "inputs.safetensors"
+    given = {key: value.contiguous() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
+    save_file(given, file)
+    return _of_folder(target, given, file)
+
+
+# -- other programs' files ---------------------------------------------------------------------------------------------
+
+
+def _gguf(folder: Path, kind: str) -> Made:
+    import gguf
+    import numpy as np
+
+    path = folder / f"tiny-{kind}.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    random = np.random.default_rng(0)
+    shapes = {"blk.0.attn_q.weight": (64, 256), "blk.0.ffn_down.weight": (32, 256), "output.weight": (16, 256)}
+    writer.add_tensor("blk.0.attn_norm.weight", random.normal(size=64).astype(np.float32))
+    own = None if kind == "f16" else gguf.GGMLQuantizationType[kind.upper()]
+    for name, shape in shapes.items():
+        values = random.normal(size=shape).astype(np.float32)
+        if own is None:
+            writer.add_tensor(name, values.astype(np.float16))
+        elif kind == "q4_k":  # gguf-py only reads these blocks: any bytes are some weights, with finite scales
+            blocks = random.integers(0, 256, (shape[0], shape[1] // 256 * 144), dtype=np.uint8)
+            blocks.reshape(-1, 144)[:, :4] = np.array([0.01, 0.02], np.float16).view(np.uint8)
+            writer.add_tensor(name, blocks, raw_dtype=own)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(values, own), raw_dtype=own)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    tensors: Tensors = {}
+    stored: dict[str, int] = {}
+    for tensor in gguf.GGUFReader(path).tensors:
+        shape = tuple(int(extent) for extent in reversed(tensor.shape.tolist()))
+        plain = tensor.tensor_type in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16)
+        values = tensor.data if plain else gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        tensors[tensor.name] = torch.from_numpy(np.array(values)).reshape(shape)
+        if not plain:
+            stored[tensor.name] = int(tensor.n_bytes)
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    return Made(str(path), tensors, "gguf.quants.dequantize", parameters, stored=stored, linears=None)
+
+
+def _diffusers(folder: Path) -> Made:
+    import transformers
+
+    target = folder / "pipeline"
+    transformers.set_seed(1)
+    encoder = transformers.CLIPTextModel(
+        transformers.CLIPTextConfig(
+            vocab_size=64, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=16,
+        )
+    )  # fmt: skip
+    encoder.save_pretrained(target / "text_encoder")
+    generator = torch.Generator().manual_seed(2)
+    for component in ("unet", "vae"):
+        (target / component).mkdir()
+        held = {
+            f"{component}_in.weight": torch.randn(6, 4, generator=generator),
+            "out.bias": torch.randn(4, generator=generator),
+        }
+        save_file(held, target / component / "diffusion_pytorch_model.safetensors")
+        (target / component / "config.json").write_text(json.dumps({"_class_name": component}))
+    (target / "scheduler").mkdir()
+    (target / "scheduler" / "scheduler_config.json").write_text('{"_class_name": "DDIMScheduler"}')
+    (target / "tokenizer").mkdir()
+    (target / "tokenizer" / "vocab.json").write_text("{}")
+    index = {
+        "_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "CLIPTextModel"],
+        "unet": ["diffusers", "UNet2DConditionModel"], "vae": ["diffusers", "AutoencoderKL"],
+        "scheduler": ["diffusers", "DDIMScheduler"], "tokenizer": ["transformers", "CLIPTokenizer"],
+    }  # fmt: skip
+    (target / "model_index.json").write_text(json.dumps(index))
+    tensors: Tensors = {}
+    for path in sorted(target.glob("*/*.safetensors")):
+        tensors |= {f"{path.parent.name}.{name}": tensor for name, tensor in load_file(path).items()}
+    parameters = sum(tensor.numel() for tensor in tensors.values() if tensor.is_floating_point())
+    return Made(str(target), tensors, "safetensors.torch.load_file", parameters, linears=None)
+
+
+def _adapter(folder: Path) -> Made:
+    target = folder / "adapter"
+    target.mkdir()
+    generator = torch.Generator().manual_seed(4)
+    prefix = "base_model.model.model.layers.0.self_attn.q_proj"
+    tensors = {
+        f"{prefix}.lora_A.weight": torch.randn(4, 32, generator=generator),
+        f"{prefix}.lora_B.weight": torch.randn(32, 4, generator=generator),
+    }
+    save_file(tensors, target / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {
+        "peft_type": "LORA", "base_model_name_or_path": "someone/llama", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"],
+    }  # fmt: skip
+    (target / "adapter_config.json").write_text(json.dumps(config))
+    parameters = sum(tensor.numel() for tensor in tensors.values())
+    found = load_file(target / "adapter_model.safetensors")
+    return Made(str(target), found, "safetensors.torch.load_file", parameters, linears=None)
+
+
+# -- quantised already -------------------------------------------------------------------------------------------------
+
+_OUT = _IN = 128
+_WORDS = "model.layers.0.mlp.up_proj"
+
+
+def _gptq() -> tuple[Tensors, dict[str, Any]]:
+    parts = {
+        "qweight": torch.randint(-(2**31), 2**31 - 1, (_IN // 8, _OUT), dtype=torch.int32),
+        "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.rand(1, _OUT).half(),
+        "g_idx": torch.zeros(_IN, dtype=torch.int32),
+    }
+    return parts, {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+
+
+def _awq() -> tuple[Tensors, dict[str, Any]]:
+    parts = {
+        "qweight": torch.randint(-(2**31), 2**31 - 1, (_IN, _OUT // 8), dtype=torch.int32),
+        "qzeros": torch.full((1, _OUT // 8), 0x77777777, dtype=torch.int32),
+        "scales": torch.rand(1, _OUT).half(),
+    }
+    return parts, {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True}
+
+
+def _bnb() -> tuple[Tensors, dict[str, Any]]:
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [_OUT, _IN]}).encode()
+    parts = {
+        "weight": torch.randint(0, 256, (_OUT * _IN // 2, 1), dtype=torch.uint8),
+        "weight.absmax": torch.rand(_OUT * _IN // 64),
+        "weight.quant_map": torch.linspace(-1, 1, 16),
+        "weight.quant_state.bitsandbytes__nf4": torch.frombuffer(bytearray(state), dtype=torch.uint8),
+    }
+    return parts, {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+def _fp8_blocks() -> tuple[Tensors, dict[str, Any]]:
+    parts = {
+        "weight": torch.randn(_OUT, _IN).to(torch.float8_e4m3fn),
+        "weight_scale_inv": torch.rand(1, 1),
+    }
+    return parts, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def _compressed() -> tuple[Tensors, dict[str, Any]]:
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+    codes = torch.randint(-8, 8, (_OUT, _IN), dtype=torch.int8)
+    parts = {
+        "weight_packed": pack_to_int32(codes, 4),
+        "weight_scale": torch.rand(_OUT, 1) / 8,
+        "weight_shape": torch.tensor([_OUT, _IN]),
+    }
+    scheme = {"weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}}
+    groups = {"group_0": {**scheme, "targets": [f"re:.*{_WORDS.rpartition('.')[2]}"]}}
+    return parts, {
+        "quant_method": "compressed-tensors", "format": "pack-quantized", "quantization_status": "compressed",
+        "config_groups": groups,
+    }  # fmt: skip
+
+
+def _quantized(folder: Path, scheme: Callable[[], tuple[Tensors, dict[str, Any]]]) -> Made:
+    """One layer whose up projection is quantised, and whose other weights are not."""
+    torch.manual_seed(6)
+    model = _llama(hidden_size=_IN, intermediate_size=_OUT, num_hidden_layers=1)
+    target = folder / "quantized"
+    model.save_pretrained(target)
+    parts, method = scheme()
+    file = target / "model.safetensors"
+    tensors = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(_WORDS)}
+    named = {f"{_WORDS}.{part}": tensor for part, tensor in parts.items()}
+    save_file({**tensors, **named}, file, metadata={"format": "pt"})
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**config, "quantization_config": method}))
+    found = load_file(file)
+    made = Made(
+        str(target), found, "safetensors.torch.load_file", parameter_count(model), fixed=frozenset(named),
+        linears=linear_tensors(model) - {f"{_WORDS}.weight"},
+    )  # fmt: skip
+    if scheme is _compressed:
+        # The one method that is run here, by its own package: the values are what its own unpacking gives.
+        from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+        codes = unpack_from_int32(found[f"{_WORDS}.weight_packed"], 4, torch.Size([_OUT, _IN]))
+        values = codes.float() * found[f"{_WORDS}.weight_scale"]
+        model.load_state_dict({**{n: t for n, t in found.items() if n not in named}, f"{_WORDS}.weight": values})
+        made.module, made.wide = model, frozenset({f"{_WORDS}.weight"})
+        made.inputs, made.inputs_file = _ids(target)
+    return made
+
+
+def _own_export(folder: Path) -> Made:
+    """An export of ours with fp8 weights and their scales, its tensors as safetensors has them."""
+    import dtype_engine as de
+
+    source = _llama_folder(folder)
+    session = de.open(source.model)
+    session.cast("*.mlp", "float8_e4m3fn")
+    session.export(folder / "exported")
+    stored = load_file(folder / "exported" / "model.safetensors")
+    codes = {name for name, tensor in stored.items() if tensor.dtype == torch.float8_e4m3fn}
+    scales = {f"{name}_scale" for name in codes}
+    assert codes
+    made = Made(
+        str(folder / "exported"),
+        {name: tensor for name, tensor in stored.items() if name not in scales},
+        "safetensors.torch.load_file",
+        source.parameters,
+        fixed=frozenset(codes),
+        scales={name: stored[name] for name in scales},
+        stored={name: stored[name].nbytes + stored[f"{name}_scale"].nbytes for name in codes},
+        inputs=source.inputs,
+        inputs_file=source.inputs_file,
+    )
+    made.module = copy.deepcopy(source.module)
+    assert made.module is not None
+    made.linears = linear_tensors(made.module)
+    made.module.load_state_dict(
+        {
+            name: stored[name].float() * stored[f"{name}_scale"] if name in codes else stored[name]
+            for name in made.tensors
+        }
+    )
+    return made
+
+
+# -- Python ------------------------------------------------------------------------------------------------------------
+
+
+def _python(folder: Path, name: str, weights: bool = False, package: bool = False, example: bool = True) -> Made:
+    home = folder / "own" if package else folder
+    home.mkdir(exist_ok=True)
+    (home / "__init__.py").touch()
+    text = (HERE / "net.py").read_text()
+    file = home / ("own_net.py" if package else "net.py")
+    file.write_text(text if example else text.partition("def example_inputs")[0])
+    module = _net()
+    options: tuple[str, ...] = ()
+    if weights:
+        trained = {n: t + 0.25 if t.is_floating_point() else t for n, t in module.state_dict().items()}
+        torch.save(trained, folder / "net.pth")
+        module.load_state_dict(torch.load(folder / "net.pth", weights_only=True))
+        options = ("--weights", str(folder / "net.pth"))
+    model = f"own.own_net:{name}" if package else f"{file}:{name}"
+    inputs = net.example_inputs() if example else None
+    return Made(
+        model, dict(module.state_dict()), "module.state_dict()", parameter_count(module), options, module=module,
+        inputs=inputs, folder=folder if package else None,
+    )  # fmt: skip
+
+
+def _live(folder: Path) -> Made:
+    module = _net()
+    return Made(
+        "", dict(module.state_dict()), "module.state_dict()", parameter_count(module), module=module,
+        inputs=net.example_inputs(), live=True,
+    )  # fmt: skip
+
+
+_save_old = partial(torch.save, _use_new_zipfile_serialization=False)
+FORMS: dict[str, Callable[[Path], Made]] = {
+    "safetensors file": lambda at: _lone(at, save_file, ".safetensors", load_file),
+    "folder": _llama_folder,
+    "folder, bf16": partial(_llama_folder, dtype=torch.bfloat16),
+    "folder, sharded": partial(_llama_folder, shard="20KB"),
+    "folder, mixed dtypes": _mixed_folder,
+    "folder, tied": partial(_llama_folder, tie_word_embeddings=True),
+    "folder, encoder": partial(_zoo_folder, name="bert"),
+    "folder, BLIP": partial(_zoo_folder, name="blip"),
+    "folder, .bin": partial(_bin_folder, parts=1),
+    "folder, .bin shards": partial(_bin_folder, parts=2),
+    ".pth zip": lambda at: _pth(at, torch.save),
+    ".pth deflated": lambda at: _pth(at, _deflated),
+    ".pth legacy": lambda at: _pth(at, _save_old),
+    ".pth nested": lambda at: _pth(at, lambda held, path: torch.save({"epoch": 3, "state_dict": held}, path)),
+    ".pth views": lambda at: _pth(at, _views),
+    "whole module": _whole_module,
+    "GGUF F16": partial(_gguf, kind="f16"),
+    "GGUF Q8_0": partial(_gguf, kind="q8_0"),
+    "GGUF Q4_K": partial(_gguf, kind="q4_k"),
+    "diffusers": _diffusers,
+    "adapter": _adapter,
+    "GPTQ": partial(_quantized, scheme=_gptq),
+    "AWQ": partial(_quantized, scheme=_awq),
+    "bitsandbytes": partial(_quantized, scheme=_bnb),
+    "fp8 blocks": partial(_quantized, scheme=_fp8_blocks),
+    "compressed-tensors": partial(_quantized, scheme=_compressed),
+    "own fp8 export": _own_export,
+    "file.py:Class": partial(_python, name="Net"),
+    "file.py:function": partial(_python, name="make"),
+    "file.py --weights": partial(_python, name="Net", weights=True),
+    "file.py, no inputs": partial(_python, name="Net", example=False),
+    "package.module:Name": partial(_python, name="Net", package=True),
+    "live module": _live,
+}
+
+
+def made(name: str, folder: Path) -> Made:
+    """The model of a form, in a new folder."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    return FORMS[name](folder)
+
+
+def names() -> Iterable[str]:
+    """Of all forms."""
+    return FORMS
+
+
+@contextlib.contextmanager
+def entered(folder: Path | None) -> Iterator[None]:
+    """In a folder that holds the package of the model, as the person who has it would be."""
+    if folder is None:
+        yield
+        return
+    before, path = Path.cwd(), list(sys.path)
+    os.chdir(folder)
+    importlib.invalidate_caches()
+    for name in [name for name in sys.modules if name == "own" or name.startswith("own.")]:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        os.chdir(before)
+        sys.path[:] = path

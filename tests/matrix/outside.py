@@ -1,0 +1,141 @@
+"""What the figures ought to be, computed with torch, numpy and json alone: nothing here imports the program."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from typing import Any
+
+import torch
+from scipy.stats import spearmanr
+from torch import nn
+
+from .forms import Made, Tensors
+
+
+def main_output(found: Any) -> torch.Tensor:
+    """The logits, else the last hidden state, else the tensor itself, in float64."""
+    for name in ("logits", "last_hidden_state"):
+        if hasattr(found, name):
+            found = getattr(found, name)
+            break
+    assert isinstance(found, torch.Tensor)
+    return found.to(torch.float64)
+
+
+def call(module: nn.Module, inputs: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """One forward pass without gradients, floating inputs in `dtype`."""
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    with torch.no_grad():
+        if isinstance(inputs, dict):
+            return main_output(module(**{name: cast(value) for name, value in inputs.items()}))
+        return main_output(module(*map(cast, inputs)))
+
+
+def in_dtype(module: nn.Module, dtype: torch.dtype, wide: frozenset[str] = frozenset()) -> nn.Module:
+    """A copy whose parameters and persistent buffers are in `dtype`, as a checkpoint in that dtype would load, but for those
+    named in `wide`. A linear layer takes its input in its weight's dtype.
+    """
+    twin = copy.deepcopy(module)
+    kept = {id(tensor): name for name, tensor in twin.state_dict(keep_vars=True).items()}
+    for tensor in [*twin.parameters(), *twin.buffers()]:
+        if tensor.is_floating_point() and id(tensor) in kept and kept[id(tensor)] not in wide:
+            tensor.data = tensor.data.to(dtype)
+    for child in twin.modules():
+        if isinstance(child, nn.Linear) and wide:
+            child.register_forward_pre_hook(lambda layer, given: (given[0].to(layer.weight.dtype), *given[1:]))
+    return twin
+
+
+def drift(made: Made, dtype: torch.dtype) -> tuple[float, float]:
+    """Largest and mean |Δ| of the main output, everything in `dtype` against everything in float32."""
+    assert made.module is not None
+    reference = call(made.module, made.inputs)
+    delta = (call(in_dtype(made.module, dtype, made.wide), made.inputs, dtype) - reference).abs()
+    return float(delta.max()), float(delta.mean())
+
+
+def round_trip_errors(tensors: Tensors, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    """Largest and mean |Δ| of every tensor that a cast to `dtype` changes the dtype of."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor.dtype != dtype:
+            delta = (tensor.to(dtype).double() - tensor.double()).abs()
+            found[name] = (float(delta.max()), float(delta.mean()))
+    return found
+
+
+def rounded_to_int8(tensor: torch.Tensor) -> torch.Tensor:
+    """The values that int8 codes with one scale per output channel stand for: amax / 127, nearest, ties to even."""
+    flat = tensor.reshape(tensor.shape[0], -1) if tensor.ndim > 1 else tensor.reshape(1, -1)
+    scale = flat.abs().amax(dim=1, keepdim=True) / 127
+    scale[scale == 0] = 1
+    return (torch.round(flat / scale).clamp(-127, 127) * scale).reshape(tensor.shape)
+
+
+def alone_in_int8(made: Made, distribution: bool) -> dict[str, float]:
+    """For every parameter alone in int8: mean KL divergence in nats, or the relative squared error, of the main output."""
+    assert made.module is not None
+    reference = call(made.module, made.inputs)
+    found = {}
+    for name, parameter in made.module.named_parameters():
+        kept = parameter.data
+        parameter.data = rounded_to_int8(kept)
+        candidate = call(made.module, made.inputs)
+        parameter.data = kept
+        if distribution:
+            p, q = reference.log_softmax(-1), candidate.log_softmax(-1)
+            found[name] = float((p.exp() * (p - q)).sum(-1).mean())
+        else:
+            found[name] = float((candidate - reference).square().sum() / reference.square().sum())
+    return found
+
+
+def rank_correlation(found: dict[str, float], truth: dict[str, float]) -> float:
+    """Spearman's, over the weights that both have and that matter at all."""
+    names = [name for name in truth if name in found and truth[name] > 1e-12]
+    assert len(names) >= 4, (sorted(found), sorted(truth))
+    return float(spearmanr([found[name] for name in names], [truth[name] for name in names]).statistic)
+
+
+def first_linear(made: Made) -> str:
+    """The name of the last linear layer of its own weight that a forward pass calls with floating values."""
+    assert made.module is not None
+    called: list[str] = []
+    hooks = [
+        child.register_forward_pre_hook(lambda module, given, name=name: called.append(name) if given else None)
+        for name, child in made.module.named_modules()
+        if type(child) is nn.Linear
+    ]
+    call(made.module, made.inputs)
+    for hook in hooks:
+        hook.remove()
+    count = Counter(id(tensor) for _, tensor in made.module.named_parameters(remove_duplicate=False))
+    alone = [name for name in called if count[id(made.module.get_submodule(name).weight)] == 1]
+    return alone[-1]
+
+
+def raises_in(made: Made, layer: str) -> tuple[bool, int]:
+    """Whether plain torch refuses the model with one linear layer in bfloat16, and how many elements that layer is given."""
+    assert made.module is not None
+    twin = copy.deepcopy(made.module)
+    target = twin.get_submodule(layer)
+    seen: list[int] = []
+    target.register_forward_pre_hook(lambda module, given: seen.append(given[0].numel()))
+    target.to(torch.bfloat16)
+    try:
+        call(twin, made.inputs)
+    except RuntimeError:
+        return True, seen[0]
+    return False, seen[0]
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Same dtype, shape and bytes."""
+    if one.dtype != other.dtype or one.shape != other.shape:
+        return False
+    flat = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*flat)

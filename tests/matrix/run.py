@@ -1,0 +1,55 @@
+"""Fills the cells of a form."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from .commands import NO_NAME, Cell, go, where
+from .expected import REFUSED, WAYS
+from .forms import Made, made
+from .screens import SCREENS, walk
+
+
+def commands(form: str, model: Made, work: Path) -> dict[str, Cell | str]:
+    """The cells without a screen: what each came to, or in a line what went wrong."""
+    cells: dict[str, Cell | str] = {}
+    for way in WAYS:
+        if way not in SCREENS:
+            try:
+                cells[way] = go(way, model, work)
+            except Exception as error:
+                cells[way] = where(error)
+    return cells
+
+
+def screens(form: str, model: Made, work: Path) -> dict[str, Cell | str]:
+    """The cells of the app."""
+    if model.live:
+        return dict.fromkeys(SCREENS, Cell(refusal=NO_NAME))
+    try:
+        return asyncio.run(walk(model, work))
+    except Exception as error:
+        return dict.fromkeys(SCREENS, where(error))
+
+
+def wrong(form: str, cells: dict[str, Cell | str]) -> list[str]:
+    """What is not as the table has it, a line for each cell."""
+    found = []
+    for way, cell in cells.items():
+        words = REFUSED[form].get(way)
+        if isinstance(cell, str):
+            found.append(f"{form} x {way}: {cell}")
+        elif words is None and cell.refusal:
+            found.append(f"{form} x {way}: refused: {cell.refusal}")
+        elif words is not None and not cell.refusal:
+            found.append(f"{form} x {way}: worked, and the table has it refused")
+        elif words is not None and words not in cell.refusal:
+            found.append(f"{form} x {way}: the reason has no {words!r}: {cell.refusal}")
+    return found
+
+
+def fill(form: str, folder: Path) -> dict[str, Cell | str]:
+    """The whole row of a form."""
+    model = made(form, folder / "made")
+    return {**commands(form, model, folder / "work"), **screens(form, model, folder / "app")}

@@ -1,0 +1,228 @@
+"""The ways to use a model in the app: the real command line, the real worker, keys that a person would press."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from textual.pilot import Pilot
+
+from dtype_engine.cli.common import run
+from dtype_tui import cli
+from dtype_tui.app import DtypeApp
+
+from . import outside
+from .commands import BF16, Cell, Refused, check_export, human, near, where
+from .forms import Made, distinct, entered
+
+SIZE = (120, 36)
+_PATIENCE_S = 90.0
+
+
+def app_of(*arguments: str) -> DtypeApp:
+    """The app that the command line makes, not yet running. Raises Refused for exit status 2 with its one line."""
+    made: list[DtypeApp] = []
+    said = StringIO()
+    with (
+        patch.object(DtypeApp, "run", lambda app, *rest, **more: made.append(app)),
+        patch.object(cli, "_need_a_terminal", lambda: None),
+        redirect_stderr(said),
+    ):
+        status = run(cli.command, "dtype-tui", list(arguments))
+    if status == 2:
+        raise Refused(said.getvalue().strip().removeprefix("dtype-tui: "))
+    assert status == 0, said.getvalue()
+    return made[0]
+
+
+def shown(app: DtypeApp) -> str:
+    """What stands on the screen."""
+    strips = app.screen._compositor.render_strips()
+    lines = ["".join(segment.text for segment in strip) for strip in strips][: app.size.height]
+    return "\n".join(lines)
+
+
+def pane(app: DtypeApp, name: str) -> str:
+    """The words of one pane, as they stand on the screen."""
+    (found,) = (pane for pane in app.side.panes if pane.border_title == name)
+    region = found.region
+    lines = shown(app).splitlines()[region.y + 1 : region.bottom - 1]
+    return " ".join(" ".join(line[region.x + 1 : region.right - 1] for line in lines).split())
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], object], what: str) -> None:
+    """Wait for what the engine works out; fails with the screen."""
+    app = pilot.app
+    assert isinstance(app, DtypeApp)
+    end = time.monotonic() + _PATIENCE_S
+    while not condition():
+        assert time.monotonic() < end, f"{what}:\n{shown(app)}"
+        await pilot.pause(0.02)
+
+
+@asynccontextmanager
+async def opened(made: Made, *more: str) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    """The app on the model, past opening and the first measurement."""
+    given = ("--inputs", str(made.inputs_file)) if made.inputs_file is not None else ()
+    app = app_of(*(arguments for arguments in (made.model, *made.options, *given, *more)))
+    async with app.run_test(size=SIZE) as pilot:
+        await until(pilot, lambda: ready(app), "the model is not there")
+        yield app, pilot
+        app.exit()
+
+
+def ready(app: DtypeApp) -> bool:
+    """The engine has nothing to do, and the model, or why there is none, is known."""
+    return not app.busy and (app.open_error is not None or (app.has_tree and app.experiment.live))
+
+
+def _figures(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"\d\.\d+e[+-]\d+", text)]
+
+
+async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    root = next(line for line in shown(app).splitlines() if line.startswith("❯"))
+    assert short(made.stored_bytes()) in root, root
+    assert counted(made.parameters) in root, root
+    return made.loader
+
+
+def short(nbytes: int) -> str:
+    """Bytes as the tree writes them, one decimal."""
+    size, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"
+
+
+def counted(number: int) -> str:
+    """A count as the tree writes it, in thousands or millions with one decimal."""
+    return f"{number / 1e6:.1f} M" if number >= 1e6 else f"{number / 1e3:.1f} k" if number >= 1e3 else f"{number:,}"
+
+
+async def _memory(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    await until(pilot, lambda: human(made.stored_bytes()) in pane(app, "Memory"), "stored bytes")
+    await pilot.press("home", "2")
+    await until(pilot, lambda: f"planned {human(made.planned_bytes(BF16))}" in pane(app, "Memory"), "planned")
+    await until(pilot, lambda: ready(app), "the cast is not through")
+    return made.loader
+
+
+async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    text = pane(app, "Drift")
+    if made.module is None or made.inputs is None:
+        assert app.experiment.report is None
+        assert text.startswith("No drift: "), text
+        raise Refused(text)
+    await until(pilot, lambda: "max |Δ|" in pane(app, "Drift"), "no drift")
+    largest, _ = outside.drift(made, BF16)
+    figures = _figures(pane(app, "Drift"))
+    assert any(near(figure, largest, 0.02) for figure in figures), (largest, figures)
+    return "plain torch"
+
+
+async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
+    """`v` on the largest tensor that can be cast: the error of a cast to 16 bits, by plain torch."""
+    castable = distinct(made.castable)
+    # What is in bfloat16 already has no row of it: the error of a cast to float16 is looked at instead, which is none.
+    name = max(castable, key=lambda name: (castable[name].dtype != BF16, castable[name].numel()))
+    target = "f16" if castable[name].dtype == BF16 else "bf16"
+    before = pane(app, "Drift")
+    app.clear_notifications()
+    assert app.tree_view.go_to(name), name
+    await pilot.press("v")
+    await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no values")
+    if len(app.screen_stack) == 1:
+        assert pane(app, "Drift") == before, "a refusal took a reading off the screen"
+        raise Refused(next(iter(app._notifications)).message)
+    wide = castable[name].float()
+    largest = float((wide.double() - wide.to(torch.float16 if target == "f16" else BF16).double()).abs().max())
+    await until(pilot, lambda: _row_of(app, target), f"no row of {target}")
+    row = _row_of(app, target)
+    figures = _figures(row)
+    assert any(near(figure, largest, 0.02) for figure in figures), (largest, row)
+    await pilot.press("escape")
+    await until(pilot, lambda: len(app.screen_stack) == 1, "the values do not close")
+    return made.loader
+
+
+def _row_of(app: DtypeApp, dtype: str) -> str:
+    """The line of a dtype in the table of casts, "" while it is not drawn."""
+    rows = (line for line in shown(app).splitlines() if re.search(rf"│ {dtype} .*(dB|exact|identical)", line))
+    return next(rows, "")
+
+
+async def _export(app: DtypeApp, pilot: Pilot[None], made: Made, work: Path) -> str:
+    target = work / "from-the-app"
+    app.clear_notifications()
+    await pilot.press("e")
+    await until(pilot, lambda: len(app.screen_stack) > 1, "nothing to leave with")
+    for _ in range(200):
+        await pilot.press("backspace")
+        if not app.focused or not getattr(app.focused, "value", ""):
+            break
+    await pilot.press(*str(target))
+    await pilot.press("enter")
+    await until(pilot, lambda: target.exists() or _refusal_of(app), "nothing is written")
+    if not target.exists():
+        raise Refused(_refusal_of(app))
+    await until(pilot, lambda: ready(app), "the export does not end")
+    check_export(made, target)
+    return "safetensors.torch.load_file"
+
+
+def _refusal_of(app: DtypeApp) -> str:
+    """What was said against it, in a notice or in the window."""
+    said = [notice.message for notice in app._notifications if notice.severity in ("warning", "error")]
+    return said[-1] if said else ""
+
+
+async def walk(made: Made, work: Path) -> dict[str, Cell | str]:
+    """All the app's cells of a form in one run of the app, and another that takes it up: what each came to, or what went wrong."""
+    cells: dict[str, Cell | str] = {}
+
+    async def fill(name: str, step: Coroutine[Any, Any, str], close: Pilot[None] | None = None) -> None:
+        try:
+            cells[name] = Cell(oracle=await step)
+        except Refused as error:
+            cells[name] = Cell(refusal=str(error))
+        except Exception as error:
+            cells[name] = where(error)
+        if close is not None and len(close.app.screen_stack) > 1:
+            await close.press("escape")
+
+    work.mkdir(parents=True, exist_ok=True)
+    with entered(made.folder):
+        async with opened(made) as (app, pilot):
+            await fill("app: tree", _tree(app, pilot, made), pilot)
+            await fill("app: Memory", _memory(app, pilot, made), pilot)
+            await fill("app: Drift", _drift(app, pilot, made), pilot)
+            await fill("app: v", _values(app, pilot, made), pilot)
+            await fill("app: e", _export(app, pilot, made, work), pilot)
+            rules, cursor = app.experiment.recipe, app.tree_view.current.name
+        await fill("app: --resume", _resume(made, rules, cursor))
+    return cells
+
+
+async def _resume(made: Made, rules: Any, cursor: str) -> str:
+    async with opened(made, "--resume") as (app, pilot):
+        assert app.experiment.recipe == rules
+        assert [str(rule) for rule in rules.rules] == ["*=bfloat16"]
+        assert app.tree_view.current.name == cursor
+        planned = f"planned {human(made.planned_bytes(BF16))}"
+        await until(pilot, lambda: planned in pane(app, "Memory"), "planned bytes")
+        await pilot.press("u")
+        await until(pilot, lambda: not app.experiment.recipe.rules, "undo does not go back")
+    return made.loader
+
+
+SCREENS = ("app: tree", "app: Memory", "app: Drift", "app: v", "app: e", "app: --resume")
