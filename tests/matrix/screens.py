@@ -88,10 +88,16 @@ def _figures(text: str) -> list[float]:
 
 
 async def _tree(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
-    root = next(line for line in shown(app).splitlines() if line.startswith("❯"))
+    await until(pilot, lambda: _root(app), "no root on the screen")
+    root = _root(app)
     assert short(made.stored_bytes()) in root, root
     assert counted(made.parameters) in root, root
     return made.loader
+
+
+def _root(app: DtypeApp) -> str:
+    """The line of the root, where the cursor is at first."""
+    return next((line for line in shown(app).splitlines() if line.startswith("❯")), "")
 
 
 def short(nbytes: int) -> str:

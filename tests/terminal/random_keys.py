@@ -96,6 +96,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
         terminal.resize(121, 36)  # everything is drawn anew
         terminal.wait_for("embed_tokens|lm_head|layers", 60)
         logs = terminal.logs
+        time.sleep(1)  # right after an Escape it would be another key
         terminal.press("q")
         assert terminal.exit_status(30) == 0
         assert terminal.is_restored()
