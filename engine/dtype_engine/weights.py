@@ -148,11 +148,12 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
         before = torch.isfinite(x)
         after = torch.isfinite(kept.to(x.dtype))
-        lost = int((before & ~after).sum())
+        back = torch.isfinite(delta)  # the largest float32 may come back from a code and its scale as infinite
+        lost = int((before & ~back).sum())
         sums.overflowed += lost
         sums.saturated += int((torch.isinf(x) & after).sum())
         sums.nonfinite += int((~before).sum())
-        delta = delta[before & after]
+        delta = delta[before & back]
         noise = math.inf if lost else float(delta.double().square().sum())
         energy = float(x[before].double().square().sum())
         sums.total, sums.largest = (math.inf, math.inf) if lost else (sums.total, sums.largest)

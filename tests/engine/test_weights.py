@@ -199,3 +199,11 @@ def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixtu
     shown = {line.split()[0]: line.split()[2] for line in text.splitlines() if "f32→f16" in line}
     assert shown == {"exact": "identical", "all": "0.00", "over": "not", "gone": "-", "nan": "-"}
     assert text.splitlines()[-1].startswith("left out   3 tensors, first ")
+
+
+def test_a_value_that_comes_back_infinite_from_its_code_has_overflowed() -> None:
+    """127 codes of the largest float32 divided by 127, rounded up, are more than it."""
+    largest = torch.finfo(torch.float32).max
+    found = round_trip("w", torch.tensor([largest, 1.0]), "int8")
+    values = (torch.tensor([largest]) / 127) * 127
+    assert found.overflowed == int(values.isinf().sum())
