@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from dtype_engine.cli import cli
@@ -130,3 +131,15 @@ def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypa
 
     monkeypatch.setattr("dtype_engine.model.source.locate", interrupted)
     assert run(cli, "dtype-engine", ["inspect"]) == 130
+
+
+def test_an_interrupt_that_a_lock_makes_another_error_of_is_an_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def stopped() -> None:
+        try:
+            raise KeyboardInterrupt
+        finally:
+            raise RuntimeError("release unlocked lock")
+
+    assert run(stopped, "dtype-engine", []) == 130
+    assert capsys.readouterr().err == "dtype-engine: interrupted\n"

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -329,17 +329,30 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
         return BAD_INPUT
     except (KeyboardInterrupt, click.Abort) as error:
-        number = ended_by(error)
-        print(
-            f"{program}: interrupted{'' if number == signal.SIGINT else f' by {signal.Signals(number).name}'}",
-            file=sys.stderr,
-        )
-        return 128 + number
+        return _told_interrupted(program, error)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        return told_unexpected(program, error)
+        # One that strikes while a lock is taken makes the lock fail on the way out.
+        interrupt = next((link for link in _chain(error) if isinstance(link, KeyboardInterrupt)), None)
+        return told_unexpected(program, error) if interrupt is None else _told_interrupted(program, interrupt)
+
+
+def _told_interrupted(program: str, error: BaseException) -> int:
+    """Say in one line which signal it was; the exit status."""
+    number = ended_by(error)
+    name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
+    print(f"{program}: interrupted{name}", file=sys.stderr)
+    return 128 + number
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """An error and those that it came of."""
+    link: BaseException | None = error
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
 
 
 def told_unexpected(program: str, error: BaseException) -> int:
