@@ -23,8 +23,8 @@ Result = TypeVar("Result")
 
 
 def asked_of_a_closed_window(error: Exception, app: App[None]) -> bool:
-    """Whether something was looked for in a window that was closed meanwhile, or in the app when all its windows were: what was
-    still to be done there, as after one burst of keys that opens and closes it, is not worth an end.
+    """Whether something was looked for in a window that was closed meanwhile, or has nothing in it yet, or in the app when all its
+    windows were closed: what was to be done there, as after one burst of keys that opens and closes it, is not worth an end.
     """
     if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -36,7 +36,7 @@ def asked_of_a_closed_window(error: Exception, app: App[None]) -> bool:
     if not nodes:
         return False
     above = [node for node in nodes[-1].ancestors_with_self if isinstance(node, Screen)]
-    return not any(screen in app.screen_stack for screen in above)
+    return not any(screen in app.screen_stack and screen.is_mounted and screen.children for screen in above)
 
 
 def asked_in(error: Exception) -> list[DOMNode]:
