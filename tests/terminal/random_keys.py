@@ -91,14 +91,17 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                 memory.append(process.memory_info().rss >> 20)
         for _ in range(12):  # whatever stands on top closes, and then the tree answers
             terminal.press("\x1b")
-            terminal.read(0.3)
+            time.sleep(0.3)  # two at once would be another key
+            while terminal.read(0.01):
+                pass
         terminal.watched = True
         terminal.resize(121, 36)  # everything is drawn anew
         terminal.wait_for("embed_tokens|lm_head|layers", 60)
         logs = terminal.logs
         time.sleep(1)  # right after an Escape it would be another key
         terminal.press("q")
-        assert terminal.exit_status(30) == 0
+        status = terminal.exit_status(30)
+        assert status == 0, f"left with {status}; resident MiB {memory}; {terminal.logs}; {terminal.text[-1500:]}"
         assert terminal.is_restored()
         return memory, logs
     finally:
