@@ -60,6 +60,12 @@ class Unwatched(Terminal):
         """The last line of every error that the app wrote to a file of its own."""
         return [log.read_text().strip().splitlines()[-1] for log in Path(self._state).glob("dtype-tui/error*")]
 
+    @property
+    def last_log(self) -> str:
+        """The whole of the newest of these files; empty where there is none."""
+        logs = sorted(Path(self._state).glob("dtype-tui/error*"))
+        return logs[-1].read_text() if logs else ""
+
 
 class _Nowhere:
     def feed(self, data: bytes) -> None:
@@ -86,7 +92,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                 _until_quiet(terminal)
                 ended, status = os.waitpid(terminal.pid, os.WNOHANG)
                 gone = f"ended after {pressed} keys with {os.waitstatus_to_exitcode(status) if ended else 0}"
-                assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}"
+                assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
             if pressed // 2000 != before // 2000:
                 memory.append(process.memory_info().rss >> 20)
         for _ in range(12):  # whatever stands on top closes, and then the tree answers

@@ -8,6 +8,7 @@ import pytest
 from noting import make_app, report, running, say
 from rows import notices, screen, until
 from textual._context import active_message_pump
+from textual.command import CommandList
 from textual.css.query import NoMatches
 from textual.events import Key
 from textual.screen import ModalScreen
@@ -100,3 +101,23 @@ async def test_a_fault_of_textuals_own_palette_closes_the_palette_alone(
         await pilot.press("2")
         assert len(app.experiment.recipe) == 1
     assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1
+
+
+async def test_a_fault_of_the_palettes_search_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The search is a task of its own, whose error comes wrapped; a list that is gone by then ended the program."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("ctrl+p")
+        await until(pilot, lambda: app.screen.query(CommandList))
+        palette = app.screen
+
+        async def search() -> None:
+            palette.query_one("#nowhere")
+
+        app.run_worker(search())
+        await until(pilot, lambda: len(app.screen_stack) == 1 and notices(app))
+        assert "the palette was closed: unexpected NoMatches" in notices(app)[-1]
+        await pilot.press("2")
+        assert len(app.experiment.recipe) == 1

@@ -12,6 +12,7 @@ from textual.command import CommandList
 from textual.events import MouseEvent
 from textual.message import Message
 from textual.widget import Widget
+from textual.worker import WorkerFailed
 
 from dtype_engine.cli.common import TRACEBACK, unexpected
 
@@ -37,6 +38,9 @@ class LastWords(App[None]):
             self._pass_over(error, "the click was passed over")
 
     def _handle_exception(self, error: Exception) -> None:
+        if isinstance(error, WorkerFailed) and isinstance(error.error, Exception):
+            # The palette's search runs in a task: what failed there comes in a wrapper without a traceback.
+            error = error.error
         pump = active_message_pump.get(None)
         if asked_of_a_closed_window(error, self):
             return
