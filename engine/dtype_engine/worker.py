@@ -245,13 +245,6 @@ class Worker:
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(max(0.0, until - time.monotonic()))
 
-    @property
-    def alive(self) -> bool:
-        """Whether a thread still runs: after `close`, because an import or a kernel does not look up. The interpreter is
-        not to be taken down around one that still holds tensors: freeing them then ends the process with an abort.
-        """
-        return any(thread.is_alive() for thread in (self._thread, self._sampler, *self._plans))
-
     def _work(self) -> None:
         _give_way()
         self._busy.set()

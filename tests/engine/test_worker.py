@@ -155,4 +155,4 @@ def test_closing_while_it_works_is_quick() -> None:
     heard = Heard(locate(None), Options(prompts=("import os\n" * 4000,)))
     heard.wait_for(lambda event: isinstance(event, events.ModulesMeasured))
     heard.worker.close()
-    assert not heard.worker.alive
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]

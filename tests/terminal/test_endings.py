@@ -96,7 +96,7 @@ def model(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the signal is Linux's")
-@pytest.mark.parametrize("moment", ["ready", "measuring", "exporting"])
+@pytest.mark.parametrize("moment", ["ready", "measuring", "scanning", "exporting"])
 def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
     opened: Opener, model: Path, tmp_path: Path, moment: str
 ) -> None:
@@ -108,9 +108,14 @@ def test_a_file_cut_short_is_told_and_takes_nothing_with_it(
     terminal.press("2")
     terminal.wait_for(r"\* → bf16", 20)
     terminal.wait_for(r"measuring: (reference|candidate)", 200)  # while it loads, measuring is what comes then
-    if moment == "ready":
+    if moment in ("ready", "scanning"):
         terminal.press("\x1b")
         terminal.wait_for("ready", 100)
+    if moment == "scanning":
+        terminal.press("s")
+        terminal.wait_for("Every weight in each", 20)
+        terminal.press("\r")
+        terminal.wait_for(r"scan +[0-9]+ %", 100)
     elif moment == "exporting":
         terminal.press("e")
         terminal.wait_for(r"tensors: bf16", 60)

@@ -90,11 +90,8 @@ def command(
 
     from .app import DtypeApp
 
-    workers: list[Worker] = []
-
     def start_worker(emit: Callable[[Event], None]) -> Worker:
-        workers.append(Worker(source, options, emit, read_headers=not whole))
-        return workers[0]
+        return Worker(source, options, emit, read_headers=not whole)
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
 
@@ -113,8 +110,11 @@ def command(
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
     status = BAD_INPUT if app.return_code == 1 else app.return_code or 0
-    if any(worker.alive for worker in workers):
-        # Still importing torch, say. Taking an interpreter down around such a thread can crash it; the terminal is restored.
+    if "torch" in sys.modules:
+        # The end of an interpreter aborts where a thread of torch's or one that held tensors is not quite gone, even where it
+        # has run its last line of Python. The terminal is restored and the session kept: nothing waits for that end.
+        sys.stdout.flush()
+        sys.stderr.flush()
         os._exit(status)
     return status
 
