@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import nn
@@ -138,8 +140,14 @@ def test_transformers_reads_scaled_weights_with_compressed_tensors(make_llama: A
     ours = de.load_pretrained(out)
     more = theirs.state_dict().keys() - ours.state_dict().keys()
     assert all(name.endswith(("_scale", "_zero_point")) for name in more)  # an older transformers keeps the scales
+    files = stored(out)
     for name, tensor in ours.state_dict().items():
-        assert same_bits(theirs.state_dict()[name], tensor), name
+        read = theirs.state_dict()[name]
+        if same_bits(read, tensor):
+            continue
+        # Older ones (0.15 does) round the scale to the model's dtype before they multiply: the file is the same, the last bit not.
+        assert Version(version("compressed_tensors")) < Version("0.20"), name
+        assert same_bits(read, files[name].to(tensor.dtype) * files[f"{name}_scale"].to(tensor.dtype)), name
 
 
 def test_scaled_weights_that_others_can_not_read_have_names_of_their_own(make_llama: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import random
 import shutil
@@ -92,7 +93,7 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as program:
         assert program.stdin is not None
         assert program.stdout is not None
-        whole = 0.0
+        whole = math.inf
         for moment in range(-2, MOMENTS):
             program.stdin.write("go\n")
             program.stdin.flush()
@@ -103,8 +104,8 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(child, signal.SIGKILL)
             ended.append(int(program.stdout.readline()))
-            if moment < 0:  # the first two run to their ends, to know how long one takes
-                whole = time.perf_counter() - started
+            if ended[-1] == 0:  # as the first two always; a machine that is less busy by now takes less long
+                whole = min(whole, time.perf_counter() - started)
             assert contents_of(source) == before
             waiting = list(tmp_path.glob(".out.replaced-*/old"))
             assert out.exists() or not replacing or len(waiting) == 1
@@ -428,7 +429,7 @@ def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_
     ) as program:  # fmt: skip
         assert program.stdin is not None
         assert program.stdout is not None
-        whole = 0.0
+        whole = math.inf
         for moment in range(-2, 30):
             there = set(place.glob(".out.*"))
             program.stdin.write("go\n")
