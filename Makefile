@@ -32,10 +32,10 @@ matrix: $(VENV)/.tests
 
 # Five thousand damaged files of each kind (the test run has 150), and three times 20,000 keys.
 fuzz: $(VENV)/.tests
-	$(BIN)/python tests/engine/fuzz.py 5000
+	$(BIN)/python -m tests.engine.hostile.fuzz 5000
 
 random-keys: $(VENV)/.tests
-	for seed in 1 2 3; do $(BIN)/python tests/terminal/random_keys.py $$seed || exit 1; done
+	for seed in 1 2 3; do $(BIN)/python -m tests.terminal.random_keys $$seed || exit 1; done
 
 benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks

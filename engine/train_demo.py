@@ -1,6 +1,6 @@
 """Train the built-in demo model: a small Llama that has read the Python standard library.
 
-    python scripts/train_demo.py --out engine/dtype_engine/demo [--device cuda] [--steps 6000]
+    python engine/train_demo.py --out engine/dtype_engine/demo [--device cuda] [--steps 6000]
 
 Text: the `.py` files of the running interpreter's standard library (Python Software Foundation
 License), tests and third-party packages left out. One file in twenty is held out, chosen by a hash of

@@ -19,10 +19,10 @@ from pathlib import Path
 from textual.pilot import Pilot
 
 from dtype_engine import Options, Recipe, Rule
-from dtype_engine.model.source import locate
-from dtype_engine.worker import Worker
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.config import Config
+from dtype_tui.config.config import Config
 from dtype_tui.widgets.module_tree import ModuleTree
 
 HERE = Path(__file__).parent

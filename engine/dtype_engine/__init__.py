@@ -16,17 +16,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import Cancelled, KernelError, NoForward, PatternError, UserError
-from .options import Options, RunSettings
-from .recipe import Recipe, Rule
+from dtype_engine.core.errors import Cancelled, KernelError, NoForward, PatternError, UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.version import __version__
+from dtype_engine.recipe import Recipe, Rule
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from .model.source import Source
-    from .session import Session
-
-__version__ = "0.1.0"
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session import Session
 
 __all__ = [
     "Cancelled",
@@ -38,6 +37,7 @@ __all__ = [
     "Rule",
     "RunSettings",
     "UserError",
+    "__version__",
     "load_pretrained",
     "open",
 ]
@@ -46,8 +46,8 @@ __all__ = [
 def open(
     model: str | Source | nn.Module | None = None, *, options: Options | None = None, inputs: Any = None
 ) -> Session:
-    """Open a model for casting and measuring; see `dtype_engine.session.open_session`."""
-    from .session import open_session
+    """Open a model for casting and measuring; see `dtype_engine.runtime.session.open_session`."""
+    from dtype_engine.runtime.session import open_session
 
     return open_session(model, options, inputs)
 
@@ -55,7 +55,7 @@ def open(
 def load_pretrained(
     folder: str | Path, *, module: nn.Module | None = None, options: Options | None = None
 ) -> nn.Module:
-    """A model with every weight in the dtype that its checkpoint stores; see `dtype_engine.model.load.load_pretrained`."""
-    from .model.load import load_pretrained
+    """A model with every weight in the dtype that its checkpoint stores; see `dtype_engine.runtime.model.load.load_pretrained`."""
+    from dtype_engine.runtime.model.load import load_pretrained
 
     return load_pretrained(Path(folder), module, options)

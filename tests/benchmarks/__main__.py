@@ -29,9 +29,7 @@ from .watched import EMPTY_APP, first_paints, keys, p99
 from .weights import round_trips
 
 if TYPE_CHECKING:
-    from dtype_engine.drift import DriftMeter
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "terminal"))
+    from dtype_engine.runtime.measure.drift import DriftMeter
 
 
 def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
@@ -54,7 +52,7 @@ def casting(folder: Path) -> list[Row]:
 
     import dtype_engine as de
     from dtype_engine import Recipe, Rule
-    from dtype_engine.memory import process_memory
+    from dtype_engine.runtime.process_memory import process_memory
 
     session = de.open(str(folder))
     recipe = Recipe((Rule("*", "float16"),))
@@ -109,7 +107,7 @@ def measuring(folder: Path) -> list[Row]:
 
     import dtype_engine as de
     from dtype_engine import Recipe, Rule
-    from dtype_engine.drift import DriftMeter
+    from dtype_engine.runtime.measure.drift import DriftMeter
 
     session = de.open(str(folder))
     batches = session.inputs.batches if session.inputs is not None else ()
@@ -163,9 +161,9 @@ def reference(folder: Path) -> list[Row]:
     import torch
 
     import dtype_engine as de
-    from dtype_engine.forward import Passes
-    from dtype_engine.model.live import give_memory_back
-    from dtype_engine.options import RunSettings
+    from dtype_engine.core.options import RunSettings
+    from dtype_engine.runtime.model.live import give_memory_back
+    from dtype_engine.runtime.passes.runner import Passes
 
     session = de.open(str(folder))
     assert session.inputs is not None
@@ -214,13 +212,10 @@ def meter_without_reuse(meter: DriftMeter) -> DriftMeter:
 def giant(folder: Path) -> list[Row]:
     """A checkpoint with the shape of DeepSeek-V3: 671 B parameters in 90 427 tensors."""
     import psutil
+    from tests.helpers import large_checkpoints
+    from tests.helpers.terminal import PROGRAM, Terminal
 
-    from terminal import PROGRAM, Terminal
-
-    sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-    import giants
-
-    path = giants.write(folder.parent / "giant")
+    path = large_checkpoints.write(folder.parent / "giant")
     empty, ours = first_paints((sys.executable, "-c", EMPTY_APP), (PROGRAM, str(path)))
     opened = Terminal(str(path))
     opened.wait_for("671.1 G", 60)
@@ -268,7 +263,7 @@ def weights(folder: Path) -> list[Row]:
 
 def screen(folder: Path) -> list[Row]:
     """First paint and keys, from outside, in a pseudo-terminal."""
-    from terminal import PROGRAM, Terminal
+    from tests.helpers.terminal import PROGRAM, Terminal
 
     empty, ours = first_paints((sys.executable, "-c", EMPTY_APP), (PROGRAM, "demo"))
     rows = [
@@ -286,7 +281,7 @@ def screen(folder: Path) -> list[Row]:
         Row("key to first byte, idle, p99", 1000 * p99(times), "ms", 30),
         Row("bytes of a cursor move at 120 x 36, median", statistics.median(sizes), "B", 1024),
     ]
-    from dtype_engine.model.source import DEMO
+    from dtype_engine.checkpoint.source import DEMO
 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).write_bytes((DEMO / name).read_bytes())
@@ -318,7 +313,7 @@ def exporting(folder: Path) -> list[Row]:
 
     from dtype_engine import Recipe, Rule
     from dtype_engine.checkpoint import open_checkpoint
-    from dtype_engine.export import export_checkpoint
+    from dtype_engine.runtime.export import export_checkpoint
 
     recipe = Recipe((Rule("*", "float16"), Rule("*norm*", "float32"), Rule("*.mlp", "float8_e4m3fn")))
     folder = llama(folder.parent / "large", hidden=896)  # 600 MiB

@@ -19,7 +19,6 @@ Spearman of the truth on one half of the text and on the other, and of the scan 
 from __future__ import annotations
 
 import random
-import sys
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -36,8 +35,6 @@ def trained_session() -> Any:
     from tokenizers import Tokenizer
 
     import dtype_engine as de
-
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
     from train_demo import as_tokens, read_library
 
     tokenizer = Tokenizer.from_file(str(Path(de.__file__).parent / "demo" / "tokenizer.json"))
@@ -89,10 +86,10 @@ def halves(session: Any) -> list[Any]:
 
 def decided_session(name: str) -> Any:
     """A session on a model of the zoo whose routers are decided, with 16 sequences of 64 tokens."""
-    import zoo
+    from tests.helpers import architectures
 
     import dtype_engine as de
 
-    module, ids, margin = zoo.decided(name, 16, 64)
+    module, ids, margin = architectures.decided(name, 16, 64)
     print(f"        {name}: no token's k-th score is nearer than {margin:.3f} to the next", flush=True)
     return de.open(module, inputs=[{"input_ids": row[None]} for row in ids])

@@ -41,7 +41,7 @@ def most_anonymous(run: Callable[[], object]) -> int:
     """The most anonymous memory that `run` adds to the process, looked at a thousand times a second; after a warm-up."""
     import threading
 
-    from dtype_engine.model.live import give_memory_back
+    from dtype_engine.runtime.model.live import give_memory_back
 
     def anonymous() -> int:
         status = Path("/proc/self/status").read_text()

@@ -10,11 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-sys.path.insert(0, str(Path(__file__).parent))
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
 ZOO = ("vit", "bert")
@@ -42,17 +38,19 @@ def zoo_session(name: str, sequences: int = 16) -> Any:
     single estimates half as high again as the truth.
     """
     import torch
-    import zoo
+    from tests.helpers import architectures
 
     import dtype_engine as de
 
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     generator = torch.Generator().manual_seed(1)
     batches = []
     for _ in range(sequences):
         batch = dict(inputs)
         if "input_ids" in batch:
-            batch["input_ids"] = torch.randint(3, zoo.VOCABULARY, batch["input_ids"].shape, generator=generator)
+            batch["input_ids"] = torch.randint(
+                3, architectures.VOCABULARY, batch["input_ids"].shape, generator=generator
+            )
         if "pixel_values" in batch:
             batch["pixel_values"] = torch.randn(batch["pixel_values"].shape, generator=generator)
         batches.append(batch)
@@ -81,7 +79,7 @@ def _train(module: Any, batches: list[dict[str, Any]], steps: int = 10) -> None:
 
 def accuracy(check: Checks, name: str, session: Any) -> None:
     """The scan with its default number of draws against measuring each alone."""
-    from ranks import FLOOR, compared
+    from tests.helpers.rank_correlation import FLOOR, compared
 
     scan = session.scan(DTYPES)
     exact = session.scan(DTYPES, exact=True)
@@ -111,9 +109,9 @@ def experts(check: Checks) -> None:
     with that on the other half than is asked of the scan, the scan is to agree with the truth better than that.
     """
     from experts import DECIDED, decided_session, halves, trained_session
-    from ranks import FLOOR, spearman
+    from tests.helpers.rank_correlation import FLOOR, spearman
 
-    from dtype_engine.storage import one_thread
+    from dtype_engine.runtime.numerics.quantize import one_thread
 
     with one_thread():  # such small models are slower on two
         for name in DECIDED:
@@ -138,9 +136,9 @@ def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> No
     """The scan's time in forward passes over the same inputs, both timed several times in turn."""
     import torch
 
-    from dtype_engine.forward import Passes
-    from dtype_engine.options import RunSettings
-    from dtype_engine.scan import Scan
+    from dtype_engine.core.options import RunSettings
+    from dtype_engine.runtime.passes.runner import Passes
+    from dtype_engine.runtime.scan.scan import Scan
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a shared machine threads that wait for each other drown what is measured
@@ -186,7 +184,7 @@ def measured(session: Any, recipe: Any) -> float:
 
 def prediction(check: Checks, session: Any) -> None:
     """Random mixed recipes: the sum of singles against the measured joint drift."""
-    from ranks import spearman
+    from tests.helpers.rank_correlation import spearman
 
     chooser = random.Random(0)
     palettes = {"float32 and 6 dtypes": ("float32", *DTYPES), "float32, bf16, int8": ("float32", "bfloat16", "int8")}

@@ -39,13 +39,9 @@ class Shown:
 def table(folder: Path) -> list[Row]:
     """Prints the table; the rows are the budgets in it, at 120 x 36."""
     import psutil
+    from tests.helpers import large_checkpoints, terminal
 
-    import terminal
-
-    sys.path.insert(0, str(Path(__file__).parent.parent / "engine"))
-    import giants
-
-    giant = giants.write(folder.parent / "giant")
+    giant = large_checkpoints.write(folder.parent / "giant")
     ours = terminal.PROGRAM
     shown = [
         Shown("empty Textual", sys.executable, ("-c", EMPTY_APP), "embed_tokens", None, None),
@@ -122,7 +118,7 @@ def table(folder: Path) -> list[Row]:
 
 def _busy(opened: object, key: str) -> list[float]:
     """Times of keys while the engine runs the model, which is what timing it does, until there are a hundred."""
-    from terminal import Terminal
+    from tests.helpers.terminal import Terminal
 
     assert isinstance(opened, Terminal)
     times: list[float] = []

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "terminal"))
-
 if TYPE_CHECKING:
-    from terminal import Terminal
+    from tests.helpers.terminal import Terminal
 
 EMPTY_APP = """
 from textual.app import App
@@ -29,7 +25,7 @@ def first_paints(*programs: tuple[str, ...]) -> list[float]:
     """Seconds from the start of each program to the first word of a tree on the screen: medians of seven turns, after one to
     warm up. They take turns, so that what else the machine does falls on all of them.
     """
-    import terminal
+    from tests.helpers import terminal
 
     times: list[list[float]] = [[] for _ in programs]
     own = terminal.PROGRAM

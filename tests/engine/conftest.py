@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-TINYNET = Path(__file__).parent / "models" / "tinynet.py"
+from tests.helpers.paths import TINYNET
 
 
 @pytest.fixture

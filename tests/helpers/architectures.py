@@ -1,7 +1,7 @@
 """Small randomly initialised models of many architectures: what the execution tests run on.
 
 Each entry makes a module in float32 and inputs for it, from real transformers configurations or plain torch.
-`python tests/engine/zoo.py` prints how all of them fare in all palettes.
+`python -m tests.helpers.architectures` prints how all of them fare in all palettes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine import Recipe, Rule
-from dtype_engine.selections import noted
+from dtype_engine.runtime.scan.routing import noted
 
 VOCABULARY = 64
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import numpy as np
 import transformers
-import zoo
 from PIL import Image
+from tests.helpers import architectures
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.vit.image_processing_pil_vit import ViTImageProcessorPil
 
-IMAGE_TOKEN = zoo.VOCABULARY - 1
+IMAGE_TOKEN = architectures.VOCABULARY - 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 CHAT = (
     "{% for message in messages %}{% if message.content is string %}{{ message.content }}{% else %}"
@@ -32,7 +32,7 @@ def tokenizer(**more: object) -> transformers.PreTrainedTokenizerBase:
 
 def save(name: str, folder: Path, processed: bool = True) -> Path:
     """Write a model of the zoo (or `qwen2_5_vl`), and what prepares its inputs where `processed`."""
-    module = qwen() if name == "qwen2_5_vl" else zoo.make(name)[0]
+    module = qwen() if name == "qwen2_5_vl" else architectures.make(name)[0]
     module.save_pretrained(folder)
     if not processed:
         return folder
@@ -72,7 +72,7 @@ def qwen() -> transformers.PreTrainedModel:
     config = transformers.Qwen2_5_VLConfig(
         text_config={
             "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-            "num_key_value_heads": 1, "vocab_size": zoo.VOCABULARY,
+            "num_key_value_heads": 1, "vocab_size": architectures.VOCABULARY,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
         },
         vision_config={

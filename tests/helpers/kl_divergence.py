@@ -1,6 +1,6 @@
 """An independent hand: the statistics of `llama-perplexity --kl-divergence`, from transformers, numpy and scipy alone.
 
-    python tests/engine/kl_divergence.py MODEL_FOLDER TEXT_FILE DTYPE [--logits FILE.npz]
+    python tests/helpers/kl_divergence.py MODEL_FOLDER TEXT_FILE DTYPE [--logits FILE.npz]
 
 Runs the model in float32 and in DTYPE as `from_pretrained(dtype=...)` loads it, over the text cut into sequences of at most
 512 tokens, and prints one JSON object. `--logits` also saves what the figures were made from. Nothing of dtype_engine is used.

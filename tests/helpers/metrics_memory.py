@@ -1,6 +1,6 @@
 """How much memory the metrics take beyond the logits that they are given.
 
-    python tests/engine/metrics_memory.py [POSITIONS] [VOCABULARY] [SEQUENCE]
+    python tests/helpers/metrics_memory.py [POSITIONS] [VOCABULARY] [SEQUENCE]
 
 Compares POSITIONS (4096) logits over VOCABULARY (128000) classes, in sequences of SEQUENCE (512), float32 against bfloat16,
 and prints the peak of the resident set beyond what it was when the first two tensors of logits were there, in MB.
@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from dtype_engine.metrics import OutputComparison
+from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
 def main() -> None:

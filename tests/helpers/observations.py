@@ -6,15 +6,15 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-from noting import engine
-from rows import lines
-from scenes import DOWN, Scene, causes, inputs, ready, scanned
+from tests.helpers.recording_engine import engine
+from tests.helpers.scenes import DOWN, Scene, causes, inputs, ready, scanned
+from tests.helpers.screen_text import lines
 from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input
 
-from dtype_engine import events
-from dtype_engine.readings_drift import Nonfinite
+from dtype_engine.results.attribution import Nonfinite
+from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from dtype_engine.readings import ScanReport
+from dtype_engine.results.drift import ScanReport
 
 FLOOR = 1e-12
 """Under this, a drift in nats is float32's own rounding in the measurement, not the cast's."""

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from textual.pilot import Pilot
 
-from dtype_engine import events
-from dtype_engine.model.source import locate
-from dtype_engine.options import RunSettings
-from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.tree import Tree
-from dtype_engine.wishes import Wish
+from dtype_engine.results.drift import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import Wish
 from dtype_tui.app import DtypeApp
 
 

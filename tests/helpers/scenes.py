@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Awaitable, Callable
 
-from noting import make_app, report, say
+from tests.helpers.recording_engine import make_app, report, say
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dtype_engine import events
-from dtype_engine.readings import (
+from dtype_engine.recipe import Recipe, Rule, tensor_bytes
+from dtype_engine.results.attribution import Cause, CausesReport, Floor
+from dtype_engine.results.drift import (
     NATS,
     ExponentHistogram,
     FlowCast,
@@ -25,10 +26,9 @@ from dtype_engine.readings import (
     WeightScore,
     Written,
 )
-from dtype_engine.readings_drift import Cause, CausesReport, Floor
-from dtype_engine.readings_inputs import InputBatch, InputsReading, InputTensor
-from dtype_engine.recipe import Recipe, Rule, tensor_bytes
-from dtype_engine.wishes import ExportPlan
+from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
 

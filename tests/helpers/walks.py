@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from looks import (
+from tests.helpers.observations import (
     MLP,
     Look,
     asked,
@@ -38,8 +38,8 @@ from looks import (
     typed,
     typing,
 )  # fmt: skip
-from noting import engine
-from scenes import SCENES, Scene, after, measuring, mixed, ready, scanned, told
+from tests.helpers.recording_engine import engine
+from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, ready, scanned, told
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 

@@ -11,7 +11,6 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE.parent / "engine")]
 
 
 def main(asked: list[str]) -> int:

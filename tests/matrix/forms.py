@@ -248,9 +248,9 @@ def _bin_folder(folder: Path, parts: int) -> Made:
 
 
 def _zoo_folder(folder: Path, name: str) -> Made:
-    import zoo
+    from tests.helpers import architectures
 
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     target = folder / name
     module.save_pretrained(target)
     file = folder / "inputs.safetensors"

@@ -14,9 +14,9 @@ from unittest.mock import patch
 import torch
 from textual.pilot import Pilot
 
-from dtype_engine.cli.common import run
-from dtype_tui import cli
+from dtype_engine.cli.options import run
 from dtype_tui.app import DtypeApp
+from dtype_tui.cli import command as cli
 
 from . import outside
 from .commands import BF16, Cell, Refused, check_export, human, near, where

@@ -1,6 +1,6 @@
 """Keys and clicks at random, as fast as the app takes them, in a real pseudo-terminal.
 
-`python tests/terminal/random_keys.py SEED [COUNT]` presses COUNT (20,000), and prints the memory every 2,000 and which of Textual's
+`python -m tests.terminal.random_keys SEED [COUNT]` presses COUNT (20,000), and prints the memory every 2,000 and which of Textual's
 own faults the app passed over. Exit status 1 when the app ends, is not in its terminal any more, or does not answer afterwards.
 """
 
@@ -14,10 +14,7 @@ import time
 from pathlib import Path
 
 import psutil
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from terminal import Terminal
+from tests.helpers.terminal import Terminal
 
 _PLAIN = "jklhJKGHEW<>[]{}nNzyYwvxucmdafgtsopei,?:/b *=.12345678\r\t \x10\x12\x7f"  # all keys but the one that leaves
 _MOVES = ("\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F", "\x1b[Z")

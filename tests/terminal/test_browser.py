@@ -17,9 +17,8 @@ import aiohttp
 import pyte
 import pytest
 from PIL import Image
-from test_serve import served
-
-from terminal import clean
+from tests.helpers.terminal import clean
+from tests.terminal.test_serve import served
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 SIZE = (1200, 800)

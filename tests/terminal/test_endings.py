@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.terminal import Terminal
 
-from dtype_engine.model.source import DEMO
-from dtype_engine.sessions import read_session
-from terminal import Terminal
+from dtype_engine.checkpoint.source import DEMO
+from dtype_tui.state.session_store import read_session
 
 CLICK = "\x1b[<0;2;2M\x1b[<0;2;2m"
 """The left button pressed and let go in the second cell of the second line, beside every window."""

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from random_keys import storm
-
-from terminal import PROGRAM, Terminal
+from tests.helpers.terminal import PROGRAM, Terminal
+from tests.terminal.random_keys import storm
 
 
 @pytest.fixture
@@ -184,7 +183,7 @@ def test_in_ascii_where_the_locale_has_no_unicode() -> None:
 
 
 def test_models_that_lie_here_are_offered_and_one_is_opened(tmp_path: Path) -> None:
-    from dtype_engine.model.source import DEMO
+    from dtype_engine.checkpoint.source import DEMO
 
     for name in ("first", "second"):
         shutil.copytree(DEMO, tmp_path / name)

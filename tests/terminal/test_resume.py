@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.terminal import Terminal
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
-from dtype_engine.sessions import SavedSession, SessionFile, read_session
-from terminal import Terminal
+from dtype_tui.state.session_store import SavedSession, SessionFile, read_session
 
 Opener = Callable[..., Terminal]
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import aiohttp
 import psutil
 import pytest
-
-from terminal import PROGRAM
+from tests.helpers.paths import DEMO
+from tests.helpers.terminal import PROGRAM
 
 
 def free_port() -> int:
@@ -142,7 +142,7 @@ def test_nobody_else_gets_the_app() -> None:
 
 
 def test_every_server_has_a_token_of_its_own() -> None:
-    from dtype_tui.guarded_server import GuardedServer
+    from dtype_tui.cli.guarded_server import GuardedServer
 
     tokens = {GuardedServer("true", "127.0.0.1", 1, "").token for _ in range(100)}
     assert len(tokens) == 100
@@ -156,16 +156,15 @@ def test_every_server_has_a_token_of_its_own() -> None:
      ("box.example", "box.example:8000", True), ("box.example", "BOX.example", True)],
 )  # fmt: skip
 def test_names_that_could_be_of_somebody_else_are_not_answered(host: str, asked: str, meant: bool) -> None:
-    from dtype_tui.guarded_server import GuardedServer
+    from dtype_tui.cli.guarded_server import GuardedServer
 
     assert GuardedServer("true", host, 8000, "")._is_meant(asked) is meant
 
 
 def test_python_of_the_folder_that_is_served_does_not_run(tmp_path: Path) -> None:
     """A model that was downloaded may bring files of the names that Python looks for."""
-    import dtype_engine
 
-    demo = Path(dtype_engine.__file__).parent / "demo"
+    demo = DEMO
     for file in demo.iterdir():
         if file.is_file():
             shutil.copy(file, tmp_path)
@@ -224,7 +223,7 @@ def test_a_port_that_is_taken_is_said() -> None:
 
 
 def test_it_is_this_machine_only_unless_asked() -> None:
-    from dtype_tui.serve import serve
+    from dtype_tui.cli.serve import serve
 
     host = next(option for option in serve.params if option.name == "host")
     assert host.default == "127.0.0.1"
@@ -233,7 +232,7 @@ def test_it_is_this_machine_only_unless_asked() -> None:
 def test_without_the_package_it_says_what_to_install() -> None:
     blocked = (
         "import sys; sys.modules['textual_serve'] = None; sys.argv = ['dtype-tui', 'serve', 'demo']; "
-        "import dtype_tui.cli as c; c.main()"
+        "import dtype_tui.cli.command as c; c.main()"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.returncode == 2

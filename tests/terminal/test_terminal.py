@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers.paths import TINYNET
+from tests.helpers.terminal import PROGRAM, Terminal
 
 import dtype_engine as de
-from terminal import PROGRAM, Terminal
 
 Opener = Callable[..., Terminal]
-TINYNET = Path(__file__).parent.parent / "engine" / "models" / "tinynet.py"
 
 
 @pytest.fixture

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from noting import make_app
 from rich.console import Console
+from tests.helpers.recording_engine import make_app
 
-from dtype_engine.cli.common import TRACEBACK
+from dtype_engine.cli.options import TRACEBACK
 from dtype_tui.app import DtypeApp
 
 

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from looks import MLP, Look, cursor, rules, top, wait
-from noting import engine, make_app
-from rows import notices
-from scenes import ready
+from tests.helpers.observations import MLP, Look, cursor, rules, top, wait
+from tests.helpers.recording_engine import engine, make_app
+from tests.helpers.scenes import ready
+from tests.helpers.screen_text import notices
+from tests.helpers.walks import IN_MAIN, MAIN, OTHER_PLACES, Key, Walk
 from textual.binding import Binding
 from textual.drivers.headless_driver import HeadlessDriver
 from textual.pilot import Pilot
 from textual.widgets import Input
-from walks import IN_MAIN, MAIN, OTHER_PLACES, Key, Walk
 
 import dtype_tui
-from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
 from dtype_tui.app import DtypeApp
-from dtype_tui.commands import WITH_ARGUMENTS
-from dtype_tui.help import sections
-from dtype_tui.keys import on_keyboard
+from dtype_tui.config.key_names import on_keyboard
+from dtype_tui.screens.help import sections
+from dtype_tui.state.commands import WITH_ARGUMENTS
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 

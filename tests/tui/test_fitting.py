@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from looks import many_causes, many_inputs
-from noting import make_app
 from rich.cells import cell_len
 from rich.text import Text
-from rows import lines
-from scenes import SCENES, Scene, after, mixed, ready, scanned, told
+from tests.helpers.observations import many_causes, many_inputs
+from tests.helpers.recording_engine import make_app
+from tests.helpers.scenes import SCENES, Scene, after, mixed, ready, scanned, told
+from tests.helpers.screen_text import lines
 from textual.containers import ScrollableContainer, VerticalScroll
 from textual.widget import Widget
 from textual.widgets import Static

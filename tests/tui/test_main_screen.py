@@ -4,14 +4,16 @@ import itertools
 import re
 
 import pytest
-from noting import NotingEngine, demo_tree, engine, make_app, report, running, say
-from rows import lines, notices, screen
+from tests.helpers.recording_engine import NotingEngine, demo_tree, engine, make_app, report, running, say
+from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
 from textual.widgets import Input
 
-from dtype_engine import dtypes, events
-from dtype_engine.options import RunSettings
-from dtype_engine.readings import (
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import (
     ExponentHistogram,
     FlowCast,
     Generation,
@@ -23,11 +25,10 @@ from dtype_engine.readings import (
     WeightReading,
     Written,
 )
-from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.worker import events
 from dtype_tui.app import DIGITS, DtypeApp
-from dtype_tui.screens import Overlay, _exponents, _mark
-from dtype_tui.settings_screen import SettingsScreen
+from dtype_tui.screens.overlay import Overlay, _exponents, _mark
+from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes import DriftPane, MemoryPane, RecipePane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from noting import make_app
-from rows import screen
+from tests.helpers.recording_engine import make_app
+from tests.helpers.screen_text import screen
 from textual.widgets import Input
 
 from dtype_engine.recipe import Rule

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from noting import NotingEngine, demo_tree
-from rows import screen
-from scenes import SCENES, bring_up, make_app
+from tests.helpers.recording_engine import NotingEngine, demo_tree
+from tests.helpers.scenes import SCENES, bring_up, make_app
+from tests.helpers.screen_text import screen
 from textual.pilot import Pilot
 
 from dtype_tui.app import DtypeApp
-from dtype_tui.config import Config
+from dtype_tui.config.config import Config
 
 Compare = Callable[..., bool]
 

@@ -1,5 +1,21 @@
-"""`python -m dtype_tui`."""
+"""Where `dtype-tui` begins: nothing but the garbage policy is imported before it."""
 
-from .start import main
+from __future__ import annotations
 
-main()
+from dtype_tui.process.ending import exit_at_once
+from dtype_tui.process.gc_policy import hold_garbage
+
+
+def main() -> None:
+    """The `dtype-tui` program."""
+    hold_garbage()
+    from dtype_tui.cli.command import main as run
+
+    try:
+        run()
+    except SystemExit as end:
+        exit_at_once(end.code)
+
+
+if __name__ == "__main__":
+    main()

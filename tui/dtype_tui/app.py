@@ -18,36 +18,42 @@ from textual.screen import Screen
 from textual.widget import AwaitMount
 from textual.widgets import Input, Static
 
-from dtype_engine import events
-from dtype_engine.errors import UserError
-from dtype_engine.options import RunSettings
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import History, Recipe, Rule, generalisations
-from dtype_engine.text import printable
-from dtype_engine.tree import Tree
-
-from . import command_actions, node_actions, recipe_actions, scan_actions, screen_actions
-from .app_keys import DIGITS, KEYS
-from .ascii import AsciiFilter, wants_ascii
-from .commands import Command
-from .config import Config
-from .engine import Engine
-from .experiment import Experiment
-from .hints import next_keys, status_line
-from .job_words import WORDS, queue_words
-from .keys import keys_of, on_keyboard
-from .last_words import LastWords
-from .start import collect_again, hold_garbage
-from .themes import HIGH_CONTRAST
-from .widgets.command_line import CommandLine
-from .widgets.module_tree import ORDERS, ModuleTree
-from .widgets.panes import SidePanes
-from .widgets.prompts import CastPrompt, FilterPrompt
+from dtype_engine.worker import events
+from dtype_tui import (
+    command_actions,
+    node_actions,
+    recipe_actions,
+    scan_actions,
+)
+from dtype_tui import (
+    main_screen as screen_actions,
+)
+from dtype_tui.base_app import LastWords
+from dtype_tui.config.ascii import AsciiFilter, wants_ascii
+from dtype_tui.config.bindings import DIGITS, KEYS
+from dtype_tui.config.config import Config
+from dtype_tui.config.key_names import keys_of, on_keyboard
+from dtype_tui.config.themes import HIGH_CONTRAST
+from dtype_tui.process.gc_policy import collect_again, hold_garbage
+from dtype_tui.rendering.job_names import WORDS, queue_words
+from dtype_tui.state.commands import Command
+from dtype_tui.state.engine import Engine
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
+from dtype_tui.widgets.panes import SidePanes
+from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
+from dtype_tui.widgets.status import next_keys, status_line
 
 if TYPE_CHECKING:
-    from dtype_engine.sessions import SavedSession
-    from dtype_engine.wishes import Wish
-
-    from .keeping import SessionKeeper
+    from dtype_engine.worker.save_requests import Wish
+    from dtype_tui.state.session_saver import SessionKeeper
+    from dtype_tui.state.session_store import SavedSession
 
 __all__ = ["DIGITS", "DtypeApp", "Engine"]
 
@@ -170,7 +176,7 @@ class DtypeApp(LastWords):
         self.engine.start()
 
     def _end_with_the_server(self) -> None:
-        from .keeping import server_is_gone
+        from dtype_tui.state.session_saver import server_is_gone
 
         if server_is_gone():
             self.exit()
@@ -238,8 +244,8 @@ class DtypeApp(LastWords):
         """Take what has arrived from the engine; of readings that replace each other only the newest counts."""
         if not self._arrived:
             return
-        from .app_words import heard_in_the_app
-        from .hearing import hear
+        from dtype_tui.rendering.engine_messages import heard_in_the_app
+        from dtype_tui.state.controller import hear
 
         arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
         newest = {type(event): event for event in arrived}
@@ -254,7 +260,7 @@ class DtypeApp(LastWords):
     # -- the palette -----------------------------------------------------------------------------------
 
     def action_command_palette(self) -> None:
-        from .modal import CommandPalette
+        from dtype_tui.screens.modal import CommandPalette
 
         if not any(isinstance(screen, CommandPalette) for screen in self.screen_stack):
             self.push_screen(CommandPalette())  # no id: the last one may still be going
@@ -262,7 +268,7 @@ class DtypeApp(LastWords):
     def search_themes(self) -> None:
         from textual.theme import ThemeProvider
 
-        from .modal import CommandPalette
+        from dtype_tui.screens.modal import CommandPalette
 
         self.push_screen(CommandPalette(providers=[ThemeProvider], placeholder="Search for themes…"))
 
@@ -409,7 +415,7 @@ class DtypeApp(LastWords):
         screen_actions.inputs(self, line)
 
     def action_settings(self) -> None:
-        from .settings_screen import SettingsScreen
+        from dtype_tui.screens.settings import SettingsScreen
 
         self.push_screen(SettingsScreen(self.experiment.settings), self._settings_chosen)
 

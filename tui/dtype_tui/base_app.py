@@ -14,10 +14,9 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.worker import WorkerFailed
 
-from dtype_engine.cli.common import TRACEBACK, unexpected
-
-from .crash import recorded
-from .modal import CommandPalette, asked_in, asked_of_a_closed_window
+from dtype_engine.cli.options import TRACEBACK, unexpected
+from dtype_tui.process.crash_log import recorded
+from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
 
 
 class LastWords(App[None]):

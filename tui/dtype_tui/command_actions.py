@@ -6,16 +6,15 @@ from typing import TYPE_CHECKING
 
 from textual.binding import Binding
 
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import generalisations
-from dtype_engine.text import printable
-
-from .commands import Completer, all_commands
-from .recipe_actions import replace_all
-from .widgets.module_tree import COLUMNS, ORDERS
+from dtype_tui.recipe_actions import replace_all
+from dtype_tui.state.commands import Completer, all_commands
+from dtype_tui.widgets.module_tree import COLUMNS, ORDERS
 
 if TYPE_CHECKING:
-    from .app import DtypeApp
+    from dtype_tui.app import DtypeApp
 
 
 def completer(app: DtypeApp) -> Completer:
@@ -85,7 +84,7 @@ def use_theme(app: DtypeApp, name: str) -> None:
 
 def leave_with(app: DtypeApp, kind: str, said: str) -> None:
     """Write one of the leaving screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
-    from .leaving_screen import where, wish_for
+    from dtype_tui.screens.save import where, wish_for
 
     if not app.has_tree:
         raise UserError("there is nothing to write before the model is there")

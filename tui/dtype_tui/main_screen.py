@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from dtype_engine.history import MeasuredRecipe
-
-    from .app import DtypeApp
+    from dtype_tui.app import DtypeApp
+    from dtype_tui.state.measurement_log import MeasuredRecipe
 
 
 def causes(app: DtypeApp) -> None:
@@ -21,7 +20,7 @@ def causes(app: DtypeApp) -> None:
         return
     if experiment.causes is None:
         app.ask_engine("causes", app.engine.causes)
-    from .drift_screens import CausesScreen
+    from dtype_tui.screens.causes import CausesScreen
 
     app.push_screen(CausesScreen(experiment, app.doing, app.waits, lambda: app.engine.cancel("causes")))
 
@@ -31,7 +30,7 @@ def measured(app: DtypeApp) -> None:
     if not app.experiment.measured:
         app.say("nothing was measured yet", "information")
         return
-    from .history_screen import HistoryScreen
+    from dtype_tui.screens.history import HistoryScreen
 
     def go_back_to(chosen: MeasuredRecipe | None) -> None:
         if chosen is None:
@@ -54,7 +53,7 @@ def inputs(app: DtypeApp, line: str) -> None:
         app.engine.set_inputs(line)
         app.expect("inputs")
         return
-    from .inputs_screen import InputsScreen
+    from dtype_tui.screens.inputs import InputsScreen
 
     compared = experiment.report.output.positions if experiment.report is not None else None
     app.push_screen(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, app.engine.set_inputs))
@@ -64,8 +63,8 @@ def presets(app: DtypeApp) -> None:
     """The presets; one may be put in force."""
     if not app.has_tree:
         return
-    from .presets_screen import PresetsScreen
-    from .recipe_actions import replace_all
+    from dtype_tui.recipe_actions import replace_all
+    from dtype_tui.screens.presets import PresetsScreen
 
     app.push_screen(
         PresetsScreen(app.experiment.tree), lambda recipe: replace_all(app, recipe) if recipe is not None else None
@@ -77,7 +76,7 @@ def leave_with(app: DtypeApp) -> None:
     experiment = app.experiment
     if not app.has_tree:
         return
-    from .leaving_screen import LeavingScreen
+    from dtype_tui.screens.save import LeavingScreen
 
     app.push_screen(
         LeavingScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
@@ -88,15 +87,15 @@ def leave_with(app: DtypeApp) -> None:
 
 def details(app: DtypeApp) -> None:
     """All that is known of the node under the cursor."""
-    from . import screens
+    from dtype_tui.screens import overlay as screens
 
     app.push_screen(screens.details(app.experiment, app.tree_view.current.name))
 
 
 def help(app: DtypeApp) -> None:
     """Every key, and what the panes' words mean."""
-    from .help import sections
-    from .screens import help_screen
+    from dtype_tui.screens.help import sections
+    from dtype_tui.screens.overlay import help_screen
 
     words = [(str(pane.border_title), pane.HELP) for pane in app.side.panes]
     app.push_screen(help_screen(*sections(app.BINDINGS, app.chosen_keys, words)))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from .widgets.panes import worst_modules
+from dtype_tui.widgets.panes import worst_modules
 
 if TYPE_CHECKING:
-    from .app import DtypeApp
+    from dtype_tui.app import DtypeApp
 
 LOOKED_AT = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 """Dtypes that a tensor's values are looked at for."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtype_engine.errors import PatternError, UserError
+from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.recipe import Recipe, Rule, no_match
 
 if TYPE_CHECKING:
-    from .app import DtypeApp
+    from dtype_tui.app import DtypeApp
 
 
 def add(app: DtypeApp, rule: Rule) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from .scan_view import figure
+from dtype_tui.state.scan import figure
 
 if TYPE_CHECKING:
     from dtype_engine.recipe import Recipe
-
-    from .app import DtypeApp
-    from .experiment import Experiment
+    from dtype_tui.app import DtypeApp
+    from dtype_tui.state.experiment import Experiment
 
 
 def scan(app: DtypeApp) -> None:
@@ -36,7 +35,7 @@ def scan(app: DtypeApp) -> None:
 
 
 def _ask(app: DtypeApp) -> None:
-    from .scan_screens import ScanSetup
+    from dtype_tui.screens.scan import ScanSetup
 
     app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
 
@@ -61,7 +60,7 @@ def start(app: DtypeApp, dtypes: tuple[str, ...]) -> None:
 
 def show(app: DtypeApp) -> None:
     """The ranking and the map."""
-    from .scan_screens import ScanScreen
+    from dtype_tui.screens.scan import ScanScreen
 
     def left(where: str | None) -> None:
         view = app.experiment.scan
@@ -95,7 +94,7 @@ def optimise(app: DtypeApp) -> None:
     if app.experiment.scan.report is None or of_other_inputs(app.experiment):
         app.say("the front comes from a scan: s starts one", "information")
         return
-    from .optimise_screen import OptimiseScreen  # plots are imported when one is drawn
+    from dtype_tui.screens.optimise import OptimiseScreen  # plots are imported when one is drawn
 
     def put_in_force(recipe: Recipe) -> bool:
         if not app.experiment.push(recipe):

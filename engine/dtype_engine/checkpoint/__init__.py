@@ -1,9 +1,18 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
 
-from .cut_files import refuse_unreadable, unchanged
-from .file_identity import FileIdentity, Watch, refuse_changed
-from .folder import PICKLES, Checkpoint, Scaled, first_glance, inside, needs_torch, open_checkpoint, read_json
-from .safetensors_header import ByteRange, CheckpointTensor, read_header
+from dtype_engine.checkpoint.cut_files import refuse_unreadable, unchanged
+from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed
+from dtype_engine.checkpoint.folder import (
+    PICKLES,
+    Checkpoint,
+    Scaled,
+    first_glance,
+    inside,
+    needs_torch,
+    open_checkpoint,
+    read_json,
+)
+from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor, read_header
 
 __all__ = [
     "PICKLES",

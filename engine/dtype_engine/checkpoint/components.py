@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..text import printable
-from .cut_files import identified
-from .file_identity import FileIdentity
+from dtype_engine.checkpoint.cut_files import identified
+from dtype_engine.checkpoint.file_identity import FileIdentity
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 PIPELINE_INDEX = "model_index.json"
 
@@ -57,7 +57,14 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
     Raises UserError for a component whose files are damaged, or that lies elsewhere.
     """
-    from .folder import PICKLES, NoWeights, _of_shards, _weight_files, inside, read_json  # it imports this file
+    from dtype_engine.checkpoint.folder import (
+        PICKLES,
+        NoWeights,
+        _of_shards,
+        _weight_files,
+        inside,
+        read_json,
+    )  # it imports this file
 
     components: list[Component] = []
     tensors: dict[str, Any] = {}

@@ -23,9 +23,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..errors import Cancelled, UserError
-from ..text import printable
-from .file_identity import FileIdentity, refuse_changed
+from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.text import printable
 
 _SUPPORTED = sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
 _SA_SIGINFO = 4

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..errors import UserError
-from ..text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 
 @dataclass(frozen=True, slots=True)

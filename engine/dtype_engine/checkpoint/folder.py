@@ -18,16 +18,28 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from .. import dtypes
-from ..errors import UserError
-from ..text import printable
-from ..tree import Kind, TensorInfo, Tree, from_tensors
-from .components import PIPELINE_INDEX, Component, need_tensors, pipeline_notices, read_components, variant_of
-from .cut_files import identified
-from .file_identity import FileIdentity, refuse_changed
-from .parameter_counts import parameters_meant
-from .quantised import parts_of_quantised
-from .safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
+from dtype_engine.checkpoint.components import (
+    PIPELINE_INDEX,
+    Component,
+    need_tensors,
+    pipeline_notices,
+    read_components,
+    variant_of,
+)
+from dtype_engine.checkpoint.cut_files import identified
+from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
+from dtype_engine.checkpoint.parameter_counts import parameters_meant
+from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.checkpoint.safetensors_header import (
+    MOST_TENSORS,
+    CheckpointTensor,
+    read_header,
+    too_many_tensors,
+)
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
 INDEX = "model.safetensors.index.json"
@@ -211,7 +223,7 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
         return _of_pickles(path, (path,), None, trust_pickle)
     identities = identified((path,))
     if path.suffix == ".gguf":
-        from .gguf_file import read_gguf
+        from dtype_engine.checkpoint.gguf import read_gguf
 
         tensors, metadata = read_gguf(path)
         return Checkpoint(path, (path,), tensors, None, metadata, "gguf", identities=identities)
@@ -288,7 +300,7 @@ def _of_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoin
 
 
 def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
-    from .pickles import read_pickles
+    from dtype_engine.checkpoint.pickles import read_pickles
 
     identities = identified(files)
     found = read_pickles(files, trust_pickle)

@@ -8,10 +8,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from ..errors import UserError
-from ..text import printable
-from .gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
-from .safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.gguf_header import GGUFHeader, GGUFTensor, read_gguf_header
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I8": "int8", "I16": "int16",
           "I32": "int32", "I64": "int64"}  # fmt: skip

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import UserError
-from ..regular_files import open_regular
-from ..text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import open_regular
+from dtype_engine.core.text import printable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import psutil
 
-from ..checkpoint import Checkpoint
-from ..report_text import human_bytes
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.reports.text import human_bytes
 
 
 def no_room(checkpoint: Checkpoint) -> str | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .checkpoint import Checkpoint
-from .tree import TensorInfo
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core.tree import TensorInfo
 
 
 def names_in_files(checkpoint: Checkpoint, tensor: TensorInfo) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ..errors import UserError
-from ..regular_files import open_regular
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import open_regular
 
 MOST_OPCODES = 5_000_000
 """Steps of one pickle. A state dict takes about 45 for a tensor, so this is enough for more than 100,000 of them."""

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import dtypes
-from ..errors import UserError
-from ..report_text import human_bytes
-from ..text import printable
-from .pickle_size import check_legacy
-from .pickle_zip import check_archive
-from .safetensors_header import CheckpointTensor
+from dtype_engine.checkpoint.pickle_size import check_legacy
+from dtype_engine.checkpoint.pickle_zip import check_archive
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes
 
 if TYPE_CHECKING:
     import torch

@@ -12,9 +12,9 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..checkpoint import Checkpoint
-from ..errors import NoForward
-from ..text import printable
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.text import printable
 
 _COUNTS = re.compile(r"(.*_)?((n|num)_layers?|layers|blocks|depths?|experts)$")
 """Of modules: `num_hidden_layers`, `encoder_layers`, `n_layer`, `depth`, `num_local_experts`."""

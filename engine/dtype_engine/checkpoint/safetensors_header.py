@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import dtypes
-from ..errors import UserError
-from ..text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 LONGEST_HEADER = 100_000_000
 """Bytes; the limit of the safetensors library itself."""

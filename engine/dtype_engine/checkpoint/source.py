@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ..checkpoint import PICKLES, Checkpoint, first_glance, needs_torch, open_checkpoint
-from ..errors import UserError
-from ..text import printable
-from ..tree import Tree
+from dtype_engine.checkpoint import PICKLES, Checkpoint, first_glance, needs_torch, open_checkpoint
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
 
 DEMO = Path(__file__).parent.parent / "demo"
 _DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")

@@ -11,10 +11,10 @@ from importlib import import_module
 
 import click
 
-from .common import run
+from dtype_engine.cli.options import run
 
 _PLACES = {
-    "inspect": "running", "drift": "running", "flow": "running", "speed": "running", "weights": "running", "scan": "scan",
+    "inspect": "drift", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "drift", "scan": "scan",
     "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report",
 }  # fmt: skip
 

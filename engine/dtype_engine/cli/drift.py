@@ -7,11 +7,8 @@ from typing import Any
 
 import click
 
-from ..options import Options
-from ..readings import Generation, as_json
-from ..recipe import make_plan, require_matches
-from ..thresholds import verdicts
-from .common import (
+from dtype_engine.cli.drift_more import fail_where_missed, look_closer
+from dtype_engine.cli.options import (
     json_option,
     located,
     model_argument,
@@ -27,10 +24,13 @@ from .common import (
     with_options,
     with_preset,
 )
-from .drift_more import fail_where_missed, look_closer
-from .planning import planned
-from .saving import may_save, save_measured, save_recipe_options
-from .thresholds import threshold_options, thresholds_from
+from dtype_engine.cli.planning import planned
+from dtype_engine.cli.saving import may_save, save_measured, save_recipe_options
+from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.core.options import Options
+from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.results.drift import Generation, as_json
+from dtype_engine.results.thresholds import verdicts
 
 
 @click.command()
@@ -80,7 +80,7 @@ def inspect(
     if as_object:
         print_json(result)
         return
-    from ..report_text import inspect_text
+    from dtype_engine.reports.text import inspect_text
 
     click.echo(inspect_text(tree, plan, source.title))
 
@@ -137,7 +137,7 @@ def drift(
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
         print_json(as_json(report) | calibration | generated | more.as_json() | {"thresholds": as_json(found)})
         return fail_where_missed(found)
-    from ..report_text import drift_text, generation_text
+    from dtype_engine.reports.text import drift_text, generation_text
 
     click.echo(drift_text(report))
     click.echo(more.text(report, found))
@@ -167,7 +167,7 @@ def flow(
         rules = [str(rule) for rule in session.recipe.rules]
         print_json({"model": session.model.title, "rules": rules, "casts": as_json(found)})
         return
-    from ..report_text import flow_text
+    from dtype_engine.reports.text import flow_text
 
     click.echo(flow_text(found))
 
@@ -195,7 +195,7 @@ def speed(
     if as_object:
         print_json(as_json(report))
         return
-    from ..report_text import speed_text
+    from dtype_engine.reports.text import speed_text
 
     click.echo(speed_text(report))
     for notice in report.notices:
@@ -218,14 +218,14 @@ def weights(
     options = Options(device="cpu", **model_settings)
     source = located(model, options)
     recipe = read_rules(casts, recipe_file)
-    from ..checkpoint import unchanged
-    from ..weight_errors import round_trips, round_trips_of_live, skipped
+    from dtype_engine.checkpoint import unchanged
+    from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
 
     def progress(done: int, total: int) -> None:
         say(f"weights: {done} of {total}")
 
     if source.kind == "python":
-        from ..model.load import load
+        from dtype_engine.runtime.model.load import load
 
         live = load(source, options)
         recipe = with_preset(recipe, live.tree)
@@ -245,7 +245,7 @@ def weights(
         rules = [str(rule) for rule in plan.recipe.rules]
         print_json({"model": source.title, "rules": rules, "weights": as_json(found), "skipped": as_json(left_out)})
         return
-    from ..report_text import skipped_text, weights_text
+    from dtype_engine.reports.text import skipped_text, weights_text
 
     click.echo(weights_text(found))
     if left_out:

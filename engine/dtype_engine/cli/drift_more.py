@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..readings import DriftReport, as_json
-from ..readings_drift import CausesReport, Floor, Nonfinite
-from ..readings_losses import LossRemedy, severe
-from ..thresholds import Verdict
-from .common import say
+from dtype_engine.cli.options import say
+from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+from dtype_engine.results.drift import DriftReport, as_json
+from dtype_engine.results.losses import LossRemedy, severe
+from dtype_engine.results.thresholds import Verdict
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from dtype_engine.runtime.session import Session
 
 MISSED = 1
 
@@ -38,8 +38,8 @@ class More:
 
     def text(self, report: DriftReport, found: Sequence[Verdict]) -> str:
         """As lines under the report's."""
-        from ..report_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
-        from ..report_losses import remedy_lines
+        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
+        from dtype_engine.reports.text_losses import remedy_lines
 
         lines = floor_lines(self.floor, report.output)
         lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []

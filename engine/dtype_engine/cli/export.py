@@ -10,15 +10,7 @@ from typing import Any
 
 import click
 
-from .. import dtypes
-from ..errors import UserError
-from ..options import Options
-from ..readings import as_json
-from ..readings_export import ExportReport, VerifyReport
-from ..report_losses import loss_lines
-from ..report_text import human_bytes, seconds_text
-from ..text import printable
-from .common import (
+from dtype_engine.cli.options import (
     json_option,
     located,
     model_argument,
@@ -34,6 +26,14 @@ from .common import (
     with_options,
     with_preset,
 )
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes, seconds_text
+from dtype_engine.reports.text_losses import loss_lines
+from dtype_engine.results.drift import as_json
+from dtype_engine.results.export import ExportReport, VerifyReport
 
 NO = 1
 _SHOWN = 20
@@ -66,8 +66,8 @@ def export(
     **model_settings: Any,
 ) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
-    from ..export import export_checkpoint
-    from ..export.folder import free_name
+    from dtype_engine.runtime.export import export_checkpoint
+    from dtype_engine.runtime.export.staging import free_name
 
     recipe = read_rules(casts, recipe_file)
     options = Options(device="cpu", **model_settings)
@@ -76,7 +76,7 @@ def export(
     checkpoint = source.open()
     if checkpoint is not None:
         if preset_asked():
-            from ..model.described import describe
+            from dtype_engine.runtime.model.describe import describe
 
             recipe = with_preset(recipe, describe(source, options).tree)
         report = export_checkpoint(
@@ -104,7 +104,7 @@ def verify(folder: Path, model: str, drift: bool, as_object: bool, **run_setting
 
     Exit status 1 when anything differs.
     """
-    from ..export.verify import verify as check
+    from dtype_engine.runtime.verify.verify import verify as check
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")

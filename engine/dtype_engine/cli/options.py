@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from .. import dtypes
-from ..errors import UserError
-from ..input_files import check_files
-from ..options import Options, RunSettings
-from ..recipe import Recipe, Rule, make_plan, require_matches
-from ..text import printable
-from ..tree import Tree
-from .signals import ended_by, raised_signals
+from dtype_engine.cli.signals import ended_by, raised_signals
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import check_files
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
 
 if TYPE_CHECKING:
-    from ..model.source import Source
-    from ..session import Session
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session import Session
 
 BAD_INPUT = 2
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
@@ -144,7 +144,7 @@ def located(model: str | None, options: Options, python_only_by: str | None = No
 
     Raises UserError, also for an option that does not go with such a model.
     """
-    from ..model.source import locate
+    from dtype_engine.checkpoint.source import locate
 
     source = locate(model, options.trust_pickle, options.download, python_only_by)
     if source.kind == "checkpoint" and options.weights is not None:
@@ -160,7 +160,7 @@ def opened(model: str | None, recipe: Recipe, options: Options) -> Session:
     checkpoint = source.open()
     if checkpoint is not None:
         refuse_unmatched(source, checkpoint.tree(), recipe, options)
-    from ..session import open_session
+    from dtype_engine.runtime.session import open_session
 
     session = open_session(source, settled(options), say=say)
     _say_made_for(session.model.title)
@@ -175,7 +175,7 @@ def read_rules(casts: Sequence[str], recipe_file: Path | None) -> Recipe:
     preset_asked()
     recipe = Recipe()
     if recipe_file is not None:
-        from ..recipe.file import read_recipe
+        from dtype_engine.recipe.file import read_recipe
 
         recipe = read_recipe(recipe_file)
     for cast in casts:
@@ -188,7 +188,7 @@ def preset_asked() -> str | None:
     context = click.get_current_context(silent=True)
     name: str | None = context.meta.get(_PRESET) if context is not None else None
     if name is not None:
-        from ..recipe.presets import preset
+        from dtype_engine.recipe.presets import preset
 
         preset(name)  # a name that is none is refused at once
     return name
@@ -199,7 +199,7 @@ def with_preset(recipe: Recipe, tree: Tree) -> Recipe:
     name = preset_asked()
     if name is None:
         return recipe
-    from ..recipe.presets import preset
+    from dtype_engine.recipe.presets import preset
 
     return Recipe((*preset(name).recipe(tree).rules, *recipe.rules))
 
@@ -210,7 +210,7 @@ def settled(options: Options) -> Options:
     file = context.params.get("recipe_file") if context is not None else None
     if context is None or file is None:
         return options
-    from ..recipe.file import read_recipe_file
+    from dtype_engine.recipe.file import read_recipe_file
 
     written = read_recipe_file(file).settings
     if written is None:
@@ -228,7 +228,7 @@ def _say_made_for(title: str) -> None:
     context = click.get_current_context(silent=True)
     file = context.params.get("recipe_file") if context is not None else None
     if file is not None:
-        from ..recipe.file import read_recipe_file
+        from dtype_engine.recipe.file import read_recipe_file
 
         named = read_recipe_file(file).model
         if named is not None and named != title:
@@ -246,7 +246,7 @@ def refuse_unmatched(source: Source, tree: Tree, recipe: Recipe, options: Option
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     if plan.unmatched or plan.waiting:
-        from ..model.described import describe
+        from dtype_engine.runtime.model.describe import describe
 
         require_matches(describe(source, options).tree, recipe)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..checkpoint import Checkpoint
-from ..model.source import Source
-from ..options import Options
-from ..recipe import Plan, Recipe, make_plan, require_matches
-from ..tree import Tree
-from .common import preset_asked, with_preset
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.cli.options import preset_asked, with_preset
+from dtype_engine.core.options import Options
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def planned(source: Source, recipe: Recipe, options: Options) -> Planned:
     checkpoint = source.open()
     if checkpoint is not None and not recipe.rules and preset_asked() is None and options.architecture is None:
         return Planned(checkpoint, tree := checkpoint.tree(), make_plan(tree, recipe))
-    from ..model.described import describe
+    from dtype_engine.runtime.model.describe import describe
 
     tree = describe(source, options, checkpoint).tree
     recipe = with_preset(recipe, tree)

@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import dtypes
-from ..errors import UserError
-from ..options import Options
-from ..readings import as_json
-from ..recipe import Recipe, make_plan, require_matches
-from ..text import printable
-from .common import located, model_options, with_options
+from dtype_engine.cli.options import located, model_options, with_options
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.recipe import Recipe, make_plan, require_matches
+from dtype_engine.results.drift import as_json
 
 if TYPE_CHECKING:
-    from ..recipe.dialects import Context, Converted
-    from ..recipe.lint import Lint, RuleReading
+    from dtype_engine.recipe.lint import Lint, RuleReading
+    from dtype_engine.recipe.targets import Context, Converted
 
 # Spelled out because both programs read this file when they start, and the targets themselves are not needed then.
 TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
@@ -57,8 +57,8 @@ def convert(
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
-    from ..recipe.dialects import dialect, left_out_as_json
-    from ..whole_files import refuse_existing, write_whole
+    from dtype_engine.core.atomic_write import refuse_existing, write_whole
+    from dtype_engine.recipe.targets import dialect, left_out_as_json
 
     if output is not None:
         refuse_existing(output, force)
@@ -67,7 +67,7 @@ def convert(
     if output is not None:
         write_whole(output, written.text, replace=force)
     if as_object:
-        from .common import print_json
+        from dtype_engine.cli.options import print_json
 
         print_json(
             {
@@ -110,13 +110,13 @@ def lint(
     ctx: click.Context, /, file: Path, target: str, model: str | None, as_object: bool, **model_settings: Any
 ) -> None:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
-    from ..recipe.dialects import dialect
-    from ..recipe.lint import lint as read_as
+    from dtype_engine.recipe.lint import lint as read_as
+    from dtype_engine.recipe.targets import dialect
 
     context = _from_file(file, model, _options(model_settings))
     found = read_as(context, dialect(target))
     if as_object:
-        from .common import print_json
+        from dtype_engine.cli.options import print_json
 
         print_json({"model": context.title, "differs": found.differs} | _lint_object(found))
     else:
@@ -163,7 +163,7 @@ def _rule_lines(rule: RuleReading) -> list[str]:
 @json_option
 def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
-    from ..recipe.presets import PRESETS
+    from dtype_engine.recipe.presets import PRESETS
 
     context = _context(Recipe(), model, _options(model_settings))
     entries: list[dict[str, Any]] = []
@@ -178,11 +178,11 @@ def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
             entry["planned_bytes"] = make_plan(context.tree, made).planned_bytes
         entries.append(entry)
     if as_object:
-        from .common import print_json
+        from dtype_engine.cli.options import print_json
 
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return
-    from ..report_text import human_bytes
+    from dtype_engine.reports.text import human_bytes
 
     click.echo(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
     for entry in entries:
@@ -204,7 +204,7 @@ def _some(names: tuple[str, ...]) -> str:
 
 def _from_file(file: Path, model: str | None, options: Options) -> Context:
     """The plan of a recipe file for the model asked for, else the one that the file names."""
-    from ..recipe.file import read_recipe_file
+    from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
     if model is None and given.model is None:
@@ -216,8 +216,8 @@ def _from_file(file: Path, model: str | None, options: Options) -> Context:
 
 def _context(recipe: Recipe, model: str | None, options: Options, python_only_by: str | None = None) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
-    from ..model.described import describe
-    from ..recipe.dialects import Context
+    from dtype_engine.recipe.targets import Context
+    from dtype_engine.runtime.model.describe import describe
 
     source = located(model, options, python_only_by)
     found = describe(source, options)

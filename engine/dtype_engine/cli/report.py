@@ -7,12 +7,7 @@ from typing import Any
 
 import click
 
-from ..errors import NoForward, UserError
-from ..readings import as_json
-from ..readings_losses import ValueLoss
-from ..report_losses import loss_notice
-from ..text import printable
-from .common import (
+from dtype_engine.cli.options import (
     json_option,
     located,
     model_argument,
@@ -27,7 +22,12 @@ from .common import (
     settled,
     with_options,
 )
-from .planning import Planned, planned
+from dtype_engine.cli.planning import Planned, planned
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text_losses import loss_notice
+from dtype_engine.results.drift import as_json
+from dtype_engine.results.losses import ValueLoss
 
 
 @click.command()
@@ -59,8 +59,8 @@ def report(
     The file needs nothing else: plots are inside it, nothing is fetched, nothing in it runs. Where the model can't be run, it
     says why and has the rest.
     """
-    from ..report import check_name, gather, render, versions
-    from ..whole_files import refuse_existing, write_whole
+    from dtype_engine.core.atomic_write import refuse_existing, write_whole
+    from dtype_engine.reports import check_name, gather, render, versions
 
     check_name(file)
     refuse_existing(file, force)
@@ -101,7 +101,7 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
     """What the casts of a model that is not run lose, counted from its files; None where their values can't be read."""
     if known.checkpoint is None:
         return None
-    from ..value_loss import losses_in_files
+    from dtype_engine.runtime.numerics.value_loss import losses_in_files
 
     def progress(done: int, total: int) -> None:
         say(f"looking for values that the casts lose: {done} of {total}")

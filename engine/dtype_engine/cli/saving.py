@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..readings import DriftReport
+from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
-    from ..session import Session
+    from dtype_engine.runtime.session import Session
 
 save_recipe_options = [
     click.option(
@@ -27,7 +27,7 @@ save_recipe_options = [
 def may_save(file: Path | None, force: bool) -> None:
     """Raises UserError, before anything is measured, where the file can't be written."""
     if file is not None:
-        from ..whole_files import refuse_existing
+        from dtype_engine.core.atomic_write import refuse_existing
 
         refuse_existing(file, force)
 
@@ -36,9 +36,9 @@ def save_measured(session: Session, report: DriftReport, file: Path | None, forc
     """Write the recipe in force with a measurement of it. Raises UserError."""
     if file is None:
         return
-    from ..recipe.saved import recipe_text
-    from ..report.versions import versions
-    from ..whole_files import write_whole
+    from dtype_engine.core.atomic_write import write_whole
+    from dtype_engine.recipe.provenance import recipe_text
+    from dtype_engine.reports.versions import versions
 
     text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
     write_whole(file, text, replace=force)

@@ -7,11 +7,20 @@ from typing import Any
 
 import click
 
-from ..errors import OutOfReach, UserError
-from ..limits import parse_bytes, parse_dtypes, parse_only
-from ..readings import ScanReport, as_json
-from ..recipe import Recipe, Rule
-from .common import json_option, model_argument, opened, options_from, print_json, run_options, say, with_options
+from dtype_engine.cli.options import (
+    json_option,
+    model_argument,
+    opened,
+    options_from,
+    print_json,
+    run_options,
+    say,
+    with_options,
+)
+from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ScanReport, as_json
+from dtype_engine.search.constraints import parse_bytes, parse_dtypes, parse_only
 
 NO = 1
 scan_options = [
@@ -52,7 +61,7 @@ def scan(
     if as_object:
         print_json(as_json(report))
         return
-    from ..report_scan import scan_text
+    from dtype_engine.reports.text_scan import scan_text
 
     click.echo(scan_text(report))
     _notes(report.notices)
@@ -99,8 +108,8 @@ def search(
     **run_settings: Any,
 ) -> int:
     """The best recipe for a budget, by a scan; predicted drift beside measured."""
-    from ..search import Constraints
-    from ..whole_files import refuse_existing, write_whole
+    from dtype_engine.core.atomic_write import refuse_existing, write_whole
+    from dtype_engine.search.pareto import Constraints
 
     if output is not None:
         refuse_existing(output, force)
@@ -119,14 +128,14 @@ def search(
         click.echo(f"dtype-engine: {error}", err=True)
         return NO
     if output is not None:
-        from ..recipe.file import write_recipe
+        from dtype_engine.recipe.file import write_recipe
 
         text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model, lost=report.lost)
         write_whole(output, text, replace=force)
     if as_object:
         print_json(as_json(report) | {"met": True})
     else:
-        from ..report_scan import search_text
+        from dtype_engine.reports.text_scan import search_text
 
         click.echo(search_text(report))
     _notes(report.notices)
@@ -139,7 +148,7 @@ def _scanned(
     """A session, scanned."""
     asked = parse_dtypes(names) if names is not None else None
     session = opened(model, Recipe(), options_from(**settings))
-    from ..scan import DEFAULT_DTYPES
+    from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
 
     def progress(what: str, done: int, total: int | None) -> None:
         say(f"{what}: {done}" + (f" of {total}" if total else ""))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..thresholds import Thresholds
+from dtype_engine.results.thresholds import Thresholds
 
 
 def _share(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:

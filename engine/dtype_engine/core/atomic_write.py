@@ -7,8 +7,8 @@ import os
 import tempfile
 from pathlib import Path
 
-from .errors import UserError
-from .text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 
 def write_whole(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:

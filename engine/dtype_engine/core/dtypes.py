@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import UserError
+from dtype_engine.core.errors import UserError
 
 STORED = "stored"
 """In place of a dtype in a rule: leave the tensor as the checkpoint has it."""

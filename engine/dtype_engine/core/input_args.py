@@ -6,10 +6,10 @@ import dataclasses
 import shlex
 from pathlib import Path
 
-from .errors import UserError
-from .options import Options
-from .regular_files import open_regular
-from .text import printable, read_text
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.regular_files import open_regular
+from dtype_engine.core.text import printable, read_text
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 AUDIO = (".wav", ".flac", ".ogg", ".mp3")

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from .errors import UserError
-from .text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 _DEEPEST = 40
 _LONGEST_NUMBER = 100

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import UserError
+from dtype_engine.core.errors import UserError
 
 
 def open_regular(path: Path) -> BinaryIO:

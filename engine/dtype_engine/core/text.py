@@ -7,8 +7,8 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
-from .errors import UserError
-from .regular_files import open_regular
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import open_regular
 
 _BIDIRECTIONAL = frozenset(map(chr, (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))))
 

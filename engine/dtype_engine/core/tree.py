@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from . import dtypes
-from .errors import UserError
-from .text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 MOST_PARTS = 200
 """Parts between dots of a module's name: names that lie deeper would take memory with the square of that."""

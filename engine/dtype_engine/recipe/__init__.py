@@ -1,8 +1,16 @@
 """Recipes: patterns, rules, what they take of a tree, and the plan that comes of it. Never imports torch."""
 
-from .pattern import Pattern, compile_pattern, generalisations
-from .plan import Plan, Selection, make_plan, no_match, require_matches, select, tensor_bytes
-from .rules import History, Recipe, Rule
+from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
+from dtype_engine.recipe.plan import (
+    Plan,
+    Selection,
+    make_plan,
+    no_match,
+    require_matches,
+    select,
+    tensor_bytes,
+)
+from dtype_engine.recipe.rules import History, Recipe, Rule
 
 __all__ = [
     "History",

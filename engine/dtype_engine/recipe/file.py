@@ -22,16 +22,16 @@ from pathlib import Path
 
 import yaml
 
-from .. import dtypes
-from ..errors import UserError
-from ..options import RunSettings
-from ..plain_yaml import load_yaml
-from ..readings_losses import ValueLoss
-from ..regular_files import read_regular
-from ..text import printable
-from .plan import MATCHING_S
-from .regexes import time_limit
-from .rules import Recipe, Rule
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.plain_yaml import load_yaml
+from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.text import printable
+from dtype_engine.recipe.plan import MATCHING_S
+from dtype_engine.recipe.regexes import time_limit
+from dtype_engine.recipe.rules import Recipe, Rule
+from dtype_engine.results.losses import ValueLoss
 
 VERSION = 1
 _LARGEST = 1_000_000

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .dialects import Context, Dialect
-from .plan import MATCHING_S
-from .regexes import time_limit
+from dtype_engine.recipe.plan import MATCHING_S
+from dtype_engine.recipe.regexes import time_limit
+from dtype_engine.recipe.targets import Context, Dialect
 
 
 @dataclass(frozen=True, slots=True)

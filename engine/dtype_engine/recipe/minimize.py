@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from .. import dtypes
-from ..tree import Tree, ancestors
-from .pattern import generalisations
-from .plan import make_plan, select
-from .rules import Recipe, Rule
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import Tree, ancestors
+from dtype_engine.recipe.pattern import generalisations
+from dtype_engine.recipe.plan import make_plan, select
+from dtype_engine.recipe.rules import Recipe, Rule
 
 _MOST_KINDS = 4
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..errors import UserError
-from ..tree import Tree
-from .plan import make_plan
-from .presets import PRESETS, Preset
-from .rules import Recipe
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.plan import make_plan
+from dtype_engine.recipe.presets import PRESETS, Preset
+from dtype_engine.recipe.rules import Recipe
 
 
 @dataclass(frozen=True, slots=True)

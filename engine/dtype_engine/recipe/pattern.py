@@ -20,10 +20,10 @@ from functools import lru_cache
 from itertools import pairwise
 from math import prod
 
-from ..errors import PatternError
-from ..tree import ancestors
-from .number_range import range_regex
-from .regexes import compile_regex, limited, shortened
+from dtype_engine.core.errors import PatternError
+from dtype_engine.core.tree import ancestors
+from dtype_engine.recipe.number_range import range_regex
+from dtype_engine.recipe.regexes import compile_regex, limited, shortened
 
 _RANGE = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)")
 _LONGEST_RANGE = 100_000

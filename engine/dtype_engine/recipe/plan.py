@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from .. import dtypes
-from ..errors import TooSlow, UserError
-from ..tree import Module, TensorInfo, Tree
-from .pattern import Pattern, compile_pattern
-from .regexes import shortened, time_limit
-from .rules import Recipe, Rule
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import TooSlow, UserError
+from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.recipe.pattern import Pattern, compile_pattern
+from dtype_engine.recipe.regexes import shortened, time_limit
+from dtype_engine.recipe.rules import Recipe, Rule
 
 _LONGEST_HINT = 200
 MATCHING_S = 5.0

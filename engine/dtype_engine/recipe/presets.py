@@ -10,11 +10,11 @@ import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ..errors import UserError
-from ..tree import Module, Tree, ancestors
-from .pattern import compile_pattern, generalisations
-from .plan import NO_CLASSES, select
-from .rules import Recipe, Rule
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import Module, Tree, ancestors
+from dtype_engine.recipe.pattern import compile_pattern, generalisations
+from dtype_engine.recipe.plan import NO_CLASSES, select
+from dtype_engine.recipe.rules import Recipe, Rule
 
 LOW = "float8_e4m3fn"
 LINEAR = ("Linear", "Conv1D")

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..options import RunSettings
-from ..readings import DriftReport
-from ..readings_losses import ValueLoss, severe
-from ..report_text import human_bytes
-from ..tree import Tree
-from .file import Figure, write_recipe
-from .plan import Plan, tensor_bytes
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.file import Figure, write_recipe
+from dtype_engine.recipe.plan import Plan, tensor_bytes
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.losses import ValueLoss, severe
 
 _DIGITS = 6
 """Significant digits of a figure: enough to compare, and a line changes only when the figure does."""

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Literal
 
-from ..errors import PatternError, TooSlow
+from dtype_engine.core.errors import PatternError, TooSlow
 
 LONGEST_REGEX = 500
 MOST_REPEATS = 1000

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .. import dtypes
-from ..errors import UserError
-from .pattern import compile_pattern
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.recipe.pattern import compile_pattern
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Reports to keep: one file, HTML or Markdown, with all that is known of a recipe on a model. Never imports torch."""
 
-from .contents import gather
-from .versions import versions
-from .write import FORMATS, check_name, render
+from dtype_engine.reports.document import gather
+from dtype_engine.reports.render import FORMATS, check_name, render
+from dtype_engine.reports.versions import versions
 
 __all__ = ["FORMATS", "check_name", "gather", "render", "versions"]

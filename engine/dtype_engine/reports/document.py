@@ -6,16 +6,24 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
-from .. import dtypes
-from ..options import RunSettings
-from ..readings import DriftReport, ModuleDrift
-from ..readings_losses import ValueLoss, severe
-from ..recipe import Plan, tensor_bytes
-from ..report_losses import HELP, headline
-from ..report_text import decibels, human_bytes, human_count, mix_text, parameters_text, seconds_text, with_error
-from ..text import printable
-from ..tree import Module, Totals, Tree
-from .parts import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Module, Totals, Tree
+from dtype_engine.recipe import Plan, tensor_bytes
+from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.reports.text import (
+    decibels,
+    human_bytes,
+    human_count,
+    mix_text,
+    parameters_text,
+    seconds_text,
+    with_error,
+)
+from dtype_engine.reports.text_losses import HELP, headline
+from dtype_engine.results.drift import DriftReport, ModuleDrift
+from dtype_engine.results.losses import ValueLoss, severe
 
 MOST_MODULES = 2000
 _SUMMARY_ROWS = 40

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from ..text import printable
-from .charts import profile_svg, shares_svg
-from .parts import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.core.text import printable
+from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.reports.svg import profile_svg, shares_svg
 
 _STYLE = """
 :root { color-scheme: light dark; --line: #8884; --dim: #777; --mark: #c33; }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from ..text import printable
-from .parts import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.core.text import printable
+from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&])")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from ..errors import UserError
-from .html import as_html
-from .markdown import as_markdown
-from .parts import Report
+from dtype_engine.core.errors import UserError
+from dtype_engine.reports.blocks import Report
+from dtype_engine.reports.html import as_html
+from dtype_engine.reports.markdown import as_markdown
 
 FORMATS: dict[str, Callable[[Report], str]] = {
     ".html": as_html,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from html import escape
 
-from .parts import Profile, Shares
+from dtype_engine.reports.blocks import Profile, Shares
 
 _WIDTH = 900
 _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")

@@ -6,13 +6,21 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from . import dtypes
-from .text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
 
 if TYPE_CHECKING:
-    from .readings import DriftReport, FlowCast, Generation, SkippedTensor, SpeedReport, SpeedRow, WeightError
-    from .recipe import Plan
-    from .tree import Totals, Tree
+    from dtype_engine.core.tree import Totals, Tree
+    from dtype_engine.recipe import Plan
+    from dtype_engine.results.drift import (
+        DriftReport,
+        FlowCast,
+        Generation,
+        SkippedTensor,
+        SpeedReport,
+        SpeedRow,
+        WeightError,
+    )
 
 
 def human_bytes(size: float) -> str:
@@ -208,7 +216,7 @@ def _columns(rows: list[tuple[str, str, str, str]]) -> str:
 
 def drift_text(report: DriftReport) -> str:
     """The figures of one measurement, the worst modules last."""
-    from .report_losses import loss_lines
+    from dtype_engine.reports.text_losses import loss_lines
 
     output, memory = report.output, report.memory
     lines = [

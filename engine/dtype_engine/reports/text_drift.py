@@ -6,13 +6,13 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .report_text import decibels
-from .text import printable
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import decibels
 
 if TYPE_CHECKING:
-    from .readings import OutputDrift
-    from .readings_drift import Cause, CausesReport, Floor, Nonfinite
-    from .thresholds import Verdict
+    from dtype_engine.results.attribution import Cause, CausesReport, Floor, Nonfinite
+    from dtype_engine.results.drift import OutputDrift
+    from dtype_engine.results.thresholds import Verdict
 
 _CANCELLING = 1.2
 """A part that drifts this many times as much as the whole is no share of it."""

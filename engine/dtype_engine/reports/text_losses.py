@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .readings import OutputDrift
-from .readings_losses import LossRemedy, ValueLoss, severe
-from .report_text import decibels, human_bytes
-from .text import printable
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import decibels, human_bytes
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.losses import LossRemedy, ValueLoss, severe
 
 HELP = (
     "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "

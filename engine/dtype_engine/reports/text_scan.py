@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from . import dtypes
-from .readings import FrontPoint, ScanReport, SearchReport, WeightScore
-from .report_losses import loss_lines
-from .report_text import human_bytes, seconds_text, with_error
-from .text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes, seconds_text, with_error
+from dtype_engine.reports.text_losses import loss_lines
+from dtype_engine.results.drift import FrontPoint, ScanReport, SearchReport, WeightScore
 
 
 def scan_text(report: ScanReport, rows: int = 20) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from .readings import OutputDrift
+    from dtype_engine.results.drift import OutputDrift
 
 
 @dataclass(frozen=True, slots=True)

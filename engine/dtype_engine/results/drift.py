@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from .readings_losses import ValueLoss
+from dtype_engine.results.losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .readings import OutputDrift
-from .readings_losses import ValueLoss
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from . import dtypes
+from dtype_engine.core import dtypes
 
 if TYPE_CHECKING:
-    from .readings import OutputDrift
+    from dtype_engine.results.drift import OutputDrift
 
 ROUNDING_SHARE = 0.01
 """Fewer of a tensor's values than this may become zero in a floating-point dtype, and it still is rounding."""

@@ -13,28 +13,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import nn
 
-from . import dtypes as dtype_table
-from . import memory
-from .causes import Causes
-from .causes import OnProgress as OnParts
-from .checkpoint import refuse_unreadable, unchanged
-from .drift import DriftMeter, OnModules, OnProgress
-from .errors import NoForward, OutOfReach, UserError
-from .evaluation import InLine
-from .floor import measure_floor
-from .flow import summed
-from .forward import Passes, reference_name
-from .generation import OnTokens, generate
-from .input_files import typed
-from .inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
-from .inputs.text import with_next_tokens
-from .loss_remedy import tried_remedy, untried_remedy
-from .model.live import LiveModel
-from .model.load import Say, load, pick_device
-from .model.source import Source, locate
-from .nonfinite import find_nonfinite
-from .options import Options, RunSettings
-from .readings import (
+from dtype_engine.checkpoint import refuse_unreadable, unchanged
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.core import dtypes as dtype_table
+from dtype_engine.core.errors import NoForward, OutOfReach, UserError
+from dtype_engine.core.input_args import typed
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, no_match
+from dtype_engine.recipe.minimize import compress
+from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+from dtype_engine.results.drift import (
     DriftReport,
     FlowCast,
     Generation,
@@ -45,19 +34,30 @@ from .readings import (
     Seconds,
     SpeedReport,
 )
-from .readings_drift import CausesReport, Floor, Nonfinite
-from .readings_export import ExportReport
-from .readings_inputs import InputsReading
-from .readings_losses import LossRemedy, ValueLoss
-from .recipe import History, Plan, Recipe, Rule, make_plan, no_match
-from .recipe.compress import compress
-from .scan import DEFAULT_DTYPES, OnEstimate, Scan
-from .scan import OnProgress as OnScan
-from .scan_exact import measure_alone
-from .search import Constraints, Front, make_items
-from .sensitivity import drift_of, predict
-from .speed import REPEATS, OnPasses, measure_speed
-from .tree import Tree
+from dtype_engine.results.export import ExportReport
+from dtype_engine.results.inputs import InputsReading
+from dtype_engine.results.losses import LossRemedy, ValueLoss
+from dtype_engine.runtime import process_memory as memory
+from dtype_engine.runtime.inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
+from dtype_engine.runtime.inputs.text import with_next_tokens
+from dtype_engine.runtime.measure.attribution import Causes
+from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
+from dtype_engine.runtime.measure.drift import DriftMeter, OnModules, OnProgress
+from dtype_engine.runtime.measure.generation import OnTokens, generate
+from dtype_engine.runtime.measure.implicit_casts import summed
+from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
+from dtype_engine.runtime.measure.noise_floor import measure_floor
+from dtype_engine.runtime.measure.nonfinite import find_nonfinite
+from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.load import Say, load, pick_device
+from dtype_engine.runtime.passes.runner import Passes, reference_name
+from dtype_engine.runtime.scan.evaluation import InLine
+from dtype_engine.runtime.scan.exact import measure_alone
+from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
+from dtype_engine.runtime.scan.scan import OnProgress as OnScan
+from dtype_engine.search.pareto import Constraints, Front, make_items
+from dtype_engine.search.sensitivity import drift_of, predict
 
 Cancelled = Callable[[], bool]
 P = ParamSpec("P")
@@ -308,7 +308,7 @@ class Session:
         force: bool = False,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the recipe in force; see `export.export`."""
-        from .export import export, of_live
+        from dtype_engine.runtime.export import export, of_live
 
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))

@@ -7,10 +7,10 @@ import math
 import re
 from dataclasses import dataclass, field
 
-from . import dtypes
-from .errors import UserError
-from .search import Constraints
-from .text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.search.pareto import Constraints
 
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12} | {
     f"{letter}{i}": 2 ** (10 * power) for power, letter in enumerate("kmgt", 1) for i in ("", "i", "ib")

@@ -14,11 +14,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import dtypes
-from .errors import UserError
-from .readings import FrontPoint
-from .recipe import no_match, select, tensor_bytes
-from .tree import Tree
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import no_match, select, tensor_bytes
+from dtype_engine.results.drift import FrontPoint
 
 _MOST_STATES = 20_000
 

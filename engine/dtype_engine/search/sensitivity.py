@@ -10,11 +10,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from . import dtypes
-from .errors import UserError
-from .readings import OutputDrift, Prediction, ScanReport, WeightScore
-from .recipe import Plan
-from .tree import Tree, ancestors
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import Tree, ancestors
+from dtype_engine.recipe import Plan
+from dtype_engine.results.drift import OutputDrift, Prediction, ScanReport, WeightScore
 
 
 def is_free(stored: str, dtype: str) -> bool:

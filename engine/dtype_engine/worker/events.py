@@ -10,8 +10,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from .jobs import JobName
-    from .readings import (
+    from dtype_engine.core.tree import Tree
+    from dtype_engine.recipe import Recipe
+    from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+    from dtype_engine.results.drift import (
         DriftReport,
         FlowCast,
         Generation,
@@ -21,12 +23,10 @@ if TYPE_CHECKING:
         SpeedReport,
         WeightReading,
     )
-    from .readings_drift import CausesReport, Floor, Nonfinite
-    from .readings_inputs import InputsReading
-    from .readings_losses import LossRemedy, ValueLoss
-    from .recipe import Recipe
-    from .tree import Tree
-    from .wishes import ExportPlan
+    from dtype_engine.results.inputs import InputsReading
+    from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_engine.worker.queue import JobName
+    from dtype_engine.worker.save_requests import ExportPlan
 
 
 class Loading(NamedTuple):

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from . import events
-from .errors import UserError
-from .names_in_files import names_in_files
-from .recipe import Plan, Recipe, make_plan
-from .report_text import human_bytes
+from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core.errors import UserError
+from dtype_engine.recipe import Plan, Recipe, make_plan
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.worker import events
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .readings_losses import ValueLoss
-    from .tree import Tree
-    from .value_loss import Counted
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.core.tree import Tree
+    from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.runtime.numerics.value_loss import Counted
 
 MOST_UNASKED = 8 << 30
 """Bytes of values that are read without being asked to."""
@@ -48,9 +48,9 @@ class PlannedLosses:
             words = f"{human_bytes(waiting)} of values are not read unasked: m looks for those that the casts lose"
             emit(events.CastDone(recipe, None, words))
             return
-        from .loss_remedy import untried_remedy
-        from .model.mapped import read_tensor
-        from .value_loss import count_losses, losses_in_files
+        from dtype_engine.runtime.measure.loss_remedy import untried_remedy
+        from dtype_engine.runtime.model.mapped_tensors import read_tensor
+        from dtype_engine.runtime.numerics.value_loss import count_losses, losses_in_files
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype

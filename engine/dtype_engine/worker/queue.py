@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from .recipe import Recipe
+from dtype_engine.recipe import Recipe
 
 JobName = Literal[
     "measure",

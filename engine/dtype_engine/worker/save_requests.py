@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .readings import DriftReport
-    from .readings_losses import ValueLoss
+    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.results.losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)

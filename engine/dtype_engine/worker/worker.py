@@ -14,25 +14,25 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from . import events
-from .checkpoint import refuse_unreadable, unchanged
-from .errors import Cancelled, KernelError, NoForward, UserError
-from .gate import Gate
-from .jobs import Job, JobName, JobQueue
-from .options import Options, RunSettings
-from .planned_losses import PlannedLosses
-from .recipe import Recipe
-from .text import printable
-from .wishes import Wish
+from dtype_engine.checkpoint import refuse_unreadable, unchanged
+from dtype_engine.core.cancellation import Gate
+from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
+from dtype_engine.worker.planned_losses import PlannedLosses
+from dtype_engine.worker.queue import Job, JobName, JobQueue
+from dtype_engine.worker.save_requests import Wish
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .leaving import Workshop
-    from .model.source import Source
-    from .readings import DriftReport, ModuleDrift, ScanReport
-    from .readings_drift import Floor
-    from .session import Session
-    from .tree import Tree
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.core.tree import Tree
+    from dtype_engine.results.attribution import Floor
+    from dtype_engine.results.drift import DriftReport, ModuleDrift, ScanReport
+    from dtype_engine.runtime.session import Session
+    from dtype_engine.worker.writer import Workshop
 
 Emit = Callable[[events.Event], None]
 Task = Callable[[Recipe], None]
@@ -282,12 +282,12 @@ class Worker:
                 tree = self._checkpoint.tree()
                 assert tree.names  # listed here and not on the way to the first frame of a filter
                 self._emit(events.HeadersRead(tree, self._checkpoint.notices))
-            from .model.room import no_room
+            from dtype_engine.checkpoint.memory_fit import no_room
 
             if reason := no_room(self._checkpoint):
                 raise NoForward(f"{self._source.title}: {reason}")
         self._emit(events.Loading("importing torch"))
-        from .session import open_session
+        from dtype_engine.runtime.session import open_session
 
         session = open_session(
             self._source,
@@ -311,7 +311,7 @@ class Worker:
 
     def _tell_classes(self) -> None:
         """The tree of a model that can't be run, with the classes and ties of its architecture, if that is known."""
-        from .model.described import describe
+        from dtype_engine.runtime.model.describe import describe
 
         assert self._checkpoint is not None
         self._emit(events.Loading("reading the architecture"))
@@ -369,7 +369,7 @@ class Worker:
     def _change_inputs(self, session: Session, recipe: Recipe, line: str) -> None:
         self._emit(events.Working(recipe, "preparing the inputs", 0, 1))
         try:
-            from .input_files import typed
+            from dtype_engine.core.input_args import typed
 
             session.use_inputs(typed(session.options, line), self._stop_now.is_set)
         except Cancelled:
@@ -514,7 +514,7 @@ class Worker:
         return task
 
     def _tell_weight(self, recipe: Recipe, name: str, targets: tuple[str, ...]) -> None:
-        from .weight_errors import look_at, look_at_live
+        from dtype_engine.runtime.measure.weight_errors import look_at, look_at_live
 
         self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
         if self._session is not None:
@@ -528,7 +528,7 @@ class Worker:
         self._emit(events.WeightLookedAt(recipe, name, reading))
 
     def _workshop(self, recipe: Recipe) -> Workshop:
-        from .leaving import Workshop, progress
+        from dtype_engine.worker.writer import Workshop, progress
 
         told = progress(
             lambda what, done, total: self._emit(events.Saving(recipe, what, done, total)), time.perf_counter

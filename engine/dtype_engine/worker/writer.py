@@ -6,24 +6,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .errors import NoForward, UserError
-from .options import RunSettings
-from .planned_losses import MOST_UNASKED, PlannedLosses
-from .readings import DriftReport
-from .recipe import Plan, Recipe, make_plan, require_matches
-from .report_text import human_bytes, seconds_text
-from .text import printable
-from .tree import Tree
-from .whole_files import refuse_existing, write_whole
-from .wishes import ConvertWish, ExportPlan, ExportWish, RecipeWish, ReportWish, Wish
+from dtype_engine.core.atomic_write import refuse_existing, write_whole
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
+from dtype_engine.reports.text import human_bytes, seconds_text
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.worker.planned_losses import MOST_UNASKED, PlannedLosses
+from dtype_engine.worker.save_requests import (
+    ConvertWish,
+    ExportPlan,
+    ExportWish,
+    RecipeWish,
+    ReportWish,
+    Wish,
+)
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .export import Contents
-    from .model.source import Source
-    from .options import Options
-    from .readings_losses import ValueLoss
-    from .session import Session
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.core.options import Options
+    from dtype_engine.results.losses import ValueLoss
+    from dtype_engine.runtime.export import Contents
+    from dtype_engine.runtime.session import Session
 
 OnBytes = Callable[[int, int], None]
 
@@ -49,8 +56,8 @@ class Workshop:
 
     def plan_export(self, max_shard_size: str = "5GB") -> ExportPlan:
         """Raises UserError where this recipe can't be exported."""
-        from .export.readme import by_dtype, loading_text
-        from .export.run import names_of, shards
+        from dtype_engine.runtime.export.export import names_of, shards
+        from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
         contents = self._contents()
         sums = by_dtype(contents)
@@ -95,7 +102,7 @@ class Workshop:
             return self.session.lost_values(self.cancelled, _plan(self.session.tree, self.recipe))
         if self.checkpoint is None:
             return None
-        from .value_loss import losses_in_files
+        from dtype_engine.runtime.numerics.value_loss import losses_in_files
 
         tree = self._tree()
         plan = _plan(tree, self.recipe)
@@ -104,7 +111,7 @@ class Workshop:
         return losses_in_files(self.checkpoint, tree, plan.dtypes, self.counting.counted, cancelled=self.cancelled)
 
     def _contents(self) -> Contents:
-        from .export import of_checkpoint, of_live
+        from dtype_engine.runtime.export import of_checkpoint, of_live
 
         if self.session is not None:
             require_matches(self.session.tree, self.recipe)
@@ -114,8 +121,8 @@ class Workshop:
         return of_checkpoint(self.checkpoint, self.source.title, self.recipe, self.options)
 
     def _export(self, wish: ExportWish) -> tuple[str, tuple[str, ...]]:
-        from .export import export
-        from .export.folder import free_name
+        from dtype_engine.runtime.export import export
+        from dtype_engine.runtime.export.staging import free_name
 
         free_name(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
         lost = self._lost(0)  # without a live model, what is not known is counted while it is written
@@ -133,8 +140,8 @@ class Workshop:
         return f"exported to {printable(report.folder, 300)}: {size}", report.notices
 
     def _recipe_text(self, wish: RecipeWish) -> tuple[str, tuple[str, ...]]:
-        from .recipe.saved import recipe_text
-        from .report import versions
+        from dtype_engine.recipe.provenance import recipe_text
+        from dtype_engine.reports import versions
 
         tree = self._tree()
         require_matches(tree, self.recipe)
@@ -144,7 +151,7 @@ class Workshop:
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
 
     def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
-        from .report import check_name, gather, render, versions
+        from dtype_engine.reports import check_name, gather, render, versions
 
         check_name(wish.file)
         drift, reason = wish.drift, ""
@@ -166,8 +173,8 @@ class Workshop:
             return None, str(error)
 
     def _convert(self, wish: ConvertWish) -> tuple[str, tuple[str, ...]]:
-        from .model.described import describe
-        from .recipe.dialects import Context, dialect
+        from dtype_engine.recipe.targets import Context, dialect
+        from dtype_engine.runtime.model.describe import describe
 
         found = describe(self.source, self.options)
         require_matches(found.tree, self.recipe)

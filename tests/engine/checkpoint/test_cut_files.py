@@ -25,7 +25,7 @@ from pathlib import Path
 import safetensors.torch, torch
 from safetensors import safe_open
 from dtype_engine.checkpoint import FileIdentity, cut_files
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 path, rounds, guarded = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "guarded"
 chance, told = random.Random(3), 0
@@ -129,13 +129,13 @@ sys.exit(run(cli, "dtype-engine", sys.argv[4:]))
 @pytest.mark.parametrize(
     ("where", "name", "arguments"),
     [
-        ("dtype_engine.drift", "DriftMeter.measure", ["drift", "--cast", "*=bf16"]),
-        ("dtype_engine.session", "measure_speed", ["speed", "--cast", "*=int8"]),
-        ("dtype_engine.scan", "Scan.run", ["scan", "--dtypes", "int8"]),
-        ("dtype_engine.weight_errors", "round_trips", ["weights", "--cast", "*=fp8"]),
-        ("dtype_engine.export.run", "write_file", ["export", "--cast", "*=bf16"]),
-        ("dtype_engine.export.run", "write_file", ["export", "--cast", "*=int8"]),
-        ("dtype_engine.export.run", "write_file", ["export"]),
+        ("dtype_engine.runtime.measure.drift", "DriftMeter.measure", ["drift", "--cast", "*=bf16"]),
+        ("dtype_engine.runtime.session", "measure_speed", ["speed", "--cast", "*=int8"]),
+        ("dtype_engine.runtime.scan.scan", "Scan.run", ["scan", "--dtypes", "int8"]),
+        ("dtype_engine.runtime.measure.weight_errors", "round_trips", ["weights", "--cast", "*=fp8"]),
+        ("dtype_engine.runtime.export.export", "write_file", ["export", "--cast", "*=bf16"]),
+        ("dtype_engine.runtime.export.export", "write_file", ["export", "--cast", "*=int8"]),
+        ("dtype_engine.runtime.export.export", "write_file", ["export"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine.model.nearby import nearby
-from dtype_engine.model.source import locate
+from dtype_engine.checkpoint.discovery import nearby
+from dtype_engine.checkpoint.source import locate
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 
 def overwrite(path: Path) -> None:
@@ -76,9 +76,9 @@ def test_whatever_is_opened_knows_its_files(make_llama: Callable[..., Path], tmp
     """Checkpoints of every form and the live models of them, the code of a user with weights included."""
     import torch
     from safetensors.torch import load_file
+    from tests.helpers.paths import TINYNET
 
     import dtype_engine as de
-    from conftest import TINYNET
     from dtype_engine.checkpoint import open_checkpoint
 
     folder = make_llama(max_shard_size="20KB")

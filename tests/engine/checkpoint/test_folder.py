@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from dtype_engine.checkpoint import open_checkpoint, safetensors_header
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 
 def header_bytes(header: Any, body: bytes = b"") -> bytes:

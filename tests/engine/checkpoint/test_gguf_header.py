@@ -13,7 +13,7 @@ import pytest
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.gguf_header import read_gguf_header
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 HOST = gguf.GGUFEndian.LITTLE
 

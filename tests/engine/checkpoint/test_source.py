@@ -4,11 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.helpers.paths import TINYNET
 
-from dtype_engine.errors import UserError
-from dtype_engine.model.source import locate
-
-TINYNET = Path(__file__).parent / "models" / "tinynet.py"
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.errors import UserError
 
 
 def test_nothing_is_the_demo() -> None:

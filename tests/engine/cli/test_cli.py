@@ -8,11 +8,12 @@ from typing import Any
 
 import click
 import pytest
+from tests.helpers import paths
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 
-TINYNET = f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet"
+TINYNET = f"{paths.TINYNET}:TinyNet"
 PROGRAM = str(Path(sys.executable).with_name("dtype-engine"))
 
 
@@ -129,7 +130,7 @@ def test_an_interrupt_is_status_130(capsys: pytest.CaptureFixture[str], monkeypa
     def interrupted(model: str | None, *how: bool) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("dtype_engine.model.source.locate", interrupted)
+    monkeypatch.setattr("dtype_engine.checkpoint.source.locate", interrupted)
     assert run(cli, "dtype-engine", ["inspect"]) == 130
 
 

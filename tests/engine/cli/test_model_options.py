@@ -6,9 +6,9 @@ import click
 import pytest
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 from dtype_engine.cli.recipe import recipe as recipe_group
-from dtype_tui.cli import command as app_command
+from dtype_tui.cli.command import command as app_command
 
 MODEL_OPTIONS = {"--trust-pickle", "--download", "--weights", "--trust-remote-code", "--architecture"}
 RULE_OPTIONS = {"--cast", "--recipe", "--preset"}

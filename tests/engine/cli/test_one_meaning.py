@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from test_same_plan import NET, answer, refusal
+from tests.engine.runtime.model.test_same_plan import NET, answer, refusal
 from torch import nn
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 
 
 def every_command(model: str, out: Path, rules: list[str]) -> list[list[str]]:
@@ -67,9 +67,9 @@ def test_the_names_of_the_files_and_those_of_the_model_mean_the_same(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Experts are packed as they are loaded, and renamed; a base model drops its prefix."""
-    import folders
+    from tests.helpers import checkpoint_folders
 
-    folder = folders.save("mixtral", tmp_path / "mixtral", processed=False)
+    folder = checkpoint_folders.save("mixtral", tmp_path / "mixtral", processed=False)
     names = safetensors.torch.load_file(folder / "model.safetensors")
     experts = [name for name in names if "layers.0" in name and ("w1" in name or "w3" in name) and "experts" in name]
     assert experts

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
-from dtype_engine.storage import convert
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.numerics.quantize import convert
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.tree import TensorInfo, Tree, ancestors, from_tensors
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors
 
 NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
     lambda parts: ".".join(parts) + ".t"

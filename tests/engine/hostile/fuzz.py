@@ -1,7 +1,7 @@
 """Damaged and hostile files of every kind but safetensors headers (`test_hostile.py` has those), through the programs.
 
-`python tests/engine/fuzz.py 5000` makes as many of each kind, each from its own number, so that a case comes back by it:
-`python tests/engine/fuzz.py --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
+`python -m tests.engine.hostile.fuzz 5000` makes as many of each kind, each from its own number, so that a case comes back by it:
+`python -m tests.engine.hostile.fuzz --one pth 1234 FOLDER` writes the file and runs what is run on it, with a traceback.
 
 A case holds when the program ends with status 0 or 2 (1 for `recipe lint`: it differs), without a traceback or an unexpected
 error, in 20 s and 1.5 GB, and does not take the process down. Workers run many cases each, since importing torch takes longer
@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+MODULE = "tests.engine.hostile.fuzz"
+ROOT = Path(__file__).parents[3]
 KINDS = ("gguf", "pth", "recipe", "config", "session", "scan")
 LONGEST_S = 20
 MOST_BYTES = 1_500_000_000
@@ -149,8 +151,8 @@ def _recipe(folder: Path) -> bytes:
 
 def _session(folder: Path) -> bytes:
     from dtype_engine import Options, Recipe, Rule
-    from dtype_engine.history import MeasuredRecipe
-    from dtype_engine.sessions import SavedSession, SessionFile
+    from dtype_tui.state.measurement_log import MeasuredRecipe
+    from dtype_tui.state.session_store import SavedSession, SessionFile
 
     measured = MeasuredRecipe(
         ("*=bfloat16",), "defaults", "6 prompts", 1_415_616, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
@@ -170,9 +172,9 @@ def _session(folder: Path) -> bytes:
 
 
 def _scan(folder: Path) -> bytes:
-    from dtype_engine import scan_file
-    from dtype_engine.scan_scores import OneSequence
-    from dtype_engine.selections import SelectionSample
+    from dtype_engine.runtime.scan import saved as scan_file
+    from dtype_engine.runtime.scan.routing import SelectionSample
+    from dtype_engine.runtime.scan.scores import OneSequence
 
     keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
     sample = SelectionSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
@@ -183,7 +185,7 @@ def _scan(folder: Path) -> bytes:
 
 
 def FINGERPRINT() -> Any:
-    from dtype_engine.scan_file import Fingerprint
+    from dtype_engine.runtime.scan.saved import Fingerprint
 
     return Fingerprint("m" * 64, "i" * 64, ("bfloat16", "float16"), "defaults")
 
@@ -330,7 +332,7 @@ def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
 def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
     """The exit status and what was said on standard error. Raises whatever comes out of the program."""
     from dtype_engine.cli import cli
-    from dtype_engine.cli.common import run
+    from dtype_engine.cli.options import run
 
     said, out = io.StringIO(), io.StringIO()
     suffix = {"gguf": ".gguf", "pth": ".pth", "recipe": ".yaml"}.get(kind, ".json")
@@ -343,7 +345,7 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
         if kind == "scan":
             import click
 
-            from dtype_engine.scan_file import read
+            from dtype_engine.runtime.scan.saved import read
 
             whole = click.Command("scan", callback=lambda: read(path, FINGERPRINT(), 4) and None)
             return run(whole, "dtype-engine", []), said.getvalue()
@@ -352,7 +354,7 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
 
 def _run_app(kind: str, content: bytes, folder: Path) -> int:
     """`dtype-tui` up to where it needs a terminal: by then the configuration and the session are read."""
-    from dtype_tui import cli as app
+    from dtype_tui.cli import command as app
 
     place = folder / kind / "dtype-tui"
     place = place if kind == "config" else place / "sessions"
@@ -400,7 +402,7 @@ _NEEDS_A_TERMINAL = "this is not a terminal"
 
 def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, seen: Seen) -> None:
     """Run a case and add what it gave to `seen`."""
-    from dtype_engine.memory import forget_peak, process_memory
+    from dtype_engine.runtime.process_memory import forget_peak, process_memory
 
     content = mutated(kind, good[kind], seed)
     forget_peak()
@@ -474,8 +476,8 @@ def run_all(count: int, kinds: tuple[str, ...] = KINDS, at_once: int = 1, each: 
             while waiting and len(running) < at_once:
                 kind, first, size = waiting.pop(0)
                 progress = Path(scratch) / f"{kind}-{first}"
-                command = [sys.executable, __file__, "--work", kind, str(first), str(size), str(progress)]
-                process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                command = [sys.executable, "-m", MODULE, "--work", kind, str(first), str(size), str(progress)]
+                process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
                 running.append((kind, first, size, progress, process))
             kind, first, size, progress, process = running.pop(0)
             said, trouble = process.communicate()

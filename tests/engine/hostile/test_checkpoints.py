@@ -1,6 +1,6 @@
 """Files that lie: 20 000 mutated headers and indexes, and every form of hostile file through the installed program.
 
-`python tests/engine/test_hostile.py 1000000` runs as many mutations as one likes.
+`python -m tests.engine.hostile.test_checkpoints 1000000` runs as many mutations as one likes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, Rule, make_plan
 
 MUTATIONS = 20_000

@@ -1,9 +1,9 @@
-"""Some of the damaged and hostile files of `fuzz.py`, of every kind; `python tests/engine/fuzz.py 5000` makes more."""
+"""Some of the damaged and hostile files of `fuzz.py`, of every kind; `python -m tests.engine.hostile.fuzz 5000` makes more."""
 
 from __future__ import annotations
 
-import fuzz
 import pytest
+from tests.engine.hostile import fuzz
 
 CASES = 150
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dtype_engine.checkpoint import open_checkpoint, pickle_size
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 
 def zipped(path: Path, data: bytes, compression: int = zipfile.ZIP_DEFLATED) -> None:
@@ -103,7 +103,7 @@ def test_a_name_of_some_parts_is_read(tmp_path: Path) -> None:
 def test_tensors_for_the_forward_pass_are_bounded_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import numpy as np
 
-    from dtype_engine.inputs.tensors import read_tensors
+    from dtype_engine.runtime.inputs.tensor_files import read_tensors
 
     monkeypatch.setattr(pickle_size, "MOST_OPCODES", 1000)
     for name, write in (("a.pt", zipped), ("b.pt", legacy)):

@@ -14,18 +14,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import BAD_INPUT, TRACEBACK, run
-from dtype_engine.errors import UserError
-from dtype_engine.input_files import check_files
-from dtype_engine.limits import parse_bytes
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
+from dtype_engine.cli.options import BAD_INPUT, TRACEBACK, run
+from dtype_engine.core.atomic_write import refuse_existing
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import check_files
+from dtype_engine.core.options import Options
 from dtype_engine.recipe.file import read_recipe_file
-from dtype_engine.scan_file import Fingerprint
-from dtype_engine.scan_file import read as read_scan
-from dtype_engine.sessions import read_session
-from dtype_engine.whole_files import refuse_existing
+from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.saved import read as read_scan
+from dtype_engine.search.constraints import parse_bytes
+from dtype_tui.state.session_store import read_session
 
 RULES = 'rules:\n  - {pattern: "*", dtype: bf16}\n'
 
@@ -138,7 +138,7 @@ def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, spec
 
 
 def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) -> None:
-    from dtype_engine.text import read_text
+    from dtype_engine.core.text import read_text
 
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
     assert read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text()

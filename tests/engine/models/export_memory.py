@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.export import export_checkpoint
+from dtype_engine.runtime.export import export_checkpoint
 
 
 def anonymous() -> int:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.errors import PatternError, TooSlow
+from dtype_engine.core.errors import PatternError, TooSlow
 from dtype_engine.recipe import compile_pattern, generalisations
 from dtype_engine.recipe.regexes import time_limit
 

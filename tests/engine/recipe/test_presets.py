@@ -10,17 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine import dtypes
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.errors import UserError
-from dtype_engine.model.described import describe
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options, RunSettings
+from dtype_engine.cli.options import run
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file, write_recipe
 from dtype_engine.recipe.presets import PRESETS, covering, preset
-from dtype_engine.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.runtime.model.describe import describe
 
 
 def tree_of_a_moe() -> Tree:
@@ -140,7 +140,7 @@ def test_islands_of_a_real_architecture(tmp_path: Path) -> None:
 
 
 def test_described_trees_are_the_loaded_ones_in_the_stored_dtypes(make_llama: Callable[..., Path]) -> None:
-    from dtype_engine.model.load import load
+    from dtype_engine.runtime.model.load import load
 
     for folder in (
         make_llama(dtype="bfloat16"),

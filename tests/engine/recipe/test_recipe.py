@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches
 from dtype_engine.recipe.file import read_recipe, write_recipe
-from dtype_engine.tree import TensorInfo, Tree, ancestors
 
 CLASSES = {
     "": "Net",

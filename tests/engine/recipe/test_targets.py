@@ -18,21 +18,22 @@ import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import paths
 from torch import nn
 
-from dtype_engine import dtypes
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 from dtype_engine.cli.recipe import TARGETS
-from dtype_engine.errors import UserError
-from dtype_engine.model.described import describe
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.recipe.dialects import DIALECTS, Context, Converted
-from dtype_engine.recipe.dialects.compress import globs, regexes
 from dtype_engine.recipe.lint import lint
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.recipe.targets import DIALECTS, Context, Converted
+from dtype_engine.recipe.targets.name_patterns import globs, regexes
+from dtype_engine.runtime.model.describe import describe
 
 
 def llama_tree() -> Tree:
@@ -503,7 +504,7 @@ def test_the_commands_know_every_target() -> None:
     assert tuple(DIALECTS) == TARGETS
 
 
-DEMO = str(Path(__file__).parents[2] / "engine" / "dtype_engine" / "demo")
+DEMO = str(paths.DEMO)
 
 
 def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:

@@ -14,10 +14,10 @@ import yaml
 from torch import nn
 
 from dtype_engine import Recipe, Rule
-from dtype_engine.model.live import tree_of
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.dialects import DIALECTS, Context, Converted, torchao
-from dtype_engine.recipe.dialects.gguf_names import LLAMA_LIKE, by_table
+from dtype_engine.recipe.targets import DIALECTS, Context, Converted, torchao
+from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
+from dtype_engine.runtime.model.live import tree_of
 
 
 class Block(nn.Module):
@@ -214,7 +214,7 @@ def test_modelopt_turns_on_the_planned_quantizers() -> None:
 @pytest.mark.parametrize("model_type", sorted(LLAMA_LIKE))
 def test_gguf_gives_the_names_of_our_table(model_type: str) -> None:
     pytest.importorskip("gguf")
-    from dtype_engine.recipe.dialects.gguf_names import name_map
+    from dtype_engine.recipe.targets.gguf_names import name_map
 
     lookup = name_map(model_type, 12)
     common = ["model.embed_tokens", "model.norm", "lm_head", "model.layers.11.input_layernorm"]

@@ -11,17 +11,18 @@ from typing import Any
 
 import pytest
 import yaml
+from tests.helpers.paths import TINYNET
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule, RunSettings
 from dtype_engine.cli import cli, run
-from dtype_engine.errors import UserError
-from dtype_engine.readings import DriftReport
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
-from dtype_engine.recipe.saved import recipe_text
-from dtype_engine.report import gather, render, versions
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.recipe.provenance import recipe_text
+from dtype_engine.reports import gather, render, versions
+from dtype_engine.results.drift import DriftReport
 
 CASTS = ("*=bfloat16", "*norm*=float32", "*.mlp=float8_e4m3fn")
 NASTY = "a<script>alert(1)</script>&\"'|`x`[y](javascript:z)\x1b[2J\u202e"
@@ -29,7 +30,7 @@ NASTY = "a<script>alert(1)</script>&\"'|`x`[y](javascript:z)\x1b[2J\u202e"
 
 @pytest.fixture(scope="module")
 def measured() -> tuple[de.session.Session, DriftReport]:  # type: ignore[name-defined]
-    session = de.open(f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet")
+    session = de.open(f"{TINYNET}:TinyNet")
     session.apply(Recipe((Rule("*", "bfloat16"), Rule("type:LayerNorm", "float32"))))
     return session, session.drift()
 

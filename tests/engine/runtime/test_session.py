@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.helpers.paths import TINYNET
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.memory import process_memory
-from dtype_engine.model.live import give_memory_back
-
-TINYNET = Path(__file__).parent / "models" / "tinynet.py"
+from dtype_engine.runtime.model.live import give_memory_back
+from dtype_engine.runtime.process_memory import process_memory
 
 
 def test_the_words_of_the_public_api(tinynet: Any) -> None:

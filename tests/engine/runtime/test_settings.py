@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.forward import Passes, RunsOtherwise, main_output
-from dtype_engine.options import RunSettings
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.passes.runner import Passes, RunsOtherwise, main_output
 
 
 class Heard:
@@ -39,7 +39,7 @@ def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
 @pytest.mark.parametrize("autocast", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["llama", "bert", "vit", "blip", "resnet", "t5"])
 def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     plain = copy.deepcopy(module)
     session = de.open(module, inputs=inputs)
     call = session.inputs.batches[0]  # type: ignore[union-attr]
@@ -50,11 +50,11 @@ def test_autocast_is_torchs_own(name: str, autocast: Any) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "blip", "torch_lstm", "mixtral"])
 def test_any_mix_runs_under_autocast(name: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     session.settings = RunSettings(autocast="bfloat16")
-    for seed, palette in enumerate(zoo.PALETTES.values()):
-        session.apply(zoo.random_recipe(session, palette, seed))
+    for seed, palette in enumerate(architectures.PALETTES.values()):
+        session.apply(architectures.random_recipe(session, palette, seed))
         report = session.drift()
         assert report.output.nonfinite == 0
         assert report.output.sqnr_db > 0

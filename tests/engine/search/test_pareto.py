@@ -9,17 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zoo
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers import architectures
 
 import dtype_engine as de
-from dtype_engine import Recipe, Rule, dtypes
+from dtype_engine import Recipe, Rule
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.compress import compress
 from dtype_engine.recipe.file import read_recipe, write_recipe
-from dtype_engine.search import Choice, Constraints, Front, Item, make_items
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.recipe.minimize import compress
+from dtype_engine.search.pareto import Choice, Constraints, Front, Item, make_items
 
 CHOICES = st.lists(
     st.tuples(st.integers(1, 60), st.floats(1e-9, 1e3)), min_size=1, max_size=4, unique_by=lambda choice: choice[0]
@@ -206,7 +207,7 @@ def test_what_is_not_finite_is_not_chosen() -> None:
 
 @pytest.fixture(scope="module")
 def scanned() -> Any:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs)
     session.scan(draws=16)
     return session
@@ -236,7 +237,7 @@ def test_a_limit_that_cannot_be_met(scanned: Any) -> None:
 
 def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dtype_engine.cli import cli
-    from dtype_engine.cli.common import run
+    from dtype_engine.cli.options import run
 
     folder, file, saved = str(make_llama()), tmp_path / "recipe.yaml", str(tmp_path / "scan.json")
     common = ["--dtypes", "bf16,int8", "--draws", "4", "--save", saved]
@@ -282,6 +283,6 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     [("12GiB", 12 * 2**30), ("500MB", 500 * 10**6), ("1.5k", 1536), ("45%", 450), ("7", 7), ("2 b", 2)],
 )
 def test_sizes(text: str, size: int) -> None:
-    from dtype_engine.limits import parse_bytes
+    from dtype_engine.search.constraints import parse_bytes
 
     assert parse_bytes(text, 1000) == size

@@ -9,11 +9,11 @@ import sys
 import pytest
 
 from dtype_engine import UserError
-from dtype_engine.limits import Limits
-from dtype_engine.readings import NATS, ScanReport, WeightScore
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
-from dtype_engine.sensitivity import by_node, layer_map, predict, ranking
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.results.drift import NATS, ScanReport, WeightScore
+from dtype_engine.search.constraints import Limits
+from dtype_engine.search.sensitivity import by_node, layer_map, predict, ranking
 
 
 def tree() -> Tree:

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from dtype_engine import Options, Recipe, Rule, events
-from dtype_engine.model.source import locate
-from dtype_engine.worker import Worker
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 

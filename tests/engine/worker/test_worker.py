@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine import Options, Recipe, Rule, RunSettings, events
-from dtype_engine.model.source import Source, locate
-from dtype_engine.worker import Worker
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_worker import BRAIN, HALF, Heard
+from tests.engine.worker.test_worker import BRAIN, HALF, Heard
 
-from dtype_engine import Options, events
-from dtype_engine.model.source import locate
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.worker import events
 
 
 @pytest.fixture

@@ -5,14 +5,14 @@ from __future__ import annotations
 import gc
 
 import pytest
-from noting import demo_tree, engine, make_app, running, say
-from rows import lines, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, make_app, running, say
+from tests.helpers.screen_text import lines, screen, until
 from textual.widgets import Input, OptionList
 
-from dtype_engine import events
-from dtype_engine.model.source import locate
-from dtype_tui.config import Config
-from dtype_tui.start_screen import DEMO, Offer, StartApp, offer_line
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.worker import events
+from dtype_tui.cli.model_picker import DEMO, Offer, StartApp, offer_line
+from dtype_tui.config.config import Config
 
 OFFERS = [
     Offer("llama-7b/", "this folder", 13_476_000_000, 1.0),

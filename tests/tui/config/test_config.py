@@ -6,20 +6,20 @@ import os
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, demo_tree, make_app, running
 from rich.cells import cell_len
 from rich.console import Console
-from rows import screen
+from tests.helpers.recording_engine import NotingEngine, demo_tree, make_app, running
+from tests.helpers.screen_text import screen
 from textual.color import Color
 
-from dtype_engine.errors import UserError
-from dtype_engine.readings import FlowCast
+from dtype_engine.core.errors import UserError
+from dtype_engine.results.drift import FlowCast
 from dtype_tui.app import DtypeApp
-from dtype_tui.ascii import in_ascii, wants_ascii
-from dtype_tui.cells import broken_at_dots
-from dtype_tui.config import Config, config_path, read_config
-from dtype_tui.screens import Overlay, flow_screen
-from dtype_tui.themes import HIGH_CONTRAST
+from dtype_tui.config.ascii import in_ascii, wants_ascii
+from dtype_tui.config.config import Config, config_path, read_config
+from dtype_tui.config.themes import HIGH_CONTRAST
+from dtype_tui.rendering.cells import broken_at_dots
+from dtype_tui.screens.overlay import Overlay, flow_screen
 from dtype_tui.widgets.module_tree import ModuleTree
 
 KNOWN = (["cast", "undo", "measure"], ["nord", "high-contrast"], ["device", "text"])
@@ -89,7 +89,7 @@ def test_what_can_not_be_followed_is_a_sentence_that_names_the_file(written: Pat
 def test_a_default_of_another_kind_is_refused(
     written: Path, defaults: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from dtype_tui import cli
+    from dtype_tui.cli import command as cli
 
     written.write_text(f"defaults: {defaults}")
     cli.configured.cache_clear()
@@ -105,7 +105,7 @@ def test_a_default_of_another_kind_is_refused(
 
 def test_defaults_are_what_click_takes(written: Path) -> None:
     """One text for an option that may be repeated is one text, and not its letters."""
-    from dtype_tui import cli
+    from dtype_tui.cli import command as cli
 
     written.write_text("defaults: {text: a.txt, sequences: 8, chat: true, inputs: 5, prompt: [one, 2]}")
     cli.configured.cache_clear()

@@ -5,23 +5,23 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import engine, make_app, report, running, say
-from rows import screen, until
+from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.screen_text import screen, until
 from textual.pilot import Pilot
 
-from dtype_engine import events
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
-from dtype_engine.readings import ModuleDrift
-from dtype_engine.readings_drift import Cause, CausesReport, Floor, Nonfinite
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.report_drift import causes_headline
-from dtype_engine.thresholds import Thresholds
-from dtype_engine.worker import Worker
+from dtype_engine.reports.text_drift import causes_headline
+from dtype_engine.results.attribution import Cause, CausesReport, Floor, Nonfinite
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.drift_screens import CausesScreen
-from dtype_tui.history_screen import HistoryScreen
-from dtype_tui.screens import Overlay
+from dtype_tui.screens.causes import CausesScreen
+from dtype_tui.screens.history import HistoryScreen
+from dtype_tui.screens.overlay import Overlay
 from dtype_tui.widgets.module_tree import ModuleTree
 
 WIDE, SMALL = (120, 36), (80, 24)

@@ -7,20 +7,20 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from noting import demo_tree, engine, make_app, report, say
-from rows import screen, until
+from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
+from tests.helpers.screen_text import screen, until
 from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dtype_engine import events
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
-from dtype_engine.readings_inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import Worker
+from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.inputs_screen import MOST_ROWS, InputsScreen
+from dtype_tui.screens.inputs import MOST_ROWS, InputsScreen
 
 PICTURE = InputBatch(
     "cat.png, 640 x 480: a picture of",

@@ -7,19 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from noting import engine, make_app, report, running, say
 from rich.segment import Segment
-from rows import screen, until
 from safetensors.torch import load_file, save_file
+from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.screen_text import screen, until
 
-from dtype_engine import events, history
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
-from dtype_engine.readings_losses import LossRemedy, ValueLoss
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.wishes import ExportPlan
-from dtype_engine.worker import Worker
+from dtype_engine.results.losses import LossRemedy, ValueLoss
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportPlan
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
+from dtype_tui.state import measurement_log as history
 from dtype_tui.widgets.module_tree import ModuleTree
 
 WIDE, SMALL = (120, 36), (80, 24)
@@ -163,7 +164,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
 async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dtype_engine import planned_losses
+    from dtype_engine.worker import planned_losses
 
     monkeypatch.setattr(planned_losses, "MOST_UNASKED", 100)
     path = tmp_path / "net.safetensors"

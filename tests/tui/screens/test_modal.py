@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import make_app, report, running, say
-from rows import notices, screen, until
+from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.screen_text import notices, screen, until
 from textual._context import active_message_pump
 from textual.command import CommandList
 from textual.css.query import NoMatches
@@ -14,9 +14,9 @@ from textual.events import Key
 from textual.screen import ModalScreen
 from textual.widgets import OptionList
 
-from dtype_engine import events
 from dtype_engine.recipe import Recipe
-from dtype_tui.leaving_screen import LeavingScreen
+from dtype_engine.worker import events
+from dtype_tui.screens.save import LeavingScreen
 
 
 @pytest.mark.parametrize("key", ["question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p"])

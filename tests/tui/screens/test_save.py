@@ -8,25 +8,32 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from noting import demo_tree, engine, make_app, report, running
-from rows import notices, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running
+from tests.helpers.screen_text import notices, screen, until
 from textual.widgets import Input
 
-from dtype_engine import Options, Recipe, Rule, RunSettings, events
-from dtype_engine.export.verify import compare
-from dtype_engine.model.source import locate
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.outcomes import outcomes
 from dtype_engine.recipe.presets import PRESETS
-from dtype_engine.sessions import SavedSession, newest_session, sessions_folder
-from dtype_engine.tree import Tree
-from dtype_engine.wishes import ConvertWish, ExportPlan, ExportWish, RecipeWish, ReportWish
-from dtype_engine.worker import Worker
+from dtype_engine.runtime.verify.verify import compare
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import (
+    ConvertWish,
+    ExportPlan,
+    ExportWish,
+    RecipeWish,
+    ReportWish,
+)
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.keeping import SessionKeeper, with_saved_options
-from dtype_tui.leaving_screen import KINDS, LeavingScreen
-from dtype_tui.presets_screen import PresetsScreen
+from dtype_tui.screens.presets import PresetsScreen
+from dtype_tui.screens.save import KINDS, LeavingScreen
+from dtype_tui.state.session_saver import SessionKeeper, with_saved_options
+from dtype_tui.state.session_store import SavedSession, newest_session, sessions_folder
 from dtype_tui.widgets.module_tree import ModuleTree
 
 SIZES = [(120, 36), (80, 24)]
@@ -260,8 +267,8 @@ def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path
     saved = recorded.wait(events.Saved)
     assert saved.done, saved
     assert str(tmp_path / "out") in saved.sentence
-    from dtype_engine.export import of_checkpoint
-    from dtype_engine.export.source_values import of_files
+    from dtype_engine.runtime.export import of_checkpoint
+    from dtype_engine.runtime.verify.source_values import of_files
 
     source = recorded.source.open()
     assert source is not None

@@ -7,19 +7,20 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import pytest
-from noting import demo_tree, engine, make_app, report, say
-from rows import notices, screen, until
+from tests.helpers.recording_engine import demo_tree, engine, make_app, report, say
+from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input, Static
 
-from dtype_engine import Options, events
-from dtype_engine.model.source import locate
-from dtype_engine.readings import NATS, ScanReport, WeightScore
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
-from dtype_engine.worker import Worker
+from dtype_engine.results.drift import NATS, ScanReport, WeightScore
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.optimise_screen import OptimiseScreen
-from dtype_tui.scan_screens import PRESET, ScanScreen, ScanSetup, short_kinds
+from dtype_tui.screens.optimise import OptimiseScreen
+from dtype_tui.screens.scan import PRESET, ScanScreen, ScanSetup, short_kinds
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")

@@ -5,21 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from noting import NotingEngine, demo_tree, engine, make_app, report
-from rows import lines, notices, screen
-from scenes import ready
+from tests.helpers.recording_engine import NotingEngine, demo_tree, engine, make_app, report
+from tests.helpers.scenes import ready
+from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
 from textual.pilot import Pilot
 from textual.widgets import Input
 
-from dtype_engine import events
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, Rule, generalisations
 from dtype_engine.recipe.presets import PRESETS
-from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
 from dtype_tui.app import DtypeApp
-from dtype_tui.commands import Completer, all_commands, parse
-from dtype_tui.inputs_screen import InputsScreen
+from dtype_tui.screens.inputs import InputsScreen
+from dtype_tui.state.commands import Completer, all_commands, parse
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 

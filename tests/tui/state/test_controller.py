@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from rows import notices, screen, until
+from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
-from dtype_engine import Options, events
-from dtype_engine.model.source import locate
+from dtype_engine import Options
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.worker import Worker
+from dtype_engine.worker import events
+from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.drift_screens import CausesScreen
-from dtype_tui.leaving_screen import LeavingScreen
-from dtype_tui.screens import Overlay
+from dtype_tui.screens.causes import CausesScreen
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.screens.save import LeavingScreen
 
 LAYERS = 12
 # A model whose every layer takes as long as a variable of the environment says, so that a pass lasts as long as a test needs.
@@ -130,7 +131,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         if way == "cast":
             app.start_with(recipe)
         else:
-            from dtype_engine.sessions import SavedSession
+            from dtype_tui.state.session_store import SavedSession
 
             app.take_up(SavedSession(model, "net", recipes=(Recipe(), recipe), at=1))
     parameters, stored = expected_of(net)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from noting import make_app
-from rows import screen
+from tests.helpers.recording_engine import make_app
+from tests.helpers.screen_text import screen
 
-from dtype_engine.history import MeasuredRecipe
-from dtype_engine.model.source import DEMO
+from dtype_engine.checkpoint.source import DEMO
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.sessions import SavedSession
+from dtype_tui.state.measurement_log import MeasuredRecipe
+from dtype_tui.state.session_store import SavedSession
 
 MEASURED = MeasuredRecipe(
     ("*.mlp=float16",), "defaults", "6 prompts", 1_934_208, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75

@@ -14,11 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dtype_engine import Options, Recipe, Rule, RunSettings, dtypes, sessions
-from dtype_engine.errors import UserError
-from dtype_engine.history import MeasuredRecipe
-from dtype_engine.model.source import locate
-from dtype_engine.sessions import (
+from dtype_engine import Options, Recipe, Rule, RunSettings
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_tui.state import session_store as sessions
+from dtype_tui.state.measurement_log import MeasuredRecipe
+from dtype_tui.state.session_store import (
     MOST_STEPS,
     SavedSession,
     SessionFile,
@@ -249,7 +251,7 @@ def planted(model: str, folder: Path, mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [0o644, 0o606, 0o660])
 def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs(tmp_path: Path, mode: int) -> None:
-    from dtype_tui.keeping import saved_session
+    from dtype_tui.state.session_saver import saved_session
 
     (tmp_path / "planted_again.py").write_text("raise SystemExit('ran')")
     before = list(sys.path)
@@ -262,7 +264,7 @@ def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs
 
 
 def test_our_own_session_takes_up_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtype_tui.keeping import saved_session
+    from dtype_tui.state.session_saver import saved_session
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     planted("planted_again:Net", tmp_path, 0o600)
@@ -280,7 +282,7 @@ def test_a_session_in_a_folder_that_others_may_write_to_is_not_our_own(tmp_path:
 
 
 def test_a_planted_folder_is_no_place_to_import_from(tmp_path: Path) -> None:
-    from dtype_tui.keeping import saved_session
+    from dtype_tui.state.session_saver import saved_session
 
     before = list(sys.path)
     planted("org/name", tmp_path, 0o600)

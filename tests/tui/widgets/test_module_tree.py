@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 
 import pytest
-from noting import make_app, report, say
-from rows import notices, screen
+from tests.helpers.recording_engine import make_app, report, say
+from tests.helpers.screen_text import notices, screen
 from textual.pilot import Pilot
 
-from dtype_engine import events
-from dtype_engine.readings import ModuleDrift
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Rule
-from dtype_engine.tree import TensorInfo, Tree
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import MOST_OPENED, ModuleTree
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from textual.binding import Binding
 
-from dtype_engine.cli.common import (
+from dtype_engine.cli.options import (
     BAD_INPUT,
     located,
     model_argument,
@@ -31,14 +31,14 @@ from dtype_engine.cli.common import (
     with_options,
 )
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
-from dtype_engine.errors import UserError
-from dtype_engine.events import Event
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import Recipe
-from dtype_engine.text import printable
+from dtype_engine.worker.events import Event
 
 if TYPE_CHECKING:
-    from .config import Config
-    from .keeping import SessionKeeper
+    from dtype_tui.config.config import Config
+    from dtype_tui.state.session_saver import SessionKeeper
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,7 +68,7 @@ def command(
     options = settled(options_from(**run_settings))
     saved = None
     if resume:
-        from .keeping import said_on_the_command_line, saved_session, with_saved_options
+        from dtype_tui.state.session_saver import said_on_the_command_line, saved_session, with_saved_options
 
         saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, said_on_the_command_line())
@@ -86,9 +86,8 @@ def command(
     _need_a_terminal()
     if tree is not None:
         refuse_unmatched(source, tree, recipe, options)
-    from dtype_engine.worker import Worker
-
-    from .app import DtypeApp
+    from dtype_engine.worker.worker import Worker
+    from dtype_tui.app import DtypeApp
 
     def start_worker(emit: Callable[[Event], None]) -> Worker:
         return Worker(source, options, emit, read_headers=not whole)
@@ -96,7 +95,7 @@ def command(
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
 
     def begin_keeping() -> SessionKeeper:
-        from .keeping import SessionKeeper, end_when_the_terminal_is_gone
+        from dtype_tui.state.session_saver import SessionKeeper, end_when_the_terminal_is_gone
 
         end_when_the_terminal_is_gone(app.on_unmount)
         return SessionKeeper(model, source.title, source.path, options)
@@ -109,14 +108,7 @@ def command(
     app.experiment.thresholds = limits
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
-    status = BAD_INPUT if app.return_code == 1 else app.return_code or 0
-    if "torch" in sys.modules:
-        # The end of an interpreter aborts where a thread of torch's or one that held tensors is not quite gone, even where it
-        # has run its last line of Python. The terminal is restored and the session kept: nothing waits for that end.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-    return status
+    return BAD_INPUT if app.return_code == 1 else app.return_code or 0
 
 
 def _need_a_terminal() -> None:
@@ -133,11 +125,10 @@ def _need_a_terminal() -> None:
 
 def _chosen(config: Config) -> str | None:
     """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
-    from dtype_engine.model.nearby import nearby
-    from dtype_engine.model.source import locate
-    from dtype_engine.sessions import recent_models
-
-    from .start_screen import DEMO, MOST_RECENT, Offer, StartApp
+    from dtype_engine.checkpoint.discovery import nearby
+    from dtype_engine.checkpoint.source import locate
+    from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, Offer, StartApp
+    from dtype_tui.state.session_store import recent_models
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in nearby(Path())]
     recent = [
@@ -153,15 +144,15 @@ def _chosen(config: Config) -> str | None:
 @cache
 def configured() -> Config:
     """The user's configuration. Raises UserError for one that can't be followed."""
-    from .config import Config, config_path, read_config
+    from dtype_tui.config.config import Config, config_path, read_config
 
     if not config_path().exists():
         return Config()
     from textual.theme import BUILTIN_THEMES
 
-    from .app import DtypeApp
-    from .themes import HIGH_CONTRAST
-    from .widgets.module_tree import ModuleTree
+    from dtype_tui.app import DtypeApp
+    from dtype_tui.config.themes import HIGH_CONTRAST
+    from dtype_tui.widgets.module_tree import ModuleTree
 
     bindings = [binding for binding in (*DtypeApp.BINDINGS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     return read_config(
@@ -182,7 +173,7 @@ def _click_options() -> dict[str, click.Option]:
 
 def _defaults() -> dict[str, Any]:
     """The options' defaults of the configuration, as click takes them. Raises UserError for what is no value of one."""
-    from .config import config_path
+    from dtype_tui.config.config import config_path
 
     known = _click_options()
     found: dict[str, Any] = {}
@@ -204,7 +195,7 @@ def _defaults() -> dict[str, Any]:
 def main() -> None:
     """The `dtype-tui` program."""
     if sys.argv[1:2] == ["serve"]:
-        from .serve import serve
+        from dtype_tui.cli.serve import serve
 
         sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
     try:

@@ -13,14 +13,13 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
-from dtype_engine.errors import UserError
-from dtype_engine.text import printable
-
-from .ascii import AsciiFilter, wants_ascii
-from .cells import fit, short_bytes
-from .config import Config
-from .start import collect_again
-from .themes import HIGH_CONTRAST
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_tui.config.ascii import AsciiFilter, wants_ascii
+from dtype_tui.config.config import Config
+from dtype_tui.config.themes import HIGH_CONTRAST
+from dtype_tui.process.gc_policy import collect_again
+from dtype_tui.rendering.cells import fit, short_bytes
 
 MOST_SHOWN = 500
 MOST_RECENT = 5

@@ -7,10 +7,9 @@ import sys
 
 import click
 
-from dtype_engine.errors import UserError
-from dtype_engine.model.source import locate
-
-from .start import collect_again
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.errors import UserError
+from dtype_tui.process.gc_policy import collect_again
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
@@ -26,12 +25,12 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     address and can reach it can use the app, with your rights; nobody else can, other web pages in the same browser included.
     The connection is not encrypted: over a network use a tunnel, not --host.
     """
-    from .cli import command
+    from dtype_tui.cli.command import command
 
     asked = command.make_context("dtype-tui", list(arguments)).params
     locate(asked["model"], asked["trust_pickle"], asked["download"])
     try:
-        from .guarded_server import GuardedServer
+        from dtype_tui.cli.guarded_server import GuardedServer
     except ImportError:
         raise UserError("serving needs textual-serve: pip install 'dtype-tui[serve]'") from None
     # -P: the folder that this was started in is not where Python looks for modules. It may be one that was downloaded, with a

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from textual.binding import Binding, BindingType
 
-from dtype_engine import dtypes
-
-from .keys import with_ids
+from dtype_engine.core import dtypes
+from dtype_tui.config.key_names import with_ids
 
 DIGITS = ("float32", "bfloat16", "float16", "float64", "float8_e4m3fn", "float8_e5m2", "int8", dtypes.STORED)
 

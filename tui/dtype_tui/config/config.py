@@ -18,9 +18,9 @@ from typing import Any
 
 import platformdirs
 
-from dtype_engine.errors import UserError
-from dtype_engine.regular_files import read_regular
-from dtype_engine.text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.text import printable
 
 _LARGEST = 100_000
 ASCII_CHOICES = ("auto", "always", "never")
@@ -55,7 +55,7 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
         raise UserError(f"{path}: can't be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path}: can't be read: it is not text") from None
-    from dtype_engine.plain_yaml import load_yaml  # most people have no such file, and it takes a while
+    from dtype_engine.core.plain_yaml import load_yaml  # most people have no such file, and it takes a while
 
     try:
         found = load_yaml(text)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import platformdirs
 
-from dtype_engine.text import printable
+from dtype_engine.core.text import printable
 
 
 def recorded(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Where `dtype-tui` begins: nothing is imported before this.
+"""When the garbage collector runs.
 
 Garbage is not looked for while something is loaded: what the imports and the model make is there to stay, and every pass over
 it would take a fifth of the way to the first paint, and later hold up a key for a quarter of a second.
@@ -7,14 +7,6 @@ it would take a fifth of the way to the first paint, and later hold up a key for
 from __future__ import annotations
 
 import gc
-
-
-def main() -> None:
-    """The `dtype-tui` program."""
-    hold_garbage()
-    from .cli import main as go_on
-
-    go_on()
 
 
 def hold_garbage() -> None:

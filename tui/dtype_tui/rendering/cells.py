@@ -6,13 +6,13 @@ import math
 import re
 from typing import TYPE_CHECKING
 
-from dtype_engine import dtypes
-from dtype_engine.report_text import human_bytes, percent
-from dtype_engine.text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes, percent
 
 if TYPE_CHECKING:
-    from dtype_engine.readings import ModuleDrift
-    from dtype_engine.tree import Totals
+    from dtype_engine.core.tree import Totals
+    from dtype_engine.results.drift import ModuleDrift
 
 COLOURS = {
     "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",

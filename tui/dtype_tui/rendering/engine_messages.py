@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from dtype_engine.events import Event
+from dtype_engine.worker.events import Event
 
 _IN_THE_APP = (
     (

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from dtype_engine.readings_losses import ValueLoss, severe
-from dtype_engine.report_losses import headline, loss_sentences, remedy_words
-from dtype_engine.text import printable
-from dtype_engine.tree import ancestors
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import ancestors
+from dtype_engine.reports.text_losses import headline, loss_sentences, remedy_words
+from dtype_engine.results.losses import ValueLoss, severe
 
 if TYPE_CHECKING:
-    from .experiment import Experiment
+    from dtype_tui.state.experiment import Experiment
 
 _MOST_SENTENCES = 3
 

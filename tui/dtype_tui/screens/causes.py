@@ -13,15 +13,14 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from dtype_engine.readings_drift import CausesReport
-from dtype_engine.report_drift import causes_footing, causes_headline, share_words
-from dtype_engine.report_text import decibels
-from dtype_engine.text import printable
-
-from .cells import bar
-from .experiment import Experiment
-from .modal import ModalScreen
-from .plots import Plot
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import decibels
+from dtype_engine.reports.text_drift import causes_footing, causes_headline, share_words
+from dtype_engine.results.attribution import CausesReport
+from dtype_tui.rendering.cells import bar
+from dtype_tui.rendering.plots import Plot
+from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
 _LOOK_EVERY_S = 0.2

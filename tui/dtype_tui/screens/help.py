@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 
 from textual.binding import BindingType
 
-from .drift_screens import CausesScreen
-from .history_screen import HistoryScreen
-from .inputs_screen import InputsScreen
-from .keys import described
-from .leaving_screen import LeavingScreen
-from .presets_screen import PresetsScreen
-from .scan_screens import FRONT_KEYS, ScanScreen, ScanSetup
-from .screens import Overlay
-from .settings_screen import SettingsScreen
-from .widgets.command_line import CommandLine
-from .widgets.module_tree import ModuleTree
-from .widgets.prompts import CastPrompt, FilterPrompt
+from dtype_tui.config.key_names import described
+from dtype_tui.screens.causes import CausesScreen
+from dtype_tui.screens.history import HistoryScreen
+from dtype_tui.screens.inputs import InputsScreen
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.screens.presets import PresetsScreen
+from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.screens.scan import FRONT_KEYS, ScanScreen, ScanSetup
+from dtype_tui.screens.settings import SettingsScreen
+from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 
 Section = tuple[str, list[tuple[str, str]]]
 

@@ -12,16 +12,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.widgets import DataTable, Static
 
-from dtype_engine.history import MeasuredRecipe, toggle_pin
-from dtype_engine.report_text import decibels, seconds_text
-from dtype_engine.text import printable
-
-from .cells import fit, short_bytes
-from .experiment import Experiment
-from .loss_words import loss_mark
-from .modal import ModalScreen
-from .plots import Plot
-from .screens import Overlay
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import decibels, seconds_text
+from dtype_tui.rendering.cells import fit, short_bytes
+from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.rendering.plots import Plot
+from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin
 
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"

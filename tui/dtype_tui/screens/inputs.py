@@ -12,11 +12,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Input, Static
 
-from dtype_engine import dtypes
-from dtype_engine.readings_inputs import InputBatch, InputsReading
-from dtype_engine.text import printable
-
-from .modal import ModalScreen
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.results.inputs import InputBatch, InputsReading
+from dtype_tui.screens.modal import ModalScreen
 
 MOST_ROWS = 200
 

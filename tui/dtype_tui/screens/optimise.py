@@ -14,21 +14,20 @@ from textual.containers import VerticalScroll
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
-from dtype_engine.limits import Limits
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import Recipe
-from dtype_engine.recipe.compress import compress
-from dtype_engine.report_text import human_bytes
-from dtype_engine.search import Front, Solution
-from dtype_engine.text import printable
-
-from .cells import colour, fit
-from .experiment import Experiment
-from .modal import ModalScreen
-from .plots import Plot
-from .scan_screens import FRONT_KEYS
-from .scan_view import Point, figure
+from dtype_engine.recipe.minimize import compress
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.search.constraints import Limits
+from dtype_engine.search.pareto import Front, Solution
+from dtype_tui.rendering.cells import colour, fit
+from dtype_tui.rendering.plots import Plot
+from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.scan import FRONT_KEYS
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.scan import Point, figure
 
 _LOOK_EVERY_S = 0.2
 _RESTS_S = 0.05

@@ -13,10 +13,10 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from dtype_engine import dtypes
-from dtype_engine.readings import FlowCast, Generation, SpeedReport, WeightReading, Written
-from dtype_engine.report_losses import loss_words
-from dtype_engine.report_text import (
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Totals
+from dtype_engine.reports.text import (
     decibels,
     human_bytes,
     human_count,
@@ -26,12 +26,11 @@ from dtype_engine.report_text import (
     seconds_text,
     share_text,
 )
-from dtype_engine.text import printable
-from dtype_engine.tree import Totals
-
-from .cells import bar, broken_at_dots, fit
-from .experiment import Experiment
-from .modal import ModalScreen
+from dtype_engine.reports.text_losses import loss_words
+from dtype_engine.results.drift import FlowCast, Generation, SpeedReport, WeightReading, Written
+from dtype_tui.rendering.cells import bar, broken_at_dots, fit
+from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.state.experiment import Experiment
 
 _NAME = 26
 """Cells that a module's name has beside what it did, as far as cutting the operation gives them."""

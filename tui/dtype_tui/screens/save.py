@@ -14,15 +14,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Input, Static
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
-from dtype_engine.events import ExportPlanned
-from dtype_engine.readings import DriftReport
-from dtype_engine.readings_losses import ValueLoss
-from dtype_engine.report_losses import severe_sentences
-from dtype_engine.report_text import human_bytes
-from dtype_engine.text import printable
-from dtype_engine.wishes import (
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.reports.text_losses import severe_sentences
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.worker.events import ExportPlanned
+from dtype_engine.worker.save_requests import (
     TARGET_SUFFIXES,
     ConvertWish,
     ExportWish,
@@ -30,8 +30,7 @@ from dtype_engine.wishes import (
     ReportWish,
     Wish,
 )
-
-from .modal import ModalScreen
+from dtype_tui.screens.modal import ModalScreen
 
 Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (

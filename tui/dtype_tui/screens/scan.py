@@ -12,16 +12,15 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable, Static
 
-from dtype_engine import dtypes
-from dtype_engine.readings import WeightScore
-from dtype_engine.report_text import with_error
-from dtype_engine.sensitivity import layer_map, ranking
-from dtype_engine.text import printable
-
-from .cells import colour, fit, short_bytes
-from .experiment import Experiment
-from .modal import ModalScreen
-from .scan_view import figure
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import with_error
+from dtype_engine.results.drift import WeightScore
+from dtype_engine.search.sensitivity import layer_map, ranking
+from dtype_tui.rendering.cells import colour, fit, short_bytes
+from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.scan import figure
 
 SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
 PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")

@@ -12,10 +12,9 @@ from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from dtype_engine import dtypes
-from dtype_engine.options import RunSettings
-
-from .modal import ModalScreen
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
+from dtype_tui.screens.modal import ModalScreen
 
 CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
     (

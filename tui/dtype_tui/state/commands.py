@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
-from dtype_engine.text import printable
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")

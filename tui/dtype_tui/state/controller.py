@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dtype_engine import events, history
-from dtype_engine.report_losses import loss_notice
-
-from .inputs_screen import InputsScreen
-from .job_words import stopped_sentence
-from .leaving_screen import LeavingScreen
-from .screens import flow_screen, generation_screen, speed_screen, weight_screen
-from .start import collect_again
+from dtype_engine.reports.text_losses import loss_notice
+from dtype_engine.worker import events
+from dtype_tui.process.gc_policy import collect_again
+from dtype_tui.rendering.job_names import stopped_sentence
+from dtype_tui.screens.inputs import InputsScreen
+from dtype_tui.screens.overlay import flow_screen, generation_screen, speed_screen, weight_screen
+from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.state import measurement_log as history
 
 if TYPE_CHECKING:
-    from .app import DtypeApp
+    from dtype_tui.app import DtypeApp
 
 
 def hear(app: DtypeApp, event: events.Event) -> None:
@@ -149,7 +149,7 @@ def _refused(app: DtypeApp, event: events.Refused) -> None:
         if event.job == "inputs" and isinstance(screen, InputsScreen):
             screen.refused(event.message)
         elif event.job == "causes":
-            from .drift_screens import CausesScreen
+            from dtype_tui.screens.causes import CausesScreen
 
             if isinstance(screen, CausesScreen):
                 screen.refused(event.message)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from dtype_engine.options import RunSettings
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 
 if TYPE_CHECKING:
-    from dtype_engine.wishes import Wish
+    from dtype_engine.worker.save_requests import Wish
 
 
 class Engine(Protocol):

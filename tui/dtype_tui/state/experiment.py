@@ -9,21 +9,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtype_engine import dtypes
-from dtype_engine.options import RunSettings
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, no_match, select, tensor_bytes
-from dtype_engine.thresholds import Thresholds
-
-from .loss_words import loss_marks
-from .scan_view import ScanView
+from dtype_engine.results.thresholds import Thresholds
+from dtype_tui.rendering.loss_text import loss_marks
+from dtype_tui.state.scan import ScanView
 
 if TYPE_CHECKING:
-    from dtype_engine.history import MeasuredRecipe
-    from dtype_engine.readings import DriftReport, MemoryReading, ModuleDrift
-    from dtype_engine.readings_drift import CausesReport, Floor, Nonfinite
-    from dtype_engine.readings_inputs import InputsReading
-    from dtype_engine.readings_losses import LossRemedy, ValueLoss
-    from dtype_engine.tree import TensorInfo, Totals, Tree
+    from dtype_engine.core.tree import TensorInfo, Totals, Tree
+    from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+    from dtype_engine.results.drift import DriftReport, MemoryReading, ModuleDrift
+    from dtype_engine.results.inputs import InputsReading
+    from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_tui.state.measurement_log import MeasuredRecipe
 
 PREVIEW_S = 0.5
 """How long a pattern may take to match while it is typed."""

@@ -6,11 +6,11 @@ import dataclasses
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .readings_losses import severe
-from .recipe import Recipe, Rule
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.losses import severe
 
 if TYPE_CHECKING:
-    from .readings import DriftReport
+    from dtype_engine.results.drift import DriftReport
 
 
 @dataclass(frozen=True, slots=True)

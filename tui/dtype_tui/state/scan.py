@@ -7,18 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
-
-from .cells import bar
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_tui.rendering.cells import bar
 
 # Searching is not for the first paint: its rooms are imported where they are needed.
 if TYPE_CHECKING:
-    from dtype_engine.limits import Limits
-    from dtype_engine.readings import DriftReport, Prediction, ScanReport
+    from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Plan, Recipe
-    from dtype_engine.search import Front
-    from dtype_engine.tree import Tree
+    from dtype_engine.results.drift import DriftReport, Prediction, ScanReport
+    from dtype_engine.search.constraints import Limits
+    from dtype_engine.search.pareto import Front
 
 _DECADES = 3
 """The heat bar is empty at this many powers of ten under the whole model."""
@@ -62,7 +61,7 @@ class ScanView:
     def look_at(self, tree: Tree, dtype: str) -> None:
         """Show the sensitivity in this dtype."""
         self.dtype = dtype
-        from dtype_engine.sensitivity import by_node
+        from dtype_engine.search.sensitivity import by_node
 
         self.nodes = by_node(tree, self._scores, dtype)
         self.version += 1
@@ -82,7 +81,7 @@ class ScanView:
     def limits(self) -> Limits:
         """What a search has to keep to."""
         if self._limits is None:
-            from dtype_engine.limits import Limits
+            from dtype_engine.search.constraints import Limits
 
             self._limits = Limits()
         return self._limits
@@ -101,7 +100,7 @@ class ScanView:
         if self.report is None:
             return None
         if self._predicted is None or self._predicted[0] is not plan or self._predicted[1] != self.version:
-            from dtype_engine.sensitivity import predict
+            from dtype_engine.search.sensitivity import predict
 
             try:
                 found = predict(tree, plan, self.report, self._scores)
@@ -112,13 +111,13 @@ class ScanView:
 
     def front(self, tree: Tree) -> Front:
         """The Pareto front within the limits. Raises UserError."""
-        from dtype_engine.search import Front, make_items
+        from dtype_engine.search.pareto import Front, make_items
 
         return Front(make_items(tree, self._scores, self.limits.constraints))
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""
-        from dtype_engine.sensitivity import drift_of
+        from dtype_engine.search.sensitivity import drift_of
 
         predicted = self.prediction(tree, plan)
         if predicted is None or not plan.recipe.rules:

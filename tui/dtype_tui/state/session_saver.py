@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import click
 
-from dtype_engine.errors import UserError
-from dtype_engine.model.source import is_python
-from dtype_engine.options import Options, RunSettings
-from dtype_engine.sessions import SavedSession, SessionFile, newest_session, reopened_by
-from dtype_engine.text import printable
+from dtype_engine.checkpoint.source import is_python
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_tui.state.session_store import SavedSession, SessionFile, newest_session, reopened_by
 
 if TYPE_CHECKING:
-    from dtype_engine.history import MeasuredRecipe
     from dtype_engine.recipe import History, Recipe
+    from dtype_tui.state.measurement_log import MeasuredRecipe
 
 _REST_S = 1.0
 """The least time between two saves of what is lost cheaply: where the cursor stands."""

@@ -19,16 +19,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .errors import UserError
-from .history import MeasuredRecipe
-from .model.source import is_python
-from .options import Options, RunSettings
-from .recipe import Recipe, Rule
-from .recipe.plan import MATCHING_S
-from .recipe.regexes import time_limit
-from .regular_files import read_regular
-from .text import printable
-from .whole_files import write_whole
+from dtype_engine.checkpoint.source import is_python
+from dtype_engine.core.atomic_write import write_whole
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.text import printable
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.recipe.plan import MATCHING_S
+from dtype_engine.recipe.regexes import time_limit
+from dtype_tui.state.measurement_log import MeasuredRecipe
 
 VERSION = 1
 MOST_KEPT = 40

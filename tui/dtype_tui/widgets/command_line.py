@@ -12,13 +12,12 @@ from textual.containers import Vertical
 from textual.message import Message
 from textual.widgets import Input, Static
 
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
-from dtype_engine.text import printable
-
-from ..commands import WITH_PATHS, Command, Completer, parse
-from ..experiment import Experiment, Preview
-from .prompts import describe
+from dtype_tui.state.commands import WITH_PATHS, Command, Completer, parse
+from dtype_tui.state.experiment import Experiment, Preview
+from dtype_tui.widgets.prompts import describe
 
 
 class CommandLine(Vertical):

@@ -18,15 +18,33 @@ from textual.message import Message
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
-from dtype_engine.tree import ancestors
-
-from ..keys import with_ids
-from ..themes import IN_THE_TERMINALS_COLOURS
-from .tree_drawing import BRIGHT, COLUMNS, CURSOR, CURSOR_AWAY, DIM, PLAIN, Look, columns_for, heading, row_segments
-from .tree_rows import MOST_MATCHES, ORDERS, Row, filtered_rows, first_opened, matching, open_rows
+from dtype_engine.core.tree import ancestors
+from dtype_tui.config.key_names import with_ids
+from dtype_tui.config.themes import IN_THE_TERMINALS_COLOURS
+from dtype_tui.widgets.tree_drawing import (
+    BRIGHT,
+    COLUMNS,
+    CURSOR,
+    CURSOR_AWAY,
+    DIM,
+    PLAIN,
+    Look,
+    columns_for,
+    heading,
+    row_segments,
+)
+from dtype_tui.widgets.tree_rows import (
+    MOST_MATCHES,
+    ORDERS,
+    Row,
+    filtered_rows,
+    first_opened,
+    matching,
+    open_rows,
+)
 
 if TYPE_CHECKING:
-    from ..experiment import Experiment, Preview
+    from dtype_tui.state.experiment import Experiment, Preview
 
 __all__ = ["COLUMNS", "MOST_MATCHES", "MOST_OPENED", "ORDERS", "ModuleTree"]
 

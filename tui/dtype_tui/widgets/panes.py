@@ -13,24 +13,22 @@ from textual.binding import Binding
 from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
-from dtype_engine import dtypes
-from dtype_engine.options import RunSettings
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
-from dtype_engine.report_drift import first_sentence, floor_text, value_sentence
-from dtype_engine.report_losses import HELP as HELP_LOSSES
-from dtype_engine.report_text import decibels, human_bytes, percent
-from dtype_engine.text import printable
-from dtype_engine.thresholds import verdicts
-
-from ..cells import colour, fit, short_bytes
-from ..loss_words import loss_rows
-from ..scan_actions import predicted
+from dtype_engine.reports.text import decibels, human_bytes, percent
+from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
+from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
+from dtype_engine.results.thresholds import verdicts
+from dtype_tui.rendering.cells import colour, fit, short_bytes
+from dtype_tui.rendering.loss_text import loss_rows
+from dtype_tui.scan_actions import predicted
 
 if TYPE_CHECKING:
-    from dtype_engine.readings import DriftReport, ModuleDrift
-    from dtype_engine.readings_drift import Nonfinite
-
-    from ..experiment import Experiment
+    from dtype_engine.results.attribution import Nonfinite
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_tui.state.experiment import Experiment
 
 
 class Pane(VerticalScroll, can_focus=False):

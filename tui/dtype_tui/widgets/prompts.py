@@ -14,13 +14,12 @@ from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Input, Static
 
-from dtype_engine import dtypes
-from dtype_engine.errors import UserError
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Rule, generalisations
-from dtype_engine.report_text import human_bytes, human_count
-
-from ..experiment import Experiment, Preview
-from .module_tree import MOST_MATCHES
+from dtype_engine.reports.text import human_bytes, human_count
+from dtype_tui.state.experiment import Experiment, Preview
+from dtype_tui.widgets.module_tree import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
 

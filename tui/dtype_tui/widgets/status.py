@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from dtype_engine.text import printable
-
-from .cells import bar
-from .experiment import Experiment
-from .loss_words import loss_status
+from dtype_engine.core.text import printable
+from dtype_tui.rendering.cells import bar
+from dtype_tui.rendering.loss_text import loss_status
+from dtype_tui.state.experiment import Experiment
 
 ALWAYS = "? help  q quit"
 

@@ -9,14 +9,13 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from dtype_engine import dtypes
-from dtype_engine.report_text import human_count, parameters_text
-
-from ..cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
-from .tree_rows import Row
+from dtype_engine.core import dtypes
+from dtype_engine.reports.text import human_count, parameters_text
+from dtype_tui.rendering.cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
+from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:
-    from ..experiment import Experiment
+    from dtype_tui.state.experiment import Experiment
 
 COLUMNS = ("params", "bytes", "drift")
 """Columns that can be left out; the name and the dtype are always there."""
@@ -178,7 +177,7 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
     reading = experiment.modules.get(row.name) if row.tensor is None else None
     if not row.name and experiment.report is not None:
-        from dtype_engine.readings import ModuleDrift  # there is nothing to show of it at the first paint
+        from dtype_engine.results.drift import ModuleDrift  # there is nothing to show of it at the first paint
 
         output = experiment.report.output
         reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import TYPE_CHECKING
 
-from dtype_engine.tree import Module, TensorInfo, Tree
+from dtype_engine.core.tree import Module, TensorInfo, Tree
 
 if TYPE_CHECKING:
-    from dtype_engine.readings import ModuleDrift
-
-    from ..experiment import Experiment
+    from dtype_engine.results.drift import ModuleDrift
+    from dtype_tui.state.experiment import Experiment
 
 ORDERS = ("model", "bytes", "drift")
 """Of a node's children: as the model has them, the largest first, those that drift most first."""

@@ -6,9 +6,24 @@ it can't matter which of several patterns a tool prefers. What a tool can't expr
 
 from __future__ import annotations
 
-from ...errors import UserError
-from . import comfyui, diffusers, hf_transformers, llama_cpp, llm_compressor, modelopt, torchao
-from .common import Context, Converted, Dialect, LeftOut, Taken, left_out_as_json
+from dtype_engine.core.errors import UserError
+from dtype_engine.recipe.targets import (
+    comfyui,
+    diffusers,
+    hf_transformers,
+    llama_cpp,
+    llm_compressor,
+    modelopt,
+    torchao,
+)
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    LeftOut,
+    Taken,
+    left_out_as_json,
+)
 
 DIALECTS: dict[str, Dialect] = {
     module.DIALECT.name: module.DIALECT

@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ... import dtypes
-from ...errors import PatternError, TooSlow
-from ...tree import Module, TensorInfo, Tree, ancestors
-from ..plan import Plan
-from ..regexes import Anchored, compile_regex
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import PatternError, TooSlow
+from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
+from dtype_engine.recipe.plan import Plan
+from dtype_engine.recipe.regexes import Anchored, compile_regex
 
 Part = Literal["dtype", "scale"]
 

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import json
 
-from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, loading_note, split, weights_of
+from dtype_engine.core import dtypes
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    Taken,
+    loading_note,
+    split,
+    weights_of,
+)
 
 NAME = "comfyui"
 KINDS = frozenset({"Linear"})

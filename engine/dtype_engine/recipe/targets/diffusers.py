@@ -10,11 +10,20 @@ import itertools
 import json
 from collections.abc import Mapping
 
-from ... import dtypes
-from ...errors import PatternError
-from ...tree import Module, Tree
-from .common import Context, Converted, Dialect, Losses, Taken, as_comment, matcher, no_regex
-from .compress import regexes
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import PatternError
+from dtype_engine.core.tree import Module, Tree
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    Losses,
+    Taken,
+    as_comment,
+    matcher,
+    no_regex,
+)
+from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "diffusers"
 KINDS = frozenset(

@@ -8,10 +8,19 @@ from __future__ import annotations
 
 import json
 
-from ... import dtypes
-from ...errors import PatternError
-from .common import Context, Converted, Dialect, Losses, Taken, as_comment, matcher, no_regex
-from .compress import regexes
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import PatternError
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    Losses,
+    Taken,
+    as_comment,
+    matcher,
+    no_regex,
+)
+from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "transformers"
 

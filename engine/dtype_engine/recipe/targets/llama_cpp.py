@@ -9,11 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from ...errors import PatternError, UserError
-from ...tree import TensorInfo
-from .common import Context, Converted, Dialect, Losses, Taken, first, matcher, no_regex
-from .compress import regexes
-from .gguf_names import Unknown, name_map
+from dtype_engine.core.errors import PatternError, UserError
+from dtype_engine.core.tree import TensorInfo
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    Losses,
+    Taken,
+    first,
+    matcher,
+    no_regex,
+)
+from dtype_engine.recipe.targets.gguf_names import Unknown, name_map
+from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "llama.cpp"
 TYPES = {

@@ -11,9 +11,18 @@ import json
 import re
 from typing import Any
 
-from ... import dtypes
-from .common import Context, Converted, Dialect, Taken, last, loading_note, split, weights_of
-from .compress import globs
+from dtype_engine.core import dtypes
+from dtype_engine.recipe.targets.base import (
+    Context,
+    Converted,
+    Dialect,
+    Taken,
+    last,
+    loading_note,
+    split,
+    weights_of,
+)
+from dtype_engine.recipe.targets.name_patterns import globs
 
 NAME = "modelopt"
 KINDS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"})

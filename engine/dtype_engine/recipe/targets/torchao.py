@@ -12,9 +12,9 @@ import json
 import re
 from typing import Any
 
-from ... import dtypes
-from ...errors import PatternError
-from .common import (
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import PatternError
+from dtype_engine.recipe.targets.base import (
     Context,
     Converted,
     Dialect,
@@ -26,7 +26,7 @@ from .common import (
     split,
     weights_of,
 )
-from .compress import regexes
+from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})

@@ -4,7 +4,7 @@ An exported folder is a checkpoint like any other, in the names of its source: `
 tokenizer and processor files, and `recipe.yaml` and `README.md`, which say what was done and how to load it.
 """
 
-from .contents import Contents, Item, of_checkpoint, of_live
-from .run import export, export_checkpoint
+from dtype_engine.runtime.export.contents import Contents, Item, of_checkpoint, of_live
+from dtype_engine.runtime.export.export import export, export_checkpoint
 
 __all__ = ["Contents", "Item", "export", "export_checkpoint", "of_checkpoint", "of_live"]

@@ -7,10 +7,10 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from .. import dtypes
-from ..errors import UserError
-from ..model.load import widest
-from .contents import Contents
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.export.contents import Contents
+from dtype_engine.runtime.model.load import widest
 
 
 def export_dtype(contents: Contents) -> str:

@@ -15,20 +15,20 @@ from typing import Any
 
 import torch
 
-from .. import dtypes
-from ..checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, Scaled
-from ..checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
-from ..errors import UserError
-from ..model.described import describe
-from ..model.live import LiveModel, Weight
-from ..model.mapped import read_mapped, read_stored, read_tensor
-from ..model.names import Placed, placed
-from ..model.source import Source
-from ..options import Options
-from ..recipe import Recipe, make_plan, require_matches
-from ..text import printable
-from ..tree import TensorInfo, Tree
-from .layout import PLAIN, Layout, layout_of
+from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, Scaled
+from dtype_engine.checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe, make_plan, require_matches
+from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
+from dtype_engine.runtime.model.describe import describe
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored, read_tensor
+from dtype_engine.runtime.model.name_mapping import Placed, placed
 
 Kept = tuple[torch.Tensor, torch.Tensor]
 

@@ -8,23 +8,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ..checkpoint import Checkpoint, refuse_changed, unchanged
-from ..checkpoint.folder import SCALED_KEY
-from ..errors import UserError
-from ..model.live import give_memory_back
-from ..options import Options
-from ..readings_export import ExportReport
-from ..readings_losses import ValueLoss
-from ..recipe import Recipe
-from ..recipe.file import write_recipe
-from ..report_losses import loss_notice
-from .claim import clear_up
-from .config import export_config, export_dtype, written_configs
-from .contents import Contents, Item, of_checkpoint
-from .folder import copy_along, free_name, staged
-from .layout import Part
-from .readme import by_dtype, readme
-from .write import Progress, copy_file, write_file
+from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
+from dtype_engine.checkpoint.folder import SCALED_KEY
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.recipe import Recipe
+from dtype_engine.recipe.file import write_recipe
+from dtype_engine.reports.text_losses import loss_notice
+from dtype_engine.results.export import ExportReport
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
+from dtype_engine.runtime.export.contents import Contents, Item, of_checkpoint
+from dtype_engine.runtime.export.layout import Part
+from dtype_engine.runtime.export.lock import clear_up
+from dtype_engine.runtime.export.readme import by_dtype, readme
+from dtype_engine.runtime.export.staging import copy_along, free_name, staged
+from dtype_engine.runtime.export.write import Progress, copy_file, write_file
+from dtype_engine.runtime.model.live import give_memory_back
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..checkpoint import PICKLES, Checkpoint, inside, read_json
-from ..checkpoint.components import PIPELINE_INDEX, Component, component_names, variant_of
-from ..checkpoint.folder import ADAPTER_CONFIG
-from ..errors import UserError
-from ..text import printable
-from .folder import ALONG
+from dtype_engine.checkpoint import PICKLES, Checkpoint, inside, read_json
+from dtype_engine.checkpoint.components import PIPELINE_INDEX, Component, component_names, variant_of
+from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.export.staging import ALONG
 
 Kind = Literal["model", "component", "pipeline", "adapter"]
 _WEIGHTS = (

@@ -10,9 +10,9 @@ import re
 import stat
 from pathlib import Path
 
-from ..checkpoint import read_json
-from ..checkpoint.components import PIPELINE_INDEX, component_names
-from ..errors import UserError
+from dtype_engine.checkpoint import read_json
+from dtype_engine.checkpoint.components import PIPELINE_INDEX, component_names
+from dtype_engine.core.errors import UserError
 
 _RECIPE = re.compile(r"version: \d+\n(model: .*\n)?rules:")
 _README = re.compile(r"# .*\n\n`.*`, cast by the rules in `recipe\.yaml` and written by dtype-engine \d+\.\d+")

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .. import __version__, dtypes
-from ..checkpoint.quantised import parts_of_quantised
-from ..readings_export import ExportedDtype
-from ..readings_losses import ValueLoss
-from ..report_losses import loss_sentences
-from ..report_text import human_bytes
-from ..text import printable
-from .config import export_dtype
-from .contents import Contents
-from .loaders import section, short
+from dtype_engine import __version__
+from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.reports.text_losses import loss_sentences
+from dtype_engine.results.export import ExportedDtype
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.export.config import export_dtype
+from dtype_engine.runtime.export.contents import Contents
+from dtype_engine.runtime.export.loaders import section, short
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:

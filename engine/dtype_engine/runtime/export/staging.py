@@ -10,13 +10,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ..checkpoint import inside
-from ..errors import UserError
-from ..report_text import human_bytes
-from ..text import printable
-from ..whole_files import sync_folder, umask
-from .claim import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
-from .mark import missing_mark
+from dtype_engine.checkpoint import inside
+from dtype_engine.core.atomic_write import sync_folder, umask
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.runtime.export.lock import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
+from dtype_engine.runtime.export.mark import missing_mark
 
 ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

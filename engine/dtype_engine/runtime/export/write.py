@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 
-from .. import dtypes
-from ..checkpoint import ByteRange, FileIdentity, Watch
-from ..errors import Cancelled, UserError
-from ..model.file_values import FileValues
-from ..readings_losses import ValueLoss
-from ..storage import one_thread, take_codes, torch_dtype
-from ..value_loss import LossCounter
-from .contents import Item, Piece, as_bytes
+from dtype_engine.checkpoint import ByteRange, FileIdentity, Watch
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.export.contents import Item, Piece, as_bytes
+from dtype_engine.runtime.model.file_values import FileValues
+from dtype_engine.runtime.numerics.quantize import one_thread, take_codes, torch_dtype
+from dtype_engine.runtime.numerics.value_loss import LossCounter
 
 _PIECE = 1 << 20
 """Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""

@@ -4,9 +4,9 @@
 that the model's folder has; `tensors` reads a forward pass's own arguments from a file, which `fits` checks.
 """
 
-from .batch import Batch, Inputs, from_values
-from .make import make_inputs
-from .parts import tokenizer_of
-from .rows import one_of_each_shape, reading
+from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
+from dtype_engine.runtime.inputs.build import make_inputs
+from dtype_engine.runtime.inputs.processors import tokenizer_of
+from dtype_engine.runtime.inputs.summary import one_of_each_shape, reading
 
 __all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "reading", "tokenizer_of"]

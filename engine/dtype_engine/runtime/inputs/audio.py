@@ -8,14 +8,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import NoForward, UserError
-from ..model.live import LiveModel
-from ..options import Options
-from ..text import printable
-from .batch import Batch, Inputs
-from .parts import accepted, feature_extractor_of, no_tokenizer, parameters, tokenizer_of
-from .pictures import decoder_start
-from .text import encoded, pieces, sequence_length, sources
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.inputs.images import decoder_start
+from dtype_engine.runtime.inputs.processors import (
+    accepted,
+    feature_extractor_of,
+    no_tokenizer,
+    parameters,
+    tokenizer_of,
+)
+from dtype_engine.runtime.inputs.text import encoded, pieces, sequence_length, sources
+from dtype_engine.runtime.model.live import LiveModel
 
 if TYPE_CHECKING:
     import numpy as np

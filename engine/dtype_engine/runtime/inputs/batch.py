@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
+from dtype_engine.core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..errors import NoForward, UserError
-from ..model.live import LiveModel
-from ..options import Options
-from .batch import Batch, Inputs, from_values
-from .parts import parameters
-from .pictures import picture_inputs
-from .sounds import sound_argument, sound_inputs
-from .tensors import tensor_inputs
-from .text import prompt_texts, text_inputs
-from .together import SOUNDS, is_contrastive, picture_and_text_inputs, text_rows
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
+from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
+from dtype_engine.runtime.inputs.images import picture_inputs
+from dtype_engine.runtime.inputs.multimodal import (
+    SOUNDS,
+    is_contrastive,
+    picture_and_text_inputs,
+    text_rows,
+)
+from dtype_engine.runtime.inputs.processors import parameters
+from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
+from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
+from dtype_engine.runtime.model.live import LiveModel
 
 
 def make_inputs(model: LiveModel, options: Options) -> Inputs:

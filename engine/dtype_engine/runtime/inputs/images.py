@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..errors import NoForward, UserError
-from ..model.live import LiveModel
-from ..options import Options
-from ..text import printable
-from .batch import Batch, Inputs
-from .parts import accepted, image_processor_of, parameters, random_ids
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.inputs.processors import (
+    accepted,
+    image_processor_of,
+    parameters,
+    random_ids,
+)
+from dtype_engine.runtime.model.live import LiveModel
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -7,15 +7,22 @@ from typing import Any
 
 import torch
 
-from ..errors import NoForward, UserError
-from ..execution import Widened
-from ..model.live import LiveModel
-from ..options import Options
-from ..text import printable
-from .batch import Batch, Inputs
-from .parts import accepted, no_tokenizer, parameters, processor_of, random_ids, tokenizer_of
-from .pictures import Picture, described, make_pictures
-from .text import prompt_texts, sequence_length
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.inputs.images import Picture, described, make_pictures
+from dtype_engine.runtime.inputs.processors import (
+    accepted,
+    no_tokenizer,
+    parameters,
+    processor_of,
+    random_ids,
+    tokenizer_of,
+)
+from dtype_engine.runtime.inputs.text import prompt_texts, sequence_length
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.mixed import Widened
 
 CAPTION = "a picture of"
 QUESTION = "What is in the picture?"

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..model.architecture import reason
-from ..model.hub import offline
-from ..model.live import LiveModel
+from dtype_engine.runtime.model.architecture import reason
+from dtype_engine.runtime.model.hub import offline
+from dtype_engine.runtime.model.live import LiveModel
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model")
 _MOST_OFFSET = 8

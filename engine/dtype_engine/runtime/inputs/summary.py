@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from ..readings_inputs import InputBatch, InputsReading, InputTensor
-from ..storage import dtype_name
-from ..text import printable
-from .batch import Batch, Inputs
+from dtype_engine.core.text import printable
+from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _SHOWN = 160
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from ..checkpoint.pickle_size import check_legacy
-from ..checkpoint.pickle_zip import check_archive, refuse_too_large
-from ..errors import UserError
-from ..model.live import LiveModel
-from ..text import printable
-from .batch import Batch, Inputs, from_values
-from .fits import ID_ARGUMENTS, check_fits
-from .text import with_next_tokens
+from dtype_engine.checkpoint.pickle_size import check_legacy
+from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_too_large
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
+from dtype_engine.runtime.inputs.text import with_next_tokens
+from dtype_engine.runtime.inputs.validate import ID_ARGUMENTS, check_fits
+from dtype_engine.runtime.model.live import LiveModel
 
 _NUMBERED = re.compile(r"(\d+)\.(.+)")
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.uint64)

@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 
-from ..errors import UserError
-from ..model.live import LiveModel
-from ..options import Options
-from ..prompts import DEFAULT_PROMPTS
-from ..text import printable, read_text
-from .batch import Batch, Inputs
-from .parts import learned_positions, no_tokenizer, parameters, random_ids, text_config, tokenizer_of
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable, read_text
+from dtype_engine.runtime.inputs.batch import Batch, Inputs
+from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
+from dtype_engine.runtime.inputs.processors import (
+    learned_positions,
+    no_tokenizer,
+    parameters,
+    random_ids,
+    text_config,
+    tokenizer_of,
+)
+from dtype_engine.runtime.model.live import LiveModel
 
 TOKENS_PER_SEQUENCE = 512
 _RANDOM_SEQUENCES, _RANDOM_TOKENS = 4, 128

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import UserError
-from ..model.live import LiveModel
-from ..storage import dtype_name
-from ..text import printable
-from .batch import Batch
-from .parts import learned_positions, text_config
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs.batch import Batch
+from dtype_engine.runtime.inputs.processors import learned_positions, text_config
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.quantize import dtype_name
 
 ID_ARGUMENTS = ("input_ids", "decoder_input_ids", "token_type_ids")
 _FLOAT_ARGUMENTS = ("pixel_values", "input_values", "input_features", "inputs_embeds")

@@ -17,17 +17,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .drift import _compared, _Recorder, is_distribution
-from .errors import NoForward, UserError
-from .forward import Passes, main_output
-from .inputs import Batch, Inputs
-from .metrics import OutputComparison, sqnr_db
-from .model.live import LiveModel
-from .options import RunSettings
-from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
-from .readings_drift import Cause, CausesReport
-from .reuse import Trace
-from .sensitivity import drift_of, is_free
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.results.attribution import Cause, CausesReport
+from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
+from dtype_engine.runtime.inputs import Batch, Inputs
+from dtype_engine.runtime.measure.drift import _compared, _Recorder, is_distribution
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.passes.runner import Passes, main_output
+from dtype_engine.runtime.passes.trace import Trace
+from dtype_engine.search.sensitivity import drift_of, is_free
 
 MOST_PASSES = 160
 """Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""

@@ -11,14 +11,14 @@ from functools import partial
 import psutil
 import torch
 
-from .errors import NoForward
-from .forward import Candidate, Passes, RunsOtherwise, main_output
-from .inputs import Batch, Inputs
-from .metrics import OutputComparison, sqnr_db
-from .model.live import LiveModel
-from .options import RunSettings
-from .readings import ModuleDrift, OutputDrift
-from .reuse import Trace
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.options import RunSettings
+from dtype_engine.results.drift import ModuleDrift, OutputDrift
+from dtype_engine.runtime.inputs import Batch, Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.passes.runner import Candidate, Passes, RunsOtherwise, main_output
+from dtype_engine.runtime.passes.trace import Trace
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 OnProgress = Callable[[str, int, int | None], None]

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from .errors import Cancelled, NoForward
-from .forward import Passes
-from .inputs import Batch, Inputs, tokenizer_of
-from .model.live import LiveModel
-from .readings import Generation, Written
+from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.results.drift import Generation, Written
+from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.runner import Passes
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from .execution import ImplicitCast
-from .readings import FlowCast
+from dtype_engine.results.drift import FlowCast
+from dtype_engine.runtime.modes.mixed import ImplicitCast
 
 
 def summed(casts: Iterable[ImplicitCast]) -> tuple[FlowCast, ...]:

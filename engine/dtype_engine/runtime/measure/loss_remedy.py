@@ -8,13 +8,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from . import dtypes
-from .drift import DriftMeter
-from .errors import KernelError, NoForward
-from .readings import OutputDrift
-from .readings_losses import LossRemedy, ValueLoss, drifts_less
-from .recipe import Plan, Recipe, Rule, generalisations, make_plan, select
-from .tree import TensorInfo, Tree
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import KernelError, NoForward
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Plan, Recipe, Rule, generalisations, make_plan, select
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.losses import LossRemedy, ValueLoss, drifts_less
+from dtype_engine.runtime.measure.drift import DriftMeter
 
 Count = Callable[[str, str], ValueLoss | None]
 """What a cast of a tensor (by its canonical name) to a dtype loses."""

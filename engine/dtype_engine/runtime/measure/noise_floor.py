@@ -13,15 +13,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from .drift import is_distribution
-from .errors import UserError
-from .forward import Passes, main_output
-from .inputs import Batch, Inputs
-from .metrics import OutputComparison
-from .model.live import LiveModel
-from .options import RunSettings
-from .readings import OutputDrift
-from .readings_drift import Floor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.results.attribution import Floor
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.inputs import Batch, Inputs
+from dtype_engine.runtime.measure.drift import is_distribution
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.passes.runner import Passes, main_output
 
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output were compared: the floor needs no more text than that."""

@@ -18,18 +18,18 @@ from typing import Any, Literal
 import torch
 from torch.overrides import TorchFunctionMode
 
-from . import dtypes
-from .drift import DriftMeter
-from .errors import KernelError, NoForward
-from .execution import _METADATA, Arguments, MixedDtypes, Widened, _tensors
-from .forward import Passes
-from .inputs import Inputs
-from .model.live import Weight
-from .readings import ModuleDrift
-from .readings_drift import Nonfinite
-from .recipe import Recipe, Rule, make_plan
-from .storage import dtype_name
-from .tree import Tree
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import KernelError, NoForward
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.results.attribution import Nonfinite
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import _METADATA, Arguments, MixedDtypes, Widened, _tensors
+from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.runtime.passes.runner import Passes
 
 OnTrial = Callable[[int, int], None]
 _MOST_WEIGHTS = 8

@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping
 import psutil
 import torch
 
-from . import dtypes
-from .forward import Passes
-from .inputs import Batch, Inputs
-from .model.live import LiveModel
-from .readings import SpeedRow
-from .recipe import tensor_bytes
+from dtype_engine.core import dtypes
+from dtype_engine.recipe import tensor_bytes
+from dtype_engine.results.drift import SpeedRow
+from dtype_engine.runtime.inputs import Batch, Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.runner import Passes
 
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0

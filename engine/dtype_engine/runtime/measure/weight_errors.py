@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from .checkpoint import Checkpoint, Watch, refuse_changed
-from .errors import Cancelled, UserError
-from .model.live import LiveModel
-from .model.mapped import read_tensor
-from .names_in_files import names_in_files
-from .readings import SkippedTensor, WeightError, WeightReading
-from .text import printable
-from .tree import Tree
-from .weights import exponents, round_trip
+from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
+from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.results.drift import SkippedTensor, WeightError, WeightReading
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.mapped_tensors import read_tensor
+from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
 
 
 def round_trips(

@@ -15,17 +15,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import dtypes
-from ..checkpoint import Checkpoint
-from ..checkpoint.quantised import parts_of_quantised
-from ..errors import NoForward, UserError
-from ..options import Options
-from ..report_text import human_bytes
-from ..text import printable
-from .hub import without_foreign_kernels
-from .live import inventory
-from .names import placed
-from .plausible import refuse_impossible
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.plausible import refuse_impossible
+from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.reports.text import human_bytes
+from dtype_engine.runtime.model.hub import without_foreign_kernels
+from dtype_engine.runtime.model.live import inventory
+from dtype_engine.runtime.model.name_mapping import placed
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
 """Models have fewer than three modules a tensor; those that share layers or hold no tensors in many of them are small."""

@@ -12,15 +12,15 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..checkpoint import Checkpoint
-from ..errors import NoForward
-from ..options import Options
-from ..tree import Tree
-from .live import tree_of
-from .load import load, skeleton
-from .names import Placed, placed
-from .source import Source
-from .stored_tree import stored_tree
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.options import Options
+from dtype_engine.core.tree import Tree
+from dtype_engine.runtime.model.live import tree_of
+from dtype_engine.runtime.model.load import load, skeleton
+from dtype_engine.runtime.model.name_mapping import Placed, placed
+from dtype_engine.runtime.model.stored_tree import stored_tree
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 
-from ..checkpoint import ByteRange
-from ..errors import UserError
+from dtype_engine.checkpoint import ByteRange
+from dtype_engine.core.errors import UserError
 
 
 class FileValues:

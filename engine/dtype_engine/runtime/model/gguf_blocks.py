@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..checkpoint import CheckpointTensor
-from ..errors import UserError
-from ..text import printable
+from dtype_engine.checkpoint import CheckpointTensor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 _PIECE = 1 << 20
 """Values that are dequantized at once: the package makes several float32 arrays of that many on the way."""

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from ..text import printable
+from dtype_engine.core.text import printable
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import dtypes
-from ..checkpoint import Checkpoint, FileIdentity
-from ..errors import Cancelled, UserError
-from ..readings_losses import ValueLoss
-from ..storage import convert, dtype_name, torch_dtype
-from ..tree import Kind, TensorInfo, Tree
-from ..value_loss import count_losses
+from dtype_engine.checkpoint import Checkpoint, FileIdentity
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.tree import Kind, TensorInfo, Tree
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.numerics.quantize import convert, dtype_name, torch_dtype
+from dtype_engine.runtime.numerics.value_loss import count_losses
 
 
 @dataclass(slots=True)
@@ -137,8 +137,8 @@ class LiveModel:
         besides: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
-            from .names import placed
-            from .stored_tree import unused, with_files
+            from dtype_engine.runtime.model.name_mapping import placed
+            from dtype_engine.runtime.model.stored_tree import unused, with_files
 
             places, headers = placed(module, checkpoint.weights), checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, places, headers, own_dtypes=True)

@@ -25,23 +25,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import dtypes
-from ..checkpoint import Checkpoint, FileIdentity, open_checkpoint
-from ..checkpoint.components import variant_of
-from ..checkpoint.folder import OWN_SUFFIX
-from ..checkpoint.pickle_zip import is_compressed
-from ..checkpoint.pickles import load_pickle
-from ..errors import NoForward, UserError
-from ..options import Options
-from ..storage import bring_back, dtype_name, torch_dtype
-from ..text import printable
-from .architecture import architecture, make, reason, without_quantization
-from .hub import offline
-from .live import LiveModel, give_memory_back, inventory
-from .mapped import read_all, read_mapped, read_stored
-from .names import Placed, placed, restorable, stored_dtypes
-from .room import no_room
-from .source import Source
+from dtype_engine.checkpoint import Checkpoint, FileIdentity, open_checkpoint
+from dtype_engine.checkpoint.components import variant_of
+from dtype_engine.checkpoint.folder import OWN_SUFFIX
+from dtype_engine.checkpoint.memory_fit import no_room
+from dtype_engine.checkpoint.pickle_zip import is_compressed
+from dtype_engine.checkpoint.pickles import load_pickle
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
+from dtype_engine.runtime.model.hub import offline
+from dtype_engine.runtime.model.live import LiveModel, give_memory_back, inventory
+from dtype_engine.runtime.model.mapped_tensors import read_all, read_mapped, read_stored
+from dtype_engine.runtime.model.name_mapping import Placed, placed, restorable, stored_dtypes
+from dtype_engine.runtime.numerics.quantize import bring_back, dtype_name, torch_dtype
 
 Say = Callable[[str], None]
 

@@ -9,10 +9,10 @@ import mmap
 
 import torch
 
-from ..checkpoint import Checkpoint, CheckpointTensor
-from ..errors import UserError
-from ..storage import bring_back, torch_dtype
-from ..text import printable
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.numerics.quantize import bring_back, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
         assert isinstance(found, torch.Tensor)
         return found
     if stored.packed:
-        from .gguf_blocks import dequantize
+        from dtype_engine.runtime.model.gguf_blocks import dequantize
 
         return torch.from_numpy(dequantize(stored))
     return read_mapped(stored)

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .. import dtypes
-from ..checkpoint import Checkpoint
-from ..storage import dtype_name as name_of
-from ..storage import torch_dtype
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.runtime.numerics.quantize import dtype_name as name_of
+from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)

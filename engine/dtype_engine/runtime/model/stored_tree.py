@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import nn
 
-from .. import dtypes
-from ..checkpoint import Checkpoint
-from ..tree import TensorInfo, Tree
-from .live import inventory, tree_of
-from .mapped import read_tensor
-from .names import Placed, placed, stored_dtypes
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.runtime.model.live import inventory, tree_of
+from dtype_engine.runtime.model.mapped_tensors import read_tensor
+from dtype_engine.runtime.model.name_mapping import Placed, placed, stored_dtypes
 
 
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed] | None = None) -> Tree:

@@ -26,9 +26,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .errors import KernelError
-from .model.live import Weight
-from .storage import bring_back, dtype_name
+from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.numerics.quantize import bring_back, dtype_name
 
 Arguments = tuple[Any, ...]
 

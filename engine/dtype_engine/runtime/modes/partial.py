@@ -7,8 +7,15 @@ from typing import Any
 
 import torch
 
-from .execution import _EXPLICIT, _METADATA, Arguments, MixedDtypes, Widened, _tensors
-from .model.live import Weight
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import (
+    _EXPLICIT,
+    _METADATA,
+    Arguments,
+    MixedDtypes,
+    Widened,
+    _tensors,
+)
 
 
 class PartlyCast(Widened):

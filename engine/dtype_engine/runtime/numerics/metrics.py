@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from .readings import OutputDrift
+from dtype_engine.results.drift import OutputDrift
 
 _CHUNK_ELEMENTS = 1 << 17  # float64 chunks of 1 MiB stay in the cache, which makes this five times as fast
 FEWEST_FOR_PERCENTILES = 100

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, overload
 
 import torch
 
-from . import dtypes
+from dtype_engine.core import dtypes
 
 _PIECE = 1 << 19
 """Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""

@@ -13,11 +13,19 @@ from functools import partial
 
 import torch
 
-from . import dtypes
-from .errors import Cancelled
-from .metrics import sqnr_db
-from .readings import ExponentHistogram, WeightError
-from .storage import Scratch, from_codes, largest_finite, one_thread, scale_for, side_by_side, to_codes
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.results.drift import ExponentHistogram, WeightError
+from dtype_engine.runtime.numerics.metrics import sqnr_db
+from dtype_engine.runtime.numerics.quantize import (
+    Scratch,
+    from_codes,
+    largest_finite,
+    one_thread,
+    scale_for,
+    side_by_side,
+    to_codes,
+)
 
 CHUNK = 1 << 19
 """Elements of a chunk: 2 MiB in float32, so that what is made of it stays in the cache, and Python's share stays small."""

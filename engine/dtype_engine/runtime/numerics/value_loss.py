@@ -13,15 +13,21 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from . import dtypes
-from .errors import Cancelled
-from .names_in_files import names_in_files
-from .readings_losses import ValueLoss, rounding_share
-from .storage import Values, as_rows, side_by_side, take_codes, torch_dtype
+from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.results.losses import ValueLoss, rounding_share
+from dtype_engine.runtime.numerics.quantize import (
+    Values,
+    as_rows,
+    side_by_side,
+    take_codes,
+    torch_dtype,
+)
 
 if TYPE_CHECKING:
-    from .checkpoint import Checkpoint
-    from .tree import Tree
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.core.tree import Tree
 
 PIECE = 1 << 18
 """Elements that are looked at at once."""
@@ -281,7 +287,7 @@ def losses_in_files(
     One that is packed of several tensors of the files is told part by part, under the names of the files.
     `on_progress` hears (tensors done, of how many). Raises UserError for a file that can't be read, Cancelled.
     """
-    from .model.mapped import read_tensor
+    from dtype_engine.runtime.model.mapped_tensors import read_tensor
 
     counted = {} if counted is None else counted
     changed = [

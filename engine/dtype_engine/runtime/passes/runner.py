@@ -12,15 +12,22 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
-from . import dtypes
-from .errors import Cancelled, NoForward, UserError
-from .execution import AutocastCasts, FirstUses, ImplicitCast, MixedDtypes, Widened, recurrent_arguments
-from .inputs import Batch
-from .model.live import LiveModel
-from .options import RunSettings
-from .partly_cast import PartlyCast
-from .reuse import Trace, copied, finished
-from .storage import dtype_name, torch_dtype
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.mixed import (
+    AutocastCasts,
+    FirstUses,
+    ImplicitCast,
+    MixedDtypes,
+    Widened,
+    recurrent_arguments,
+)
+from dtype_engine.runtime.modes.partial import PartlyCast
+from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
+from dtype_engine.runtime.passes.trace import Trace, copied, finished
 
 Result = TypeVar("Result")
 

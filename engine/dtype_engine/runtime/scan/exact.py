@@ -6,16 +6,23 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-from .drift import DriftMeter, Measurement
-from .evaluation import InLine
-from .forward import reference_name
-from .inputs import Inputs
-from .model.live import LiveModel
-from .options import RunSettings
-from .readings import NATS, NATS_PER_EXAMPLE, SQUARED, OutputDrift, ScanReport, WeightScore
-from .recipe import tensor_bytes
-from .scan import OnEstimate, OnProgress, scanned_dtypes
-from .sensitivity import drift_of, is_free
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import tensor_bytes
+from dtype_engine.results.drift import (
+    NATS,
+    NATS_PER_EXAMPLE,
+    SQUARED,
+    OutputDrift,
+    ScanReport,
+    WeightScore,
+)
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.measure.drift import DriftMeter, Measurement
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.runner import reference_name
+from dtype_engine.runtime.scan.evaluation import InLine
+from dtype_engine.runtime.scan.scan import OnEstimate, OnProgress, scanned_dtypes
+from dtype_engine.search.sensitivity import drift_of, is_free
 
 
 def alone(model: LiveModel) -> dict[str, str]:

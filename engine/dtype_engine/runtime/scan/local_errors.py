@@ -11,11 +11,18 @@ from typing import Any
 
 import torch
 
-from . import dtypes
-from .execution import MixedDtypes, _call, _in_place, _reference_dtype, _replaced, _tensors
-from .model.live import Weight
-from .storage import bring_back, convert, torch_dtype
-from .weighted import Operation, Source, _outputs
+from dtype_engine.core import dtypes
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import (
+    MixedDtypes,
+    _call,
+    _in_place,
+    _reference_dtype,
+    _replaced,
+    _tensors,
+)
+from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
+from dtype_engine.runtime.scan.weight_ops import Operation, Source, _outputs
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
 # without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.

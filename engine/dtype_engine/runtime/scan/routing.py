@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from .execution import Arguments, Widened
-from .model.live import Weight
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import Arguments, Widened
 
 Key = tuple[str, str]
 SELECTIONS = 16

@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from .errors import UserError
-from .inputs import Inputs
-from .model.live import LiveModel
-from .options import RunSettings
-from .regular_files import read_regular
-from .scan_scores import OneSequence
-from .selections import Key, SelectionSample
-from .text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.scan.routing import Key, SelectionSample
+from dtype_engine.runtime.scan.scores import OneSequence
 
 _VERSION = 2
 _SAMPLED = 1024

@@ -24,20 +24,20 @@ from pathlib import Path
 
 import psutil
 
-from . import scan_file
-from .errors import UserError
-from .forward import Passes, reference_name
-from .inputs import Inputs
-from .model.live import LiveModel, Weight
-from .options import RunSettings
-from .readings import ScanReport, WeightScore
-from .recipe import tensor_bytes
-from .scan_errors import LocalErrors
-from .scan_file import Fingerprint
-from .scan_scores import OneSequence, scores_of
-from .scan_sequence import SequenceScan
-from .sensitivity import is_free
-from .storage import torch_dtype
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import tensor_bytes
+from dtype_engine.results.drift import ScanReport, WeightScore
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+from dtype_engine.runtime.passes.runner import Passes, reference_name
+from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.local_errors import LocalErrors
+from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.scores import OneSequence, scores_of
+from dtype_engine.runtime.scan.sequence import SequenceScan
+from dtype_engine.search.sensitivity import is_free
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24

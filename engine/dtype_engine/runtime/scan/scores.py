@@ -12,8 +12,8 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from . import selections
-from .selections import Key, SelectionSample
+from dtype_engine.runtime.scan import routing as selections
+from dtype_engine.runtime.scan.routing import Key, SelectionSample
 
 Scores = dict[Key, tuple[float, float | None]]
 

@@ -9,19 +9,26 @@ from typing import Any
 
 import torch
 
-from .directions import Directions
-from .drift import is_distribution
-from .errors import Cancelled, NoForward, UserError
-from .execution import Widened
-from .forward import main_output
-from .inputs import Batch
-from .model.live import LiveModel
-from .narrowed import OneNarrowed, looked_at
-from .readings import NATS, NATS_PER_EXAMPLE, SQUARED
-from .scan_errors import LocalErrors
-from .scan_scores import OneSequence
-from .selections import Exchanging, Key, Selection, SelectionSample, chosen, to_exchange
-from .weighted import Operation, WeightedOperations
+from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
+from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.measure.drift import is_distribution
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.mixed import Widened
+from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.scan.local_errors import LocalErrors
+from dtype_engine.runtime.scan.probes import Directions
+from dtype_engine.runtime.scan.routing import (
+    Exchanging,
+    Key,
+    Selection,
+    SelectionSample,
+    chosen,
+    to_exchange,
+)
+from dtype_engine.runtime.scan.scores import OneSequence
+from dtype_engine.runtime.scan.single_cast import OneNarrowed, looked_at
+from dtype_engine.runtime.scan.weight_ops import Operation, WeightedOperations
 
 
 @dataclass

@@ -11,10 +11,17 @@ from typing import Any
 
 import torch
 
-from .execution import Arguments, MixedDtypes, Widened, _call, _replaced, _tensors
-from .model.live import Weight
-from .scan_errors import PRODUCTS, summed_in_float32
-from .storage import torch_dtype
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import (
+    Arguments,
+    MixedDtypes,
+    Widened,
+    _call,
+    _replaced,
+    _tensors,
+)
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from .execution import (
+from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.modes.mixed import (
     _EXPLICIT,
     _METADATA,
     _TENSOR_VALUED_PROPERTIES,
@@ -25,8 +26,7 @@ from .execution import (
     _replaced,
     _tensors,
 )
-from .model.live import Weight
-from .selections import Selection, noted
+from dtype_engine.runtime.scan.routing import Selection, noted
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 

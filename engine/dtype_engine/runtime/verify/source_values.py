@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from ..errors import UserError
-from ..text import printable
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,25 +8,25 @@ from pathlib import Path
 
 import torch
 
-from .. import dtypes
-from ..checkpoint import Checkpoint, open_checkpoint, refuse_changed
-from ..checkpoint.folder import SCALED_KEY
-from ..drift import DriftMeter
-from ..errors import Cancelled, UserError
-from ..model.live import LiveModel, Weight
-from ..model.load import fill, load, load_module
-from ..model.source import Source
-from ..options import Options
-from ..readings import OutputDrift
-from ..readings_export import TensorDifference, VerifyReport
-from ..recipe.file import read_recipe_file
-from ..session import Session, open_session
-from ..storage import dtype_name, torch_dtype
-from ..text import printable
-from .contents import Contents, Item, Piece, of_checkpoint, of_live
-from .exported_values import ExportedValues, read_export
-from .run import OnBytes
-from .source_values import SourceValues, of_files, of_module
+from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
+from dtype_engine.checkpoint.folder import SCALED_KEY
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.export import TensorDifference, VerifyReport
+from dtype_engine.runtime.export.contents import Contents, Item, Piece, of_checkpoint, of_live
+from dtype_engine.runtime.export.export import OnBytes
+from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.load import fill, load, load_module
+from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
+from dtype_engine.runtime.session import Session, open_session
+from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
+from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 
 def verify(

@@ -20,18 +20,18 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.helpers.paths import MODELS, TINYNET
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine import Recipe, Rule, dtypes
+from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
-from dtype_engine.errors import Cancelled, UserError
-from dtype_engine.export import export_checkpoint, of_checkpoint
-from dtype_engine.export.write import header
-from dtype_engine.storage import bring_back, convert, torch_dtype
-
-TINYNET = Path(__file__).parent / "models" / "tinynet.py"
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.runtime.export import export_checkpoint, of_checkpoint
+from dtype_engine.runtime.export.write import header
+from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
 
 
 def recipe(*casts: str) -> Recipe:
@@ -396,7 +396,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
     place.mkdir()
     # The program gets no further than its first megabyte, in the middle of the file of weights.
     halting = (
-        "import os, sys, time; from dtype_engine.export import write; from dtype_engine.cli import cli, run\n"
+        "import os, sys, time; from dtype_engine.runtime.export import write; from dtype_engine.cli import cli, run\n"
         "def wait(tensor, dtype, out, at, progress, *more):\n"
         "    os.write(1, b'writing\\n')\n"
         "    while True: time.sleep(0.05); progress.wrote(0)\n"
@@ -531,7 +531,7 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
 
 def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
     """Anonymous memory while 128 MiB are cast and copied, in a process of its own, so that nothing else counts."""
-    script = Path(__file__).parent / "models" / "export_memory.py"
+    script = MODELS / "export_memory.py"
     done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True)
     grown, scaled, tensor = map(int, done.stdout.split())
     assert max(grown, scaled) < 2 * tensor  # pieces of some MiB for each of at most four threads; 128 MiB are cast

@@ -24,13 +24,14 @@ from safetensors.torch import load_file, save_file
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
-from dtype_engine.errors import UserError
-from dtype_engine.export import claim, export_checkpoint, write
-from dtype_engine.export.claim import CLAIM
-from dtype_engine.export.contents import of_checkpoint
-from dtype_engine.export.source_values import of_files
-from dtype_engine.export.verify import compare
-from dtype_engine.weight_errors import round_trips
+from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.export import export_checkpoint, write
+from dtype_engine.runtime.export import lock as claim
+from dtype_engine.runtime.export.contents import of_checkpoint
+from dtype_engine.runtime.export.lock import CLAIM
+from dtype_engine.runtime.measure.weight_errors import round_trips
+from dtype_engine.runtime.verify.source_values import of_files
+from dtype_engine.runtime.verify.verify import compare
 
 MOMENTS = 20
 RECIPE = Recipe((Rule("*", "float16"), Rule("layer.{0..3}", "float32"), Rule("layer.{4..7}", "float8_e4m3fn")))
@@ -41,7 +42,7 @@ import os, sys
 from pathlib import Path
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.export import export_checkpoint
+from dtype_engine.runtime.export import export_checkpoint
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 recipe = Recipe(({", ".join(f"Rule({rule.pattern!r}, {rule.dtype!r})" for rule in RECIPE.rules)},))
 for line in sys.stdin:
@@ -395,7 +396,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 # Runs the program's own `export` each time that it is told to, in a child, so that torch is imported once.
 COMMANDS = """
 import os, sys
-import torch, dtype_engine.export
+import torch, dtype_engine.runtime.export
 from dtype_engine.cli import cli, run
 for line in sys.stdin:
     child = os.fork()

@@ -14,16 +14,17 @@ import torch
 from safetensors.torch import load_file
 
 import dtype_engine as de
-from dtype_engine import Recipe, Rule, events
+from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli, run
-from dtype_engine.errors import UserError
-from dtype_engine.leaving import Workshop
-from dtype_engine.model.source import locate
-from dtype_engine.options import RunSettings
-from dtype_engine.weight_errors import look_at
-from dtype_engine.wishes import ExportWish
-from dtype_engine.worker import Worker
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.measure.weight_errors import look_at
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportWish
+from dtype_engine.worker.worker import Worker
+from dtype_engine.worker.writer import Workshop
 
 Kind = gguf.GGMLQuantizationType
 DEQUANTIZED = [

@@ -9,18 +9,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 import torch
 import transformers
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers import checkpoint_folders
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.errors import NoForward
+from dtype_engine.cli.options import run
+from dtype_engine.core.errors import NoForward
 
 
 def random_tensors(*names: str, rows: int = 40) -> dict[str, torch.Tensor]:
@@ -42,7 +42,7 @@ def pipeline(tmp_path: Path) -> Path:
     """A diffusers folder with real parts: a text encoder and a tokenizer by transformers, a sharded UNet, a VAE of pickles."""
     folder = tmp_path / "pipeline"
     small_clip().save_pretrained(folder / "text_encoder")
-    folders.tokenizer().save_pretrained(folder / "tokenizer")
+    checkpoint_folders.tokenizer().save_pretrained(folder / "tokenizer")
     (folder / "tokenizer" / "languages").mkdir()
     (folder / "tokenizer" / "languages" / "codes.txt").write_text("en de\n")
     (folder / "scheduler").mkdir()
@@ -79,7 +79,7 @@ def pipeline(tmp_path: Path) -> Path:
 def adapter(tmp_path: Path) -> Path:
     """A PEFT adapter of two matrices, with the tokenizer that it was trained with."""
     folder = tmp_path / "adapter"
-    folders.tokenizer().save_pretrained(folder)
+    checkpoint_folders.tokenizer().save_pretrained(folder)
     prefix = "base_model.model.model.layers.0.self_attn.q_proj"
     tensors = {
         f"{prefix}.lora_A.weight": torch.randn(4, 32),
@@ -256,9 +256,9 @@ def test_links_out_of_a_component_are_not_followed(
 
 
 def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_path: Path) -> None:
-    from dtype_engine.errors import Cancelled
-    from dtype_engine.export import export_checkpoint
+    from dtype_engine.core.errors import Cancelled
     from dtype_engine.recipe import Recipe, Rule
+    from dtype_engine.runtime.export import export_checkpoint
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
     told: list[tuple[int, int]] = []
@@ -378,11 +378,11 @@ def test_peft_loads_an_exported_adapter(make_llama: Any, tmp_path: Path) -> None
 def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
     pipeline: Path, adapter: Path, tmp_path: Path
 ) -> None:
-    from dtype_engine.leaving import Workshop
-    from dtype_engine.model.source import locate
-    from dtype_engine.options import RunSettings
+    from dtype_engine.checkpoint.source import locate
+    from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.wishes import ExportWish
+    from dtype_engine.worker.save_requests import ExportWish
+    from dtype_engine.worker.writer import Workshop
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
     for folder, files, loader in ((pipeline, 2, "StableDiffusionPipeline"), (adapter, 1, "PeftModel")):

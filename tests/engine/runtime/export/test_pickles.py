@@ -16,7 +16,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
-from dtype_engine.errors import UserError
+from dtype_engine.core.errors import UserError
 
 Make = Callable[..., Path]
 
@@ -144,7 +144,7 @@ def test_the_check_does_not_read_as_the_exporter_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the exporter's own reader gets wrong is found, whatever the source's form."""
-    from dtype_engine.export import contents
+    from dtype_engine.runtime.export import contents
 
     torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
     right = contents.read_tensor

@@ -6,27 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 import torch
 import transformers
 from PIL import Image
+from tests.helpers import checkpoint_folders
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 
 PROMPT = "a picture of"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.save("blip", tmp_path_factory.mktemp("blip") / "model")
+    return checkpoint_folders.save("blip", tmp_path_factory.mktemp("blip") / "model")
 
 
 @pytest.fixture(scope="module")
 def picture(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folders.write_picture(tmp_path_factory.mktemp("pictures") / "noise.png")
+    return checkpoint_folders.write_picture(tmp_path_factory.mktemp("pictures") / "noise.png")
 
 
 def plain(folder: Path, dtype: torch.dtype) -> Any:

@@ -8,25 +8,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import folders
 import numpy as np
 import pytest
 import soundfile
 import torch
 import transformers
-import zoo
 from PIL import Image
 from safetensors.torch import save_file
+from tests.helpers import architectures, checkpoint_folders
+from tests.helpers.paths import TINYNET
 
 import dtype_engine as de
-from conftest import TINYNET
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.input_files import typed
-from dtype_engine.inputs import Batch
-from dtype_engine.inputs.fits import check_fits
-from dtype_engine.inputs.sounds import open_sound
-from dtype_engine.inputs.text import read_jsonl
+from dtype_engine.cli.options import run
+from dtype_engine.core.input_args import typed
+from dtype_engine.runtime.inputs import Batch
+from dtype_engine.runtime.inputs.audio import open_sound
+from dtype_engine.runtime.inputs.text import read_jsonl
+from dtype_engine.runtime.inputs.validate import check_fits
 
 MODALITIES = {
     "llama": "2 default prompts",
@@ -49,14 +48,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     def folder(name: str, processed: bool = True) -> Path:
         path = place / f"{name}-{processed}"
-        return path if path.exists() else folders.save(name, path, processed)
+        return path if path.exists() else checkpoint_folders.save(name, path, processed)
 
     return folder
 
 
 @pytest.fixture
 def picture(tmp_path: Path) -> Path:
-    return folders.write_picture(tmp_path / "noise.png")
+    return checkpoint_folders.write_picture(tmp_path / "noise.png")
 
 
 def opened(folder: Path, **options: Any) -> de.Session:
@@ -114,19 +113,21 @@ def test_llava_and_its_prompt_are_put_together_as_its_processor_does(saved: Call
     processor = transformers.AutoProcessor.from_pretrained(folder)
     expected = processor(images=Image.open(picture), text="<image>what is it so ", return_tensors="pt")
     assert torch.equal(kwargs_of(session)["input_ids"], expected["input_ids"])
-    assert (kwargs_of(session)["input_ids"] == folders.IMAGE_TOKEN).sum() == 4, "(32 / 16)² patches"
+    assert (kwargs_of(session)["input_ids"] == checkpoint_folders.IMAGE_TOKEN).sum() == 4, "(32 / 16)² patches"
     assert len(session.generate(3)[0].candidate.ids) >= 1
 
 
 def test_image_tokens_put_in_by_hand_are_as_many_as_the_features(saved: Callable[..., Path], picture: Path) -> None:
     found = kwargs_of(opened(saved("qwen2_5_vl"), images=(picture,)))
     grid = found["image_grid_thw"]
-    assert (found["input_ids"] == folders.IMAGE_TOKEN).sum() == int(grid.prod()) // 4, "two by two patches are one"
-    assert torch.equal(found["mm_token_type_ids"].bool(), found["input_ids"] == folders.IMAGE_TOKEN)
+    assert (found["input_ids"] == checkpoint_folders.IMAGE_TOKEN).sum() == int(grid.prod()) // 4, (
+        "two by two patches are one"
+    )
+    assert torch.equal(found["mm_token_type_ids"].bool(), found["input_ids"] == checkpoint_folders.IMAGE_TOKEN)
 
 
 def test_clip_compares_all_pictures_with_all_prompts(saved: Callable[..., Path], tmp_path: Path) -> None:
-    pictures = tuple(folders.write_picture(tmp_path / f"{size}.png", size, size) for size in (20, 30, 40))
+    pictures = tuple(checkpoint_folders.write_picture(tmp_path / f"{size}.png", size, size) for size in (20, 30, 40))
     session = opened(saved("clip"), images=pictures, prompts=("a cat", "a large dog"))
     report = session.drift()
     assert report.output_name == "logits_per_image"
@@ -182,7 +183,7 @@ def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> N
     parts = [batch.kwargs["input_ids"][0].tolist() for batch in session.inputs.batches]
     assert parts == [ids[:50], ids[50:100], ids[100:150]]
     assert session.inputs_reading.positions == 150  # type: ignore[union-attr]
-    random = opened(folders.save("llama", tmp_path / "bare", False), sequence_length=7, sequences=2)
+    random = opened(checkpoint_folders.save("llama", tmp_path / "bare", False), sequence_length=7, sequences=2)
     assert [tuple(batch.kwargs["input_ids"].shape) for batch in random.inputs.batches] == [(1, 7)] * 2  # type: ignore[union-attr]
 
 
@@ -222,8 +223,8 @@ def test_jsonl_has_text_prompts_and_conversations(saved: Callable[..., Path], tm
     with pytest.raises(de.UserError, match=r"line 3: .* has no chat template"):
         opened(saved("bert"), texts=(path,))
     folder = tmp_path / "chat"
-    folders.save("llama", folder, processed=False)
-    folders.tokenizer(chat_template=folders.CHAT).save_pretrained(folder)
+    checkpoint_folders.save("llama", folder, processed=False)
+    checkpoint_folders.tokenizer(chat_template=checkpoint_folders.CHAT).save_pretrained(folder)
     session = opened(folder, texts=(path,))
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     expected = [
@@ -253,7 +254,7 @@ def test_a_bad_line_of_jsonl_is_named(line: str, said: str, tmp_path: Path) -> N
 
 
 def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Path], tmp_path: Path) -> None:
-    first, second = zoo.tokens(5), zoo.tokens(9)
+    first, second = architectures.tokens(5), architectures.tokens(9)
     save_file({"0.input_ids": first.int(), "1.input_ids": second.int()}, tmp_path / "calls.safetensors")
     np.savez(tmp_path / "calls.npz", **{"0.input_ids": first.numpy(), "1.input_ids": second.numpy()})
     torch.save([{"input_ids": first}, {"input_ids": second}], tmp_path / "calls.pt")
@@ -282,32 +283,40 @@ def test_tensors_take_the_place_of_example_inputs(tmp_path: Path) -> None:
 
 
 def ids(**more: Any) -> dict[str, Any]:
-    return {"input_ids": zoo.tokens(6), **more}
+    return {"input_ids": architectures.tokens(6), **more}
 
 
 WRONG: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"inputs": zoo.tokens(6)}, "LlamaForCausalLM has no argument 'inputs'; it takes input_ids, "),
-    ("llama", {"input_ids": zoo.tokens(6).float()}, "input_ids holds token ids, so it must be integers; it is float32"),
-    ("llama", {"input_ids": zoo.tokens(6)[0]}, r"input_ids is \[6\]; it must be \[batch, positions\]"),
-    ("llama", {"input_ids": zoo.tokens(6) + 60}, r"input_ids holds \d+, beyond the vocabulary of .* \(0 to 63\)"),
-    ("llama", {"input_ids": zoo.tokens(6) - 64}, r"input_ids holds -\d+, beyond the vocabulary"),
+    ("llama", {"inputs": architectures.tokens(6)}, "LlamaForCausalLM has no argument 'inputs'; it takes input_ids, "),
+    (
+        "llama",
+        {"input_ids": architectures.tokens(6).float()},
+        "input_ids holds token ids, so it must be integers; it is float32",
+    ),
+    ("llama", {"input_ids": architectures.tokens(6)[0]}, r"input_ids is \[6\]; it must be \[batch, positions\]"),
+    (
+        "llama",
+        {"input_ids": architectures.tokens(6) + 60},
+        r"input_ids holds \d+, beyond the vocabulary of .* \(0 to 63\)",
+    ),
+    ("llama", {"input_ids": architectures.tokens(6) - 64}, r"input_ids holds -\d+, beyond the vocabulary"),
     ("llama", ids(attention_mask=torch.ones(1, 5)), r"attention_mask is \[1, 5\] and input_ids is \[1, 6\]"),
     (
         "bert",
         ids(token_type_ids=torch.full((1, 6), 2)),
         r"token_type_ids holds 2, beyond the segment ids of .* \(0 to 1\)",
     ),
-    ("bert", {"input_ids": zoo.tokens(600)}, "input_ids has 600 positions, and .* has learned 512"),
+    ("bert", {"input_ids": architectures.tokens(600)}, "input_ids has 600 positions, and .* has learned 512"),
     ("t5", ids(decoder_input_ids=torch.tensor([[70]])), "decoder_input_ids holds 70, beyond the vocabulary"),
     (
         "vit",
-        {"pixel_values": zoo.picture()[0]},
+        {"pixel_values": architectures.picture()[0]},
         r"pixel_values is \[3, 32, 32\]; it must be \[batch, channels, height, width\]",
     ),
-    ("vit", {"pixel_values": zoo.picture(32, 4)}, "which has 4 channels; .* takes 3"),
+    ("vit", {"pixel_values": architectures.picture(32, 4)}, "which has 4 channels; .* takes 3"),
     (
         "vit",
-        {"pixel_values": (zoo.picture() * 9).to(torch.uint8)},
+        {"pixel_values": (architectures.picture() * 9).to(torch.uint8)},
         "pixel_values is uint8; the model takes it as floating",
     ),
     ("wav2vec2", {"input_values": torch.zeros(400)}, r"input_values is \[400\]; it must be \[batch, samples\]"),
@@ -316,7 +325,11 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
         {"input_features": torch.zeros(1, 80, 40)},
         r"input_features is \[1, 80, 40\]; the model takes 16 mel bins",
     ),
-    ("clip", {"pixel_values": zoo.picture(), "image": zoo.picture()}, "CLIPModel has no argument 'image'"),
+    (
+        "clip",
+        {"pixel_values": architectures.picture(), "image": architectures.picture()},
+        "CLIPModel has no argument 'image'",
+    ),
 ]
 
 
@@ -330,7 +343,7 @@ def test_tensors_that_do_not_fit_are_refused_in_a_sentence(
 
 
 def test_positional_tensors_that_do_not_bind_are_refused(tmp_path: Path) -> None:
-    torch.save((zoo.tokens(), zoo.tokens(), zoo.tokens()), tmp_path / "three.pt")
+    torch.save((architectures.tokens(), architectures.tokens(), architectures.tokens()), tmp_path / "three.pt")
     with pytest.raises(de.UserError, match=r"three\.pt does not fit the forward pass of TinyNet: too many positional"):
         de.open(f"{TINYNET}:TinyNet", options=de.Options(tensors=tmp_path / "three.pt"))
 
@@ -345,7 +358,7 @@ def test_files_that_can_not_be_read_are_refused_in_a_sentence(
 ) -> None:
     for suffix in (".png", ".wav", ".safetensors", ".npz", ".pt"):
         (tmp_path / f"broken{suffix}").write_bytes(b"\x80\x00 this is nothing of the kind" * 9)
-    whole = folders.write_picture(tmp_path / "whole.png").read_bytes()
+    whole = checkpoint_folders.write_picture(tmp_path / "whole.png").read_bytes()
     (tmp_path / "half.png").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "program.png").write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
@@ -405,7 +418,7 @@ def test_bad_input_options_are_one_line_and_status_two(
 
 
 def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
-    picture, text = folders.write_picture(tmp_path / "my picture.png"), tmp_path / "notes.txt"
+    picture, text = checkpoint_folders.write_picture(tmp_path / "my picture.png"), tmp_path / "notes.txt"
     text.write_text("words")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     before = de.Options(prompts=("old",), images=(Path("old.png"),), sequence_length=9)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine import causes
-from dtype_engine.errors import Cancelled, UserError
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.runtime.measure import attribution as causes
 
 
 def kl_alone(session: Any, module: str, dtype: str) -> float:
@@ -55,7 +55,7 @@ def test_the_whole_is_the_measured_drift_and_shares_are_of_it(tmp_path: Path) ->
 
 
 def test_the_local_error_is_that_of_the_module_on_the_references_inputs() -> None:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     heard: dict[str, Any] = {}
     name = "model.layers.1.mlp.down_proj"
     linear = module.get_submodule(name)
@@ -104,7 +104,7 @@ def test_nothing_drifts_and_nothing_is_blamed(make_llama: Callable[..., Path]) -
 
 @pytest.mark.parametrize("name", ["torch_lstm", "torch_attention", "mixtral", "resnet", "t5", "whisper", "mamba"])
 def test_other_architectures(name: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     session.cast("*", "bfloat16")
     report = session.causes()

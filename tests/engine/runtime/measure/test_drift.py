@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.errors import Cancelled
+from dtype_engine.core.errors import Cancelled
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_float32_on_a_float32_model_does_not_drift_at_all(make_llama: Callable[.
 
 
 def test_module_readings_are_those_of_hooks_by_hand() -> None:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     reference: dict[str, torch.Tensor] = {}
     candidate: dict[str, torch.Tensor] = {}
 
@@ -54,10 +54,10 @@ def test_module_readings_are_those_of_hooks_by_hand() -> None:
 
         return hook
 
-    by_hand, _ = zoo.make("llama")
+    by_hand, _ = architectures.make("llama")
     names = ["model.layers.0.mlp", "model.layers.1", "model.norm", "lm_head"]
     with torch.no_grad():
-        for into, model in ((reference, by_hand), (candidate, zoo.make("llama")[0].bfloat16())):
+        for into, model in ((reference, by_hand), (candidate, architectures.make("llama")[0].bfloat16())):
             handles = [model.get_submodule(name).register_forward_hook(watch(into, name)) for name in names]
             # Casting the whole module also casts its rotary frequencies, which a recipe leaves.
             model.model.rotary_emb.float()
@@ -132,7 +132,7 @@ def test_a_measurement_stops_within_one_module_call_and_the_next_is_right(make_l
 
 
 def test_a_planted_nan_is_counted_where_it_arises() -> None:
-    module, inputs = zoo.make("gpt2")
+    module, inputs = architectures.make("gpt2")
     session = de.open(module, inputs=inputs)
     session.drift()
     session.model.weights["transformer.h.1.mlp.c_fc.bias"].tensor.data = torch.full((128,), math.nan)
@@ -144,7 +144,7 @@ def test_a_planted_nan_is_counted_where_it_arises() -> None:
 
 
 def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
-    module, inputs = zoo.make("gpt2")
+    module, inputs = architectures.make("gpt2")
     module.transformer.h[1].mlp.c_fc.bias.data.fill_(math.nan)
     readings = {reading.name: reading for reading in de.open(module, inputs=inputs).drift().modules}
     assert readings["transformer.h.0"].sqnr_db == math.inf
@@ -152,11 +152,11 @@ def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
     assert readings["transformer.h.1"].nonfinite == 0, "the candidate lost nothing that the reference had"
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", architectures.ZOO)
 def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     module.to(torch.bfloat16)
-    plain, _ = zoo.make(name)
+    plain, _ = architectures.make(name)
     plain.load_state_dict(module.float().state_dict())
     buffers = dict(module.named_buffers())
     for key, buffer in plain.named_buffers():
@@ -164,7 +164,7 @@ def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
             buffer.data = buffers[key].data.float()
     with torch.no_grad():
         raw = plain(**inputs) if isinstance(inputs, dict) else plain(*inputs)
-    stored, _ = zoo.make(name)
+    stored, _ = architectures.make(name)
     stored.to(torch.bfloat16)
     session = de.open(stored, inputs=inputs)
     session.drift()
@@ -188,7 +188,7 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
     from torch import nn
 
     import dtype_engine as de
-    from dtype_engine import drift
+    from dtype_engine.runtime.measure import drift
 
     class Stubborn(nn.Module):
         """Its own code asks for float32 inside, so that everything in bfloat16 needs the rules."""

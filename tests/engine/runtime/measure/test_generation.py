@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 
 import dtype_engine as de
-from dtype_engine.errors import Cancelled, NoForward
-from dtype_engine.generation import pieces
-from dtype_engine.readings import Generation, Written
+from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.results.drift import Generation, Written
+from dtype_engine.runtime.measure.generation import pieces
 
 
 def test_reference_and_candidate_write_what_plain_transformers_writes() -> None:
@@ -22,8 +22,8 @@ def test_reference_and_candidate_write_what_plain_transformers_writes() -> None:
     (text,) = session.generate(12)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from dtype_engine.model.source import DEMO
-    from dtype_engine.prompts import DEFAULT_PROMPTS
+    from dtype_engine.checkpoint.source import DEMO
+    from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     ids = tokenizer(DEFAULT_PROMPTS[0], return_tensors="pt")["input_ids"][:, :32]
@@ -48,18 +48,18 @@ def test_a_mix_that_torch_refuses_writes_too_and_the_users_prompts_are_continued
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])
 def test_models_of_every_kind_write(name: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     exact = session.generate(4)[0]
     assert not exact.differs
-    session.apply(zoo.random_recipe(session, zoo.PALETTES["all computed"], 1))
+    session.apply(architectures.random_recipe(session, architectures.PALETTES["all computed"], 1))
     (text,) = session.generate(4)
     assert len(text.candidate.ids) >= 1
     assert text.reference.ids == exact.reference.ids
 
 
 def test_a_captioner_describes_the_synthetic_picture(tmp_path: Path) -> None:
-    module, _ = zoo.make("blip")
+    module, _ = architectures.make("blip")
     module.save_pretrained(tmp_path / "blip")
     session = de.open(str(tmp_path / "blip"))
     session.cast("vision_model", "bfloat16")

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from tests.helpers.paths import TINYNET
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 
 
 class Net(nn.Module):
@@ -51,6 +51,6 @@ def test_the_program_tells_them_too(capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     assert "f32 → bf16" in text
     assert "raises" in text
-    tinynet = f"{Path(__file__).parent / 'models' / 'tinynet.py'}:TinyNet"
+    tinynet = f"{TINYNET}:TinyNet"
     assert run(cli, "dtype-engine", ["flow", tinynet]) == 0
     assert "no implicit casts" in capsys.readouterr().out

@@ -7,20 +7,18 @@ import json
 import math
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
+from tests.helpers.paths import DEMO
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine import history
-from dtype_engine.metrics import OutputComparison
-from dtype_engine.readings import OutputDrift
-from dtype_engine.thresholds import Thresholds, verdicts
-
-DEMO = Path(de.__file__).parent / "demo"
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.thresholds import Thresholds, verdicts
+from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_tui.state import measurement_log as history
 
 
 def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +68,7 @@ def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])
 def test_models_that_can_not_be_run_in_another_way_have_fewer(name: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     before = session.drift().output
     floor = session.floor()

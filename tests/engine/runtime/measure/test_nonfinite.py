@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.readings_drift import Nonfinite
+from dtype_engine.results.attribution import Nonfinite
 
 MLP = "model.layers.1.mlp"
 
 
 def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settings: Any) -> tuple[Any, Any]:
     """A session on a small Llama with something planted in it, all of it cast, and what is found."""
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     with torch.no_grad():
         plant(module)
     session = de.open(module, inputs=inputs)
@@ -60,7 +60,7 @@ def test_activations_beyond_float16_of_one_module() -> None:
     session, found = planted(plant)
     assert (found.kind, found.module, found.operation) == ("activation", MLP, "mul")
     heard: list[torch.Tensor] = []
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     with torch.no_grad():
         plant(module)
         module.get_submodule(f"{MLP}.down_proj").register_forward_pre_hook(lambda m, args: heard.append(args[0]))

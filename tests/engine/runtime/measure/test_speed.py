@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import dtype_engine as de
-from dtype_engine.errors import Cancelled
+from dtype_engine.core.errors import Cancelled
 
 
 def test_rows_are_the_reference_what_is_stored_and_the_candidate(make_llama: Callable[..., Path]) -> None:

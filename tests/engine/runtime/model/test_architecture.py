@@ -8,18 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 import torch
 import transformers
+from tests.helpers import checkpoint_folders
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.errors import NoForward, UserError
-from dtype_engine.inputs.parts import no_tokenizer
-from dtype_engine.model import load as loading
+from dtype_engine.cli.options import run
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.runtime.inputs.processors import no_tokenizer
+from dtype_engine.runtime.model import load as loading
 
 Make = Callable[..., Path]
 
@@ -70,7 +70,7 @@ def test_the_architecture_of_the_options_is_opened(make_llama: Make) -> None:
 
 
 def test_a_part_of_a_composite_model_is_opened_by_its_class(tmp_path: Path) -> None:
-    folders.save("clip", tmp_path / "clip")
+    checkpoint_folders.save("clip", tmp_path / "clip")
     session = de.open(str(tmp_path / "clip"), options=de.Options(architecture="CLIPTextModel"))
     assert type(session.model.module) is transformers.CLIPTextModel
     whole = transformers.CLIPModel.from_pretrained(tmp_path / "clip").text_model.state_dict()
@@ -197,7 +197,7 @@ def test_kernels_that_a_config_names_are_not_fetched(make_llama: Make, reached: 
 
 
 def test_kernels_in_the_parts_of_a_composite_model_are_not_fetched(tmp_path: Path, reached: list[str]) -> None:
-    folder = folders.save("clip", tmp_path / "clip")
+    folder = checkpoint_folders.save("clip", tmp_path / "clip")
     config = json.loads((folder / "config.json").read_text())
     config["text_config"]["_attn_implementation"] = "evil/text"
     config["vision_config"]["attn_implementation"] = "evil/pictures"
@@ -235,7 +235,7 @@ def test_the_users_own_use_of_the_hub_stays_as_it_was(make_llama: Make) -> None:
 
 
 def test_a_tokenizer_that_is_damaged_or_needs_code_is_said_so(tmp_path: Path) -> None:
-    folder = folders.save("llama", tmp_path / "llama")
+    folder = checkpoint_folders.save("llama", tmp_path / "llama")
     assert no_tokenizer(de.open(str(folder)).model) == "has a tokenizer"
     (folder / "tokenizer.json").write_text('{"model": {"vocab": "\\u0000"')
     session = de.open(str(folder))

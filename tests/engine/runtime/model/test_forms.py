@@ -18,10 +18,10 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.errors import NoForward, UserError
-from dtype_engine.model.load import load
-from dtype_engine.model.mapped import read_all, read_tensor
-from dtype_engine.model.source import Source, locate
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.runtime.model.load import load
+from dtype_engine.runtime.model.mapped_tensors import read_all, read_tensor
 
 Make = Callable[..., Path]
 
@@ -161,7 +161,7 @@ def test_a_malicious_pickle_does_nothing(tmp_path: Path, raw: bool) -> None:
 
 
 def test_a_state_dict_goes_into_the_users_own_code(tmp_path: Path) -> None:
-    from conftest import TINYNET
+    from tests.helpers.paths import TINYNET
 
     torch.manual_seed(5)
     code = de.open(f"{TINYNET}:TinyNet")
@@ -294,8 +294,8 @@ def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + (1 << 42))
     (path / "config.json").write_text('{"model_type": "llama"}')
     script = (
-        "import sys\nfrom dtype_engine import events, Options\nfrom dtype_engine.worker import Worker\n"
-        "from dtype_engine.model.source import locate\nimport time\nheard = []\n"
+        "import sys\nfrom dtype_engine import events, Options\nfrom dtype_engine.worker.worker import Worker\n"
+        "from dtype_engine.checkpoint.source import locate\nimport time\nheard = []\n"
         "with_torch = []\n"
         "def hear(event):\n"
         "    heard.append(event)\n"

@@ -9,7 +9,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.errors import Cancelled
+from dtype_engine.core.errors import Cancelled
 
 
 class Mixed(nn.Module):

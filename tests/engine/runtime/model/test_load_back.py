@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.paths import MODELS
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.export import export_checkpoint
+from dtype_engine.runtime.export import export_checkpoint
 
 MIXED = Recipe((Rule("*.mlp", "float16"), Rule("*.self_attn", "float32")))
 SCALED = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
@@ -23,7 +24,7 @@ def test_memory_of_loading_back(make_llama: Any, tmp_path: Path, recipe: Recipe)
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
     for name, source in (("small", make_llama()), ("large", make_llama("big", dtype="bfloat16", **large))):
         export_checkpoint(open_checkpoint(source), name, recipe, tmp_path / name)
-    script = Path(__file__).parent / "models" / "load_memory.py"
+    script = MODELS / "load_memory.py"
     arguments = [sys.executable, str(script), str(tmp_path / "small"), str(tmp_path / "large")]
     done = subprocess.run(arguments, capture_output=True, text=True, check=True)
     highest, left, weights = map(int, done.stdout.split())

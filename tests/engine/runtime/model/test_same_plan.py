@@ -7,14 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import folders
 import pytest
 import safetensors.torch
 import torch
 import transformers
+from tests.helpers import checkpoint_folders
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
+from dtype_engine.cli.options import run
 
 RECIPES = {
     "nothing": [],
@@ -115,7 +115,7 @@ def headless(folder: Path) -> Path:
 
 def models(make_llama: Callable[..., Path], tmp_path: Path, name: str) -> str:
     if name in ("t5", "blip", "bert", "mixtral"):
-        return str(folders.save(name, tmp_path / name, processed=False))
+        return str(checkpoint_folders.save(name, tmp_path / name, processed=False))
     if name == "python file":
         (tmp_path / "net.py").write_text(NET)
         return f"{tmp_path / 'net.py'}:Net"

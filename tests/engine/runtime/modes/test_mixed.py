@@ -6,17 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 from torch.nn import functional
 
 import dtype_engine as de
-from dtype_engine import dtypes, execution
-from dtype_engine.errors import KernelError
-from dtype_engine.execution import ImplicitCast, MixedDtypes
-from dtype_engine.forward import main_output
-from dtype_engine.model.live import LiveModel
-from dtype_engine.storage import bring_back, convert
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import KernelError
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes import mixed as execution
+from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypes
+from dtype_engine.runtime.numerics.quantize import bring_back, convert
+from dtype_engine.runtime.passes.runner import main_output
 
 DEVICES = [
     "cpu",
@@ -30,13 +31,13 @@ def call(module: nn.Module, inputs: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", architectures.ZOO)
 def test_every_architecture_runs_in_any_mix(name: str, device: str) -> None:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module.to(device), inputs=inputs)
-    for palette in zoo.PALETTES.values():
-        for seed in range(zoo.RECIPES if len(palette) > 1 else 1):
-            session.apply(zoo.random_recipe(session, palette, seed))
+    for palette in architectures.PALETTES.values():
+        for seed in range(architectures.RECIPES if len(palette) > 1 else 1):
+            session.apply(architectures.random_recipe(session, palette, seed))
             output = session.drift().output
             assert output.nonfinite == 0
             assert output.sqnr_db > 15, "the result is near the reference"
@@ -51,9 +52,9 @@ def floats_as(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", architectures.ZOO)
 def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) -> None:
-    by_hand, inputs = zoo.make(name)
+    by_hand, inputs = architectures.make(name)
     target = getattr(torch, dtype)
     for tensor in (*by_hand.parameters(), *by_hand.buffers()):
         persistent = id(tensor) in {id(kept) for kept in by_hand.state_dict(keep_vars=True).values()}
@@ -63,7 +64,7 @@ def test_one_dtype_everywhere_is_plain_torch_bit_for_bit(name: str, dtype: str) 
         expected = call(by_hand, floats_as(inputs, target))
     except RuntimeError as error:
         pytest.skip(f"plain torch can't run it: {error}")
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=floats_as(inputs, target))
     session.cast("*", dtype)
     session.drift()  # the first measurement in a dtype also runs it under the rules
@@ -162,7 +163,7 @@ def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -
 
 def test_the_reference_makes_no_second_set_of_weights() -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
-    from dtype_engine.execution import Widened
+    from dtype_engine.runtime.modes.mixed import Widened
 
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
@@ -214,7 +215,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
 
 
 def test_embedding_rows_are_widened_not_the_table() -> None:
-    from dtype_engine.execution import Widened
+    from dtype_engine.runtime.modes.mixed import Widened
 
     model = nn.Embedding(100, 4).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))

@@ -14,14 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kl_divergence import logits_of, statistics
 from scipy import spatial
+from tests.helpers.kl_divergence import logits_of, statistics
+from tests.helpers.paths import DEMO, HELPERS
 
-import dtype_engine as de
-from dtype_engine.metrics import OutputComparison
-from dtype_engine.readings import OutputDrift
-
-DEMO = Path(de.__file__).parent / "demo"
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +104,7 @@ def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
 
 
 def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
-    script = Path(__file__).parent / "metrics_memory.py"
+    script = HELPERS / "metrics_memory.py"
     command = [sys.executable, str(script), "128", "256000", "64"]
     one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as much memory, and quick where processors are shared
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine import metrics
-from dtype_engine.metrics import OutputComparison
-from dtype_engine.readings import OutputDrift
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.numerics import metrics
+from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
 def pair(

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine import dtypes, storage
-from dtype_engine.storage import bring_back, convert
+from dtype_engine.core import dtypes
+from dtype_engine.runtime.numerics import quantize as storage
+from dtype_engine.runtime.numerics.quantize import bring_back, convert
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
 

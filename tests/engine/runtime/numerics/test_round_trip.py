@@ -12,10 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtype_engine import dtypes, weights
-from dtype_engine.errors import Cancelled
-from dtype_engine.storage import bring_back, convert, torch_dtype
-from dtype_engine.weights import exponents, round_trip
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.numerics import round_trip as weights
+from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
+from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
 
 DTYPES = pytest.mark.parametrize("dtype", dtypes.TARGETS)
 
@@ -134,7 +135,7 @@ def test_it_stops_when_told() -> None:
 def test_float8_codes_come_back_as_torch_says() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
-        from dtype_engine.storage import from_codes
+        from dtype_engine.runtime.numerics.quantize import from_codes
 
         assert torch.equal(from_codes(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9))
 

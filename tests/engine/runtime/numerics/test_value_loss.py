@@ -16,22 +16,24 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine import dtypes, events, value_loss
 from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.errors import Cancelled
-from dtype_engine.model.source import locate
-from dtype_engine.options import Options
-from dtype_engine.readings_losses import ValueLoss, severe
+from dtype_engine.cli.options import run
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.file import read_recipe_file
-from dtype_engine.report_losses import headline, loss_sentence, loss_sentences
-from dtype_engine.storage import convert
-from dtype_engine.value_loss import count_losses, losses_in_files
-from dtype_engine.weights import round_trip
-from dtype_engine.wishes import ExportWish, RecipeWish, ReportWish
-from dtype_engine.worker import Worker
+from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
+from dtype_engine.results.losses import ValueLoss, severe
+from dtype_engine.runtime.numerics import value_loss
+from dtype_engine.runtime.numerics.quantize import convert
+from dtype_engine.runtime.numerics.round_trip import round_trip
+from dtype_engine.runtime.numerics.value_loss import count_losses, losses_in_files
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker.worker import Worker
 
 LARGE, TINY = 1e6, 1e-9
 
@@ -338,7 +340,7 @@ def test_losses_read_from_files_are_those_of_torch(weights: Path, dtype: str) ->
 
 
 def test_recipe_files_keep_what_was_lost(tmp_path: Path) -> None:
-    from dtype_engine.recipe.saved import recipe_text
+    from dtype_engine.recipe.provenance import recipe_text
 
     session = opened()
     report = session.drift()

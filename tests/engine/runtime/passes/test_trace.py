@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
+from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.drift import DriftMeter
-from dtype_engine.metrics import OutputComparison
-from dtype_engine.reuse import Trace, finished
+from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.passes.trace import Trace, finished
 
 
 def meter(session: Any, reuse: bool) -> DriftMeter:
@@ -52,13 +52,13 @@ def steps(session: Any) -> list[Recipe]:
     ]
 
 
-@pytest.mark.parametrize("name", zoo.ZOO)
+@pytest.mark.parametrize("name", architectures.ZOO)
 def test_measuring_with_stand_ins_is_measuring_in_full(
     name: str, compared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So small models have modules, too, that are run whole or not at all.
-    monkeypatch.setattr("dtype_engine.drift._WHOLE_SHARE", 8)
-    module, inputs = zoo.make(name)
+    monkeypatch.setattr("dtype_engine.runtime.measure.drift._WHOLE_SHARE", 8)
+    module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     quick = meter(session, reuse=True)
     for recipe in steps(session):
@@ -136,7 +136,7 @@ def test_an_output_that_is_written_to_later_stands_in_for_nothing() -> None:
 
 
 def test_nothing_is_left_on_the_modules() -> None:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     session = de.open(module, inputs=inputs)
     session.drift()
     session.cast("lm_head", "bfloat16")
@@ -164,7 +164,7 @@ def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
 
 def test_what_somebody_else_listens_to_is_called_again() -> None:
     # A vision tower whose hidden states transformers collects with hooks on its layers.
-    module, inputs = zoo.make("llava")
+    module, inputs = architectures.make("llava")
     session = de.open(module, inputs=inputs)
     session.drift()
     session.cast("model.vision_tower.post_layernorm", "bfloat16")
@@ -174,7 +174,7 @@ def test_what_somebody_else_listens_to_is_called_again() -> None:
     session.cast("model.language_model", "bfloat16")
     partly = session.drift()
     for pattern, found in (("model.vision_tower.post_layernorm", reused), ("model.language_model", partly.output)):
-        again, _ = zoo.make("llava")
+        again, _ = architectures.make("llava")
         fresh = de.open(again, inputs=inputs)
         fresh.cast(pattern, "bfloat16")
         assert fresh.drift().output == found

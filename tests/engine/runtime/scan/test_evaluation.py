@@ -7,16 +7,16 @@ from concurrent.futures import Executor, Future
 from typing import Any
 
 import pytest
-import zoo
+from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.evaluation import InLine
-from dtype_engine.gate import Gate
+from dtype_engine.core.cancellation import Gate
+from dtype_engine.runtime.scan.evaluation import InLine
 
 
 def session() -> Any:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     return de.open(module, inputs=inputs)
 
 

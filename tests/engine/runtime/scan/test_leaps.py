@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from ranks import compared
+from tests.helpers import architectures
+from tests.helpers.rank_correlation import compared
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.forward import main_output
-from dtype_engine.narrowed import OneNarrowed
-from dtype_engine.selections import Exchanging, SelectionSample, drift_elsewhere
+from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.scan.routing import Exchanging, SelectionSample, drift_elsewhere
+from dtype_engine.runtime.scan.single_cast import OneNarrowed
 
 
 def test_flips_expected_are_those_of_random_errors() -> None:
@@ -81,7 +81,7 @@ def test_exchanging_takes_the_next_best_for_those_tokens_only() -> None:
 
 
 def test_a_mixture_of_experts_over_many_tokens() -> None:
-    module, _ = zoo.make("mixtral")
+    module, _ = architectures.make("mixtral")
     ids = torch.randint(3, 64, (12, 1, 48), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["float8_e4m3fn", "float8_e5m2"]
@@ -92,7 +92,7 @@ def test_a_mixture_of_experts_over_many_tokens() -> None:
 
 
 def test_a_mixture_of_experts_whose_routers_are_decided_is_as_any_other_model() -> None:
-    module, ids, margin = zoo.decided("mixtral", 4, 64)
+    module, ids, margin = architectures.decided("mixtral", 4, 64)
     assert margin > 0.05
     session = de.open(module, inputs=[{"input_ids": row[None]} for row in ids])
     kinds = ["float8_e5m2", "int8"]
@@ -104,8 +104,8 @@ def test_a_mixture_of_experts_whose_routers_are_decided_is_as_any_other_model() 
 
 def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
     """A Llama's rotary cosines are in the dtype of the embedding's output: a third of its drift in bfloat16."""
-    module, _ = zoo.make("llama")
-    session = de.open(module, inputs=[{"input_ids": zoo.tokens(length)} for length in (9, 12)])
+    module, _ = architectures.make("llama")
+    session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
     kinds = ["bfloat16", "float16"]
     scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
     for kind in kinds:
@@ -114,7 +114,7 @@ def test_a_weight_whose_dtype_the_code_looks_at_is_measured() -> None:
 
 
 def test_with_sequences_enough_they_take_turns() -> None:
-    module, _ = zoo.make("llama")
+    module, _ = architectures.make("llama")
     ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["bfloat16", "float16"]
@@ -126,7 +126,7 @@ def test_with_sequences_enough_they_take_turns() -> None:
 
 
 def test_one_narrowed_is_the_candidate_itself() -> None:
-    module, inputs = zoo.make("llama")
+    module, inputs = architectures.make("llama")
     session: Any = de.open(module, inputs=inputs)
     weight = next(name for name in session.tree.tensors if name.endswith("up_proj.weight"))
     with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
@@ -140,7 +140,7 @@ def test_one_narrowed_is_the_candidate_itself() -> None:
 
 def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
     """A LayerNorm whose bias alone is in bfloat16 computes in float32: next to nothing drifts."""
-    module, inputs = zoo.make("bert")
+    module, inputs = architectures.make("bert")
     session = de.open(module, inputs=inputs)
     weight = "bert.embeddings.LayerNorm.bias"
     with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
@@ -151,6 +151,6 @@ def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
 
 
 def _reference(name: str, inputs: Any) -> Any:
-    module, _ = zoo.make(name)
+    module, _ = architectures.make(name)
     with torch.no_grad():
         return module.eval()(**inputs)

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-import zoo
-from ranks import compared
+from tests.helpers import architectures
+from tests.helpers.rank_correlation import compared
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.readings import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
+from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
 
 
 def opened(name: str) -> Any:
-    module, inputs = zoo.make(name)
+    module, inputs = architectures.make(name)
     return de.open(module, inputs=inputs)
 
 
@@ -125,7 +125,7 @@ def test_any_way_to_use_a_weight_is_seen() -> None:
 
 
 def test_the_error_bar_sharpens_sequence_by_sequence() -> None:
-    module = zoo.make("llama")[0]
+    module = architectures.make("llama")[0]
     ids = [torch.randint(3, 64, (1, 10), generator=torch.Generator().manual_seed(seed)) for seed in range(24)]
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     reports: list[ScanReport] = []
@@ -174,8 +174,8 @@ def test_values_that_overflow_are_infinite() -> None:
 
 
 def sequences() -> Any:
-    module, _ = zoo.make("llama")
-    return de.open(module, inputs=[{"input_ids": zoo.tokens(length)} for length in (6, 7, 8)])
+    module, _ = architectures.make("llama")
+    return de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (6, 7, 8)])
 
 
 def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_a_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) ->
     if what == "model":
         session.model.weights["model.norm.weight"].original[3] += 1
     elif what == "inputs":
-        session = de.open(zoo.make("llama")[0], inputs={"input_ids": zoo.tokens(6)})
+        session = de.open(architectures.make("llama")[0], inputs={"input_ids": architectures.tokens(6)})
     elif what == "dtypes":
         kinds = ["bfloat16"]
     else:
@@ -236,7 +236,7 @@ def test_prediction_is_the_sum_of_singles() -> None:
 
 
 def test_sixteen_bit_products_are_those_of_torch_itself() -> None:
-    from dtype_engine.scan_errors import summed_in_float32
+    from dtype_engine.runtime.scan.local_errors import summed_in_float32
 
     torch.manual_seed(0)
     linear, conv = nn.functional.linear, nn.functional.conv2d

@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.paths import DEMO, TINYNET
 
 import dtype_engine as de
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.common import run
-from dtype_engine.export.verify import verify
-from dtype_engine.model.source import locate
+from dtype_engine.cli.options import run
+from dtype_engine.runtime.verify.verify import verify
 
-TINYNET = Path(__file__).parent / "models" / "tinynet.py"
 CASTS = ("*.mlp=fp8", "*.o_proj=int8@tensor", "*norm*=float32", "*.q_proj=float16", "*.v_proj=e5m2")
 
 
@@ -135,7 +135,7 @@ def test_what_is_no_export_is_said_in_a_sentence(
 def test_verify_takes_the_options_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The drift is of the prompts and the settings given, as `drift` measures it."""
     run_so = ["--prompt", "def f(x):", "--prompt", "import os", "--float-inputs", "model", "--compute", "bf16"]
-    demo = str(Path(de.__file__).parent / "demo")
+    demo = str(DEMO)
     assert run(cli, "dtype-engine", ["export", demo, "--preset", "fp8-linears", "-o", str(tmp_path / "out")]) == 0
     capsys.readouterr()
     arguments = ["verify", str(tmp_path / "out"), "--against", demo, "--drift", "--json", *run_so]

@@ -1,0 +1,1 @@
+"""Drift, noise floor, attribution, non-finite values, speed, generation."""

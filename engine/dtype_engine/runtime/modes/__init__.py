@@ -1,0 +1,1 @@
+"""Torch-function modes: how a forward pass runs with mixed dtypes."""

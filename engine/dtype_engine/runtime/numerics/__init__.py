@@ -1,0 +1,1 @@
+"""Quantize and dequantize, metrics, round-trip errors: tensors in, numbers out."""

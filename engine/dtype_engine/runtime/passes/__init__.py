@@ -1,0 +1,1 @@
+"""Forward passes: hooks, traces, what need not run again."""

@@ -1,0 +1,1 @@
+"""The sensitivity of every weight in every dtype."""

@@ -1,0 +1,1 @@
+"""From sensitivity scores to a recipe for a budget."""

@@ -1,0 +1,1 @@
+"""One thread: commands in, events out."""

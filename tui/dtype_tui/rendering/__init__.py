@@ -1,0 +1,1 @@
+"""Pieces of text and plots for cells."""
