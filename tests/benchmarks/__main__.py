@@ -162,8 +162,8 @@ def reference(folder: Path) -> list[Row]:
 
     import dtype_engine as de
     from dtype_engine.core.options import RunSettings
-    from dtype_engine.runtime.model.live import give_memory_back
-    from dtype_engine.runtime.passes.runner import Passes
+    from dtype_engine.runtime.model.live import trim_heap
+    from dtype_engine.runtime.passes.runner import ForwardRunner
 
     session = de.open(str(folder))
     assert session.inputs is not None
@@ -178,7 +178,7 @@ def reference(folder: Path) -> list[Row]:
             return None
 
     def run() -> None:
-        with Passes(session.model, RunSettings(), lambda: False) as passes:
+        with ForwardRunner(session.model, RunSettings(), lambda: False) as passes:
             passes.reference(batch, Deaf())
 
     def plain() -> None:
@@ -189,7 +189,7 @@ def reference(folder: Path) -> list[Row]:
     session.cast("*", "float32")
     activations = most_anonymous(plain)
     session.undo()
-    give_memory_back()
+    trim_heap()
     return [
         Row("activations of a float32 pass", activations / 2**20, "MiB"),
         Row("anonymous memory a reference pass adds", grown / 2**20, "MiB"),

@@ -41,14 +41,14 @@ def most_anonymous(run: Callable[[], object]) -> int:
     """The most anonymous memory that `run` adds to the process, looked at a thousand times a second; after a warm-up."""
     import threading
 
-    from dtype_engine.runtime.model.live import give_memory_back
+    from dtype_engine.runtime.model.live import trim_heap
 
     def anonymous() -> int:
         status = Path("/proc/self/status").read_text()
         return 1024 * int(status.split("RssAnon:")[1].split()[0])
 
     run()
-    give_memory_back()
+    trim_heap()
     before = most = anonymous()
     done = threading.Event()
 

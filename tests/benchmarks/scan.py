@@ -111,9 +111,9 @@ def experts(check: Checks) -> None:
     from experts import DECIDED, decided_session, halves, trained_session
     from tests.helpers.rank_correlation import FLOOR, spearman
 
-    from dtype_engine.runtime.numerics.quantize import one_thread
+    from dtype_engine.runtime.numerics.quantize import single_intraop_thread
 
-    with one_thread():  # such small models are slower on two
+    with single_intraop_thread():  # such small models are slower on two
         for name in DECIDED:
             accuracy(check, f"{name}, decided", decided_session(name))
         session = trained_session()
@@ -137,19 +137,19 @@ def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> No
     import torch
 
     from dtype_engine.core.options import RunSettings
-    from dtype_engine.runtime.passes.runner import Passes
+    from dtype_engine.runtime.passes.runner import ForwardRunner
     from dtype_engine.runtime.scan.scan import Scan
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # on a shared machine threads that wait for each other drown what is measured
     model, inputs = session.model, session.inputs
     forwards, scans = [], []
-    with Passes(model, RunSettings(), lambda: False, watch=False) as passes:
+    with ForwardRunner(model, RunSettings(), lambda: False, watch=False) as passes:
         batches = [passes.reference_batch(batch) for batch in inputs.batches]
         for _ in range(5):
             started = time.perf_counter()
             for batch in batches:
-                passes.as_reference(lambda batch=batch: model.module(*batch.args, **batch.kwargs))
+                passes.run_reference(lambda batch=batch: model.module(*batch.args, **batch.kwargs))
             forwards.append(time.perf_counter() - started)
             scan = Scan(model, inputs, DTYPES, draws=draws)
             started = time.perf_counter()

@@ -13,7 +13,7 @@ from textual.containers import VerticalScroll
 from textual.pilot import Pilot
 from textual.widgets import DataTable, Input
 
-from dtype_engine.results.attribution import Nonfinite
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -157,7 +157,7 @@ async def wait(app: DtypeApp, pilot: Pilot[None], look: Look, seen: Any) -> None
 
 
 def not_finite(app: DtypeApp) -> events.Event:
-    found = Nonfinite("activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, f"{MLP}=bfloat16")
+    found = NonFiniteDiagnosis("activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, f"{MLP}=bfloat16")
     return events.NonfiniteFound(app.experiment.recipe, found)
 
 
@@ -169,11 +169,11 @@ def many_inputs(app: DtypeApp) -> events.Event:
 
 def many_causes(app: DtypeApp) -> events.Event:
     few = causes(app)
-    assert isinstance(few, events.CausesTold)
-    return events.CausesTold(few.recipe, dataclasses.replace(few.report, causes=few.report.causes * 20))
+    assert isinstance(few, events.AttributionReady)
+    return events.AttributionReady(few.recipe, dataclasses.replace(few.report, causes=few.report.causes * 20))
 
 
 def half_scanned(app: DtypeApp) -> events.Event:
     found = scanned(app)
-    assert isinstance(found, events.Scanned)
-    return events.Scanned(found.report, False)
+    assert isinstance(found, events.ScanUpdated)
+    return events.ScanUpdated(found.report, False)

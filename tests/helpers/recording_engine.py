@@ -12,14 +12,14 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, MemoryReading, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.drift import DriftReport, MemoryStats, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import Wish
+from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
 
 
 @dataclass
-class NotingEngine:
+class RecordingEngine:
     """Remembers the commands; says what a test makes it say."""
 
     emit: Callable[[events.Event], None]
@@ -27,7 +27,7 @@ class NotingEngine:
     commands: list[str] = field(default_factory=list)
     settings: list[RunSettings] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    wishes: list[Wish] = field(default_factory=list)
+    wishes: list[SaveRequest] = field(default_factory=list)
 
     def start(self) -> None:
         self.commands.append("start")
@@ -62,7 +62,7 @@ class NotingEngine:
     def plan_export(self) -> None:
         self.commands.append("plan export")
 
-    def save(self, wish: Wish) -> None:
+    def save(self, wish: SaveRequest) -> None:
         self.commands.append("save")
         self.wishes.append(wish)
 
@@ -89,7 +89,7 @@ def demo_tree() -> Tree:
 
 
 def make_app(tree: Tree | None = None, title: str = "demo") -> DtypeApp:
-    return DtypeApp(title, tree if tree is not None else demo_tree(), NotingEngine)
+    return DtypeApp(title, tree if tree is not None else demo_tree(), RecordingEngine)
 
 
 @asynccontextmanager
@@ -100,8 +100,8 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
         yield pilot
 
 
-def engine(app: DtypeApp) -> NotingEngine:
-    assert isinstance(app.engine, NotingEngine)
+def engine(app: DtypeApp) -> RecordingEngine:
+    assert isinstance(app.engine, RecordingEngine)
     return app.engine
 
 
@@ -133,6 +133,6 @@ def report(
         "logits",
         output,
         modules,
-        MemoryReading(),
+        MemoryStats(),
         Seconds(0.1, 0.2),
     )

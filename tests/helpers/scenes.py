@@ -10,23 +10,23 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
-from dtype_engine.results.attribution import Cause, CausesReport, Floor
+from dtype_engine.results.attribution import AttributionReport, Cause, Floor
 from dtype_engine.results.drift import (
     NATS,
     ExponentHistogram,
-    FlowCast,
     Generation,
-    MemoryReading,
+    ImplicitCastStats,
+    MemoryStats,
     ModuleDrift,
     ScanReport,
     SpeedReport,
     SpeedRow,
     WeightError,
-    WeightReading,
     WeightScore,
+    WeightStats,
     Written,
 )
-from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp
@@ -56,8 +56,8 @@ def modules() -> tuple[ModuleDrift, ...]:
     return tuple(found)
 
 
-def memory() -> MemoryReading:
-    return MemoryReading(
+def memory() -> MemoryStats:
+    return MemoryStats(
         stored_bytes=int(2.7 * MIB), planned_bytes=int(1.2 * MIB), resident_bytes=int(1.21 * MIB),
         resident_by_device=(("cpu", int(1.21 * MIB)),), rss_bytes=440 * MIB, anonymous_bytes=322 * MIB,
         mapped_bytes=int(2.71 * MIB), peak_rss_bytes=452 * MIB,
@@ -87,7 +87,12 @@ async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
     app.experiment.push(MIXED)
     app.recipe_changed()
-    await say(app, pilot, events.Measuring(MIXED, "candidate", 150, 300), events.ModulesMeasured(MIXED, modules()[:14]))
+    await say(
+        app,
+        pilot,
+        events.MeasuringProgress(MIXED, "candidate", 150, 300),
+        events.ModulesMeasured(MIXED, modules()[:14]),
+    )
 
 
 def after(scene: Scene, *keys: str) -> Scene:
@@ -133,11 +138,11 @@ async def history(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 def flow(app: DtypeApp) -> events.Event:
     casts = (
-        FlowCast("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True),
-        FlowCast("model.layers.4.mlp.gate_proj", "linear", "bfloat16", "float32", 98304, 6, True),
-        FlowCast("model.norm", "mul", "bfloat16", "float32", 12288, 12, False),
+        ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True),
+        ImplicitCastStats("model.layers.4.mlp.gate_proj", "linear", "bfloat16", "float32", 98304, 6, True),
+        ImplicitCastStats("model.norm", "mul", "bfloat16", "float32", 12288, 12, False),
     )
-    return events.Flowed(app.experiment.recipe, casts)
+    return events.ImplicitCastsTraced(app.experiment.recipe, casts)
 
 
 def generated(app: DtypeApp) -> events.Event:
@@ -155,7 +160,7 @@ def timed(app: DtypeApp) -> events.Event:
         SpeedRow("as stored", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
         SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
     )
-    return events.Timed(app.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows))
+    return events.SpeedMeasured(app.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows))
 
 
 def values(app: DtypeApp) -> events.Event:
@@ -165,8 +170,8 @@ def values(app: DtypeApp) -> events.Event:
         WeightError(name, "float32", dtype, 98_304, error, 20 * error, 30 * error, decibels, 0, 0, 0, 12, 0)
         for dtype, error, decibels in (("bfloat16", 1e-4, 55.9), ("float16", 1e-5, 73.9), ("float8_e4m3fn", 1e-3, 31.5))
     )
-    return events.WeightLookedAt(
-        app.experiment.recipe, name, WeightReading(ExponentHistogram(name, counts, 7, 0), errors)
+    return events.WeightInspected(
+        app.experiment.recipe, name, WeightStats(ExponentHistogram(name, counts, 7, 0), errors)
     )
 
 
@@ -176,7 +181,7 @@ def inputs(app: DtypeApp) -> events.Event:
         for text, tokens in (("import os", 162), ("class Worker:", 170), ("def main() -> None:", 141))
     )
     return events.InputsReady(
-        InputsReading("3 default prompts, 473 tokens", ("text: the demo's own prompts",), 473, rows)
+        InputsSummary("3 default prompts, 473 tokens", ("text: the demo's own prompts",), 473, rows)
     )
 
 
@@ -188,9 +193,9 @@ def exported(app: DtypeApp) -> events.Event:
 
 def causes(app: DtypeApp) -> events.Event:
     parts = (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0))
-    return events.CausesTold(
+    return events.AttributionReady(
         app.experiment.recipe,
-        CausesReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
+        AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
     )
 
 
@@ -204,7 +209,7 @@ def scanned(app: DtypeApp) -> events.Event:
     found = ScanReport(
         "demo", "cpu", "float32", app.experiment.inputs, NATS, False, 4, 6, 6, dtypes, 1.0, 15.0, tuple(weights)
     )
-    return events.Scanned(found, True)
+    return events.ScanUpdated(found, True)
 
 
 SCENES: dict[str, Scene] = {

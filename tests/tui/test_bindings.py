@@ -24,7 +24,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 import dtype_tui
-from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.key_names import on_keyboard
 from dtype_tui.screens.help import sections
@@ -165,9 +165,9 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "sort bytes": (lambda app: app.query_one(ModuleTree).order, "bytes"),
     "columns bytes": (lambda app: app.query_one(ModuleTree).hidden, {"params", "drift"}),
     "theme high-contrast": (lambda app: app.theme, "high-contrast"),
-    "export out": (lambda app: engine(app).wishes[-1:], [ExportWish(Path("out"))]),
-    "recipe r.yaml": (lambda app: engine(app).wishes[-1:], [RecipeWish(Path("r.yaml"))]),
-    "report r.md": (lambda app: engine(app).wishes[-1:], [ReportWish(Path("r.md"))]),
+    "export out": (lambda app: engine(app).wishes[-1:], [ExportRequest(Path("out"))]),
+    "recipe r.yaml": (lambda app: engine(app).wishes[-1:], [RecipeRequest(Path("r.yaml"))]),
+    "report r.md": (lambda app: engine(app).wishes[-1:], [ReportRequest(Path("r.md"))]),
     "preset all-bf16": (rules, ["*=bfloat16"]),
     "inputs import os": (lambda app: engine(app).lines, ["import os"]),
 }

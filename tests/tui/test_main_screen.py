@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from tests.helpers.recording_engine import NotingEngine, demo_tree, engine, make_app, report, running, say
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
 from textual.widgets import Input
@@ -15,14 +15,14 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import (
     ExponentHistogram,
-    FlowCast,
     Generation,
-    MemoryReading,
+    ImplicitCastStats,
+    MemoryStats,
     ModuleDrift,
     SpeedReport,
     SpeedRow,
     WeightError,
-    WeightReading,
+    WeightStats,
     Written,
 )
 from dtype_engine.worker import events
@@ -245,7 +245,7 @@ async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
             app,
             pilot,
             ready(app),
-            events.Measuring(recipe, "candidate", 30, 60),
+            events.MeasuringProgress(recipe, "candidate", 30, 60),
             events.ModulesMeasured(recipe, modules),
         )
         text = screen(app)
@@ -279,7 +279,7 @@ async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(a
         await pilot.press("2")
         text = screen(app)
         assert "-50.0 %" in text
-        reading = MemoryReading(
+        reading = MemoryStats(
             resident_bytes=1 << 21, resident_by_device=(("cpu", 1 << 21),), rss_bytes=3 << 30, anonymous_bytes=1 << 30,
             mapped_bytes=2 << 30, peak_rss_bytes=4 << 30,
         )  # fmt: skip
@@ -361,7 +361,7 @@ async def test_without_a_model_the_headers_can_still_be_planned(app: DtypeApp) -
 
 
 async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() -> None:
-    app = DtypeApp("x.py:Y", None, NotingEngine)
+    app = DtypeApp("x.py:Y", None, RecordingEngine)
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
         await say(app, pilot, events.OpenFailed("importing it failed"), events.Idle())
@@ -435,7 +435,7 @@ async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
 async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
     async with running(app) as pilot:
         recipe = app.experiment.recipe
-        await say(app, pilot, ready(app), events.Measuring(recipe, "candidate", 1, 60))
+        await say(app, pilot, ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
         await pilot.press("escape")
         assert engine(app).commands == ["start", "cancel"]
         await say(app, pilot, events.Stopped(recipe, "measure"), events.Idle())
@@ -494,13 +494,13 @@ async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
-        cast = FlowCast("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
-        await say(app, pilot, ready(app), events.Flowed(app.experiment.recipe, (cast,)))
+        cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
+        await say(app, pilot, ready(app), events.ImplicitCastsTraced(app.experiment.recipe, (cast,)))
         text = screen(app)
         for words in ("model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises"):
             assert words in text
         await pilot.press("escape")
-        await say(app, pilot, events.Flowed(Recipe((Rule("*", "float64"),)), (cast,)))
+        await say(app, pilot, events.ImplicitCastsTraced(Recipe((Rule("*", "float64"),)), (cast,)))
         assert not isinstance(app.screen, Overlay), "that was another recipe's"
 
 
@@ -517,7 +517,7 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
     async with running(app, size) as pilot:
         await pilot.press("g")
         assert engine(app).commands[-1] == "generate 48"
-        await say(app, pilot, ready(app), events.Working(app.experiment.recipe, "generating: candidate", 3, 48))
+        await say(app, pilot, ready(app), events.WorkingProgress(app.experiment.recipe, "generating: candidate", 3, 48))
         assert "generating: candidate" in screen(app)
         texts = (generation("def run\x1b[2J", "def rat\x1b[2J", 5),)
         await say(app, pilot, events.Generated(app.experiment.recipe, texts))
@@ -538,7 +538,7 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
             SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-        await say(app, pilot, ready(app), events.Timed(app.experiment.recipe, report))
+        await say(app, pilot, ready(app), events.SpeedMeasured(app.experiment.recipe, report))
         text = screen(app)
         for words in (
             "500.0 ms",
@@ -560,7 +560,7 @@ async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeA
 
 async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, ready(app), events.Measuring(app.experiment.recipe, "candidate", 1, 10))
+        await say(app, pilot, ready(app), events.MeasuringProgress(app.experiment.recipe, "candidate", 1, 10))
         await pilot.press("t")
         assert re.search(r"measuring: candidate  10 % .* · then: timing  Esc stops", screen(app))
         assert notices(app) == []
@@ -593,7 +593,7 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
 async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> None:
     first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
     whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
-    app = DtypeApp("giant", first, NotingEngine, whole=False)
+    app = DtypeApp("giant", first, RecordingEngine, whole=False)
     async with running(app) as pilot:
         assert "layers" in screen(app)
         assert "stored  32 B" not in screen(app), "sums of a part are not those of the model"
@@ -618,9 +618,9 @@ async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size
         assert engine(app).commands[-1] == "look at model.embed_tokens.weight"
         lost = WeightError("w", "float32", "float16", 1000, 1e-5, 2e-4, 1e-3, 60.0, 3, 0, 20, 500, 0)
         histogram = ExponentHistogram("w", ((-30, 20), (-10, 900), (20, 3)), 7, 0)
-        reading = WeightReading(histogram, (lost,))
+        reading = WeightStats(histogram, (lost,))
         name = "model.embed_tokens.weight"
-        await say(app, pilot, events.WeightLookedAt(app.experiment.recipe, name, reading))
+        await say(app, pilot, events.WeightInspected(app.experiment.recipe, name, reading))
         text = screen(app)
         for words in ("60.00 dB", "20 2.0 %", "500 50.0 %"):
             assert words in text
@@ -629,7 +629,7 @@ async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size
 
 def test_every_value_is_in_the_histogram_and_every_power_of_two_has_its_line() -> None:
     for counts in (((-30, 20), (-10, 900), (20, 3)), ((0, 96),), ((-3, 1), (-2, 2), (-1, 3))):
-        reading = WeightReading(ExponentHistogram("w", counts, 0, 0), ())
+        reading = WeightStats(ExponentHistogram("w", counts, 0, 0), ())
         rows = [line.split() for line in _exponents(reading).plain.splitlines() if line.startswith("2^")]
         shown = [int(row[1]) for row in rows if row[1] != "-"]
         assert sorted(shown) == sorted(count for _, count in counts)

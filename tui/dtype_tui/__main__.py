@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dtype_tui.process.ending import exit_at_once
-from dtype_tui.process.gc_policy import hold_garbage
+from dtype_tui.process.gc_policy import pause_gc
 
 
 def main() -> None:
     """The `dtype-tui` program."""
-    hold_garbage()
+    pause_gc()
     from dtype_tui.cli.command import main as run
 
     try:

@@ -39,7 +39,7 @@ from dtype_tui.config.bindings import DIGITS, KEYS
 from dtype_tui.config.config import Config
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.config.themes import HIGH_CONTRAST
-from dtype_tui.process.gc_policy import collect_again, hold_garbage
+from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.rendering.job_names import WORDS, queue_words
 from dtype_tui.state.commands import Command
 from dtype_tui.state.engine import Engine
@@ -51,8 +51,8 @@ from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
 
 if TYPE_CHECKING:
-    from dtype_engine.worker.save_requests import Wish
-    from dtype_tui.state.session_saver import SessionKeeper
+    from dtype_engine.worker.save_requests import SaveRequest
+    from dtype_tui.state.session_saver import SessionSaver
     from dtype_tui.state.session_store import SavedSession
 
 __all__ = ["DIGITS", "DtypeApp", "Engine"]
@@ -63,7 +63,13 @@ GENERATED_TOKENS = 48
 _LOOK_EVERY_S = 0.1
 _KEEP_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
-_ONLY_THE_NEWEST = (events.Measuring, events.Memory, events.Casting, events.Loading, events.Working)
+_ONLY_THE_NEWEST = (
+    events.MeasuringProgress,
+    events.Memory,
+    events.CastingProgress,
+    events.LoadingProgress,
+    events.WorkingProgress,
+)
 
 
 class DtypeApp(LastWords):
@@ -107,8 +113,8 @@ class DtypeApp(LastWords):
         """The jobs that wait behind it."""
         self.busy = True
         self.open_error: str | None = None
-        self.keeper: SessionKeeper | None = None
-        self.begin_keeping: Callable[[], SessionKeeper] | None = None
+        self.keeper: SessionSaver | None = None
+        self.begin_keeping: Callable[[], SessionSaver] | None = None
         self._cursor_wanted: str | None = None
         self.worst = ""
         """Where the key to the worst module last went."""
@@ -154,7 +160,7 @@ class DtypeApp(LastWords):
         # The first paint comes first: starting the engine imports torch.
         self.call_after_refresh(self._begin)
 
-    async def _have_prompts(self) -> None:
+    async def ensure_prompts(self) -> None:
         """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
         if self._prompts is None:
             self._prompts = self.mount(
@@ -167,18 +173,18 @@ class DtypeApp(LastWords):
             field.cursor_blink = False  # every blink goes over the wire
 
     async def _begin(self) -> None:
-        await self._have_prompts()
+        await self.ensure_prompts()
         if self.begin_keeping is not None:
             self.keeper = self.begin_keeping()
         if self.keeper is not None:
             self.keeper.say = lambda trouble: self.say(trouble, "warning")
-        hold_garbage()
+        pause_gc()
         self.engine.start()
 
     def _end_with_the_server(self) -> None:
-        from dtype_tui.state.session_saver import server_is_gone
+        from dtype_tui.state.session_saver import server_disconnected
 
-        if server_is_gone():
+        if server_disconnected():
             self.exit()
 
     def on_unmount(self) -> None:
@@ -186,7 +192,7 @@ class DtypeApp(LastWords):
         if self.keeper is not None:
             self.keeper.close()
         self.engine.close()
-        collect_again()
+        resume_gc()
 
     def on_resize(self, event: textual_events.Resize) -> None:
         self._fit(event.size.width, event.size.height)
@@ -274,10 +280,10 @@ class DtypeApp(LastWords):
 
     # -- the session that is kept --------------------------------------------------------------------------------
 
-    def take_up(self, saved: SavedSession) -> None:
+    def restore(self, saved: SavedSession) -> None:
         """Go on with a session that was kept."""
-        self.experiment.take_up(History.of(saved.recipes, saved.at))
-        self.experiment.measured[:] = saved.still_true
+        self.experiment.restore(History.of(saved.recipes, saved.at))
+        self.experiment.measured[:] = saved.valid_measurements
         self.engine.set_recipe(self.experiment.recipe)
         self._cursor_wanted = saved.cursor
 
@@ -326,7 +332,7 @@ class DtypeApp(LastWords):
         recipe_actions.warn_unmatched(self)
 
     async def action_cast(self) -> None:
-        await self._have_prompts()
+        await self.ensure_prompts()
         if self.tree_view.rows:
             self.query_one(CastPrompt).open(self.tree_view.current.name)
 
@@ -365,7 +371,7 @@ class DtypeApp(LastWords):
         self.show_all()
 
     def action_flow(self) -> None:
-        self.ask_engine("flow", self.engine.flow)
+        self.run_forward_task("flow", self.engine.flow)
 
     def action_causes(self) -> None:
         screen_actions.causes(self)
@@ -377,10 +383,10 @@ class DtypeApp(LastWords):
         screen_actions.measured(self)
 
     def action_generate(self) -> None:
-        self.ask_engine("generate", lambda: self.engine.generate(GENERATED_TOKENS))
+        self.run_forward_task("generate", lambda: self.engine.generate(GENERATED_TOKENS))
 
     def action_speed(self) -> None:
-        self.ask_engine("speed", self.engine.speed)
+        self.run_forward_task("speed", self.engine.speed)
 
     def action_scan(self) -> None:
         scan_actions.scan(self)
@@ -391,7 +397,7 @@ class DtypeApp(LastWords):
     def action_optimise(self) -> None:
         scan_actions.optimise(self)
 
-    def ask_engine(self, job: str, ask: Callable[[], None]) -> None:
+    def run_forward_task(self, job: str, ask: Callable[[], None]) -> None:
         """Ask for a job that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
             self.say(self.experiment.no_forward, "warning")
@@ -432,7 +438,7 @@ class DtypeApp(LastWords):
     def action_leave_with(self) -> None:
         screen_actions.leave_with(self)
 
-    def wish(self, wish: Wish) -> None:
+    def wish(self, wish: SaveRequest) -> None:
         """Have the engine write something."""
         self.engine.save(wish)
         self.expect("write")
@@ -455,7 +461,7 @@ class DtypeApp(LastWords):
         node_actions.go_to_worst(self)
 
     async def action_filter(self) -> None:
-        await self._have_prompts()
+        await self.ensure_prompts()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
     def action_match(self, step: int) -> None:
@@ -474,7 +480,7 @@ class DtypeApp(LastWords):
     # -- the command line ----------------------------------------------------------------------------------------
 
     async def action_command(self) -> None:
-        await self._have_prompts()
+        await self.ensure_prompts()
         self.query_one(CommandLine).open()
 
     async def _do(self, command: Command, arguments: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ def causes(app: DtypeApp) -> None:
         app.say(experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
         return
     if experiment.causes is None:
-        app.ask_engine("causes", app.engine.causes)
+        app.run_forward_task("causes", app.engine.causes)
     from dtype_tui.screens.causes import CausesScreen
 
     app.push_screen(CausesScreen(experiment, app.doing, app.waits, lambda: app.engine.cancel("causes")))
@@ -30,7 +30,7 @@ def measured(app: DtypeApp) -> None:
     if not app.experiment.measured:
         app.say("nothing was measured yet", "information")
         return
-    from dtype_tui.screens.history import HistoryScreen
+    from dtype_tui.screens.history import MeasurementsScreen
 
     def go_back_to(chosen: MeasuredRecipe | None) -> None:
         if chosen is None:
@@ -40,7 +40,7 @@ def measured(app: DtypeApp) -> None:
         if app.experiment.push(chosen.recipe):
             app.recipe_changed()
 
-    app.push_screen(HistoryScreen(app.experiment), go_back_to)
+    app.push_screen(MeasurementsScreen(app.experiment), go_back_to)
 
 
 def inputs(app: DtypeApp, line: str) -> None:
@@ -76,10 +76,10 @@ def leave_with(app: DtypeApp) -> None:
     experiment = app.experiment
     if not app.has_tree:
         return
-    from dtype_tui.screens.save import LeavingScreen
+    from dtype_tui.screens.save import SaveScreen
 
     app.push_screen(
-        LeavingScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
+        SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
         lambda wish: app.wish(wish) if wish is not None else None,
     )
     app.engine.plan_export()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import PatternError, UserError
-from dtype_engine.recipe import Recipe, Rule, no_match
+from dtype_engine.recipe import Recipe, Rule, explain_no_match
 
 if TYPE_CHECKING:
     from dtype_tui.app import DtypeApp
@@ -44,7 +44,7 @@ def warn_unmatched(app: DtypeApp) -> None:
         )
     for place in plan.unmatched:
         pattern = experiment.recipe.rules[place].pattern
-        app.say(f"rule {place + 1}: {no_match(experiment.tree, pattern, plan.selections[place])}", "warning")
+        app.say(f"rule {place + 1}: {explain_no_match(experiment.tree, pattern, plan.selections[place])}", "warning")
 
 
 def drop(app: DtypeApp) -> None:

@@ -6,10 +6,10 @@ from dtype_engine.checkpoint.folder import (
     PICKLES,
     Checkpoint,
     Scaled,
-    first_glance,
     inside,
     needs_torch,
     open_checkpoint,
+    peek_first_shard,
     read_json,
 )
 from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor, read_header
@@ -22,10 +22,10 @@ __all__ = [
     "FileIdentity",
     "Scaled",
     "Watch",
-    "first_glance",
     "inside",
     "needs_torch",
     "open_checkpoint",
+    "peek_first_shard",
     "read_header",
     "read_json",
     "refuse_changed",

@@ -29,7 +29,7 @@ from dtype_engine.checkpoint.components import (
 from dtype_engine.checkpoint.cut_files import identified
 from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.parameter_counts import parameters_meant
-from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.checkpoint.safetensors_header import (
     MOST_TENSORS,
     CheckpointTensor,
@@ -112,7 +112,7 @@ class Checkpoint:
             whole = (
                 data is not None
                 and scale is not None
-                and dtype in dtypes.STORAGE_ONLY
+                and dtype in dtypes.STORAGE_DTYPES
                 and data.dtype == dtypes.BY_NAME[dtype].torch_name
                 and scale.dtype == "float32"
                 and scale.nbytes == 4 * dtypes.scale_count(data.shape, dtype)
@@ -143,7 +143,7 @@ class Checkpoint:
         """The tree of its tensor names. Module classes are not known from headers, ties only where a pickle has one storage
         under several names.
         """
-        fixed = parts_of_quantised(self.tensors.keys() - self._own_parts, self.config)
+        fixed = quantized_parts(self.tensors.keys() - self._own_parts, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
@@ -205,7 +205,7 @@ def needs_torch(path: Path) -> bool:
     return path.suffix in PICKLES
 
 
-def first_glance(path: Path) -> Tree | None:
+def peek_first_shard(path: Path) -> Tree | None:
     """The tree of a large checkpoint's first shard, for a screen that can't wait for all the headers; None where all of
     them are read as quickly.
     """

@@ -7,10 +7,10 @@ from pathlib import Path
 import psutil
 
 from dtype_engine.checkpoint import Checkpoint
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 
 
-def no_room(checkpoint: Checkpoint) -> str | None:
+def shortfall(checkpoint: Checkpoint) -> str | None:
     """Why a checkpoint can't be loaded for want of memory, in a sentence; None when there is room.
 
     Weights are mapped from their files, so what counts is all the memory there is, not what is free now: with less, every

@@ -17,7 +17,7 @@ from typing import Any
 from dtype_engine.checkpoint.pickle_size import TooManyOpcodes, some_opcodes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 
 _LARGEST_PICKLE = 100_000_000
 """Bytes of a compressed data.pkl, once inflated: as many as a safetensors header may have."""

@@ -21,7 +21,7 @@ from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 
 if TYPE_CHECKING:
     import torch

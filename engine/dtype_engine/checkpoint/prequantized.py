@@ -38,7 +38,7 @@ _SIGNS: dict[str, tuple[str, tuple[str, ...], str]] = {
 }  # fmt: skip
 
 
-def parts_of_quantised(names: Iterable[str], config: dict[str, Any] | None = None) -> dict[str, str]:
+def quantized_parts(names: Iterable[str], config: dict[str, Any] | None = None) -> dict[str, str]:
     """For every tensor that is part of a quantised weight, why it is never cast."""
     everything = names if isinstance(names, dict) else dict.fromkeys(names)
     described = _described(config)

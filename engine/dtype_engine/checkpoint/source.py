@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from dtype_engine.checkpoint import PICKLES, Checkpoint, first_glance, needs_torch, open_checkpoint
+from dtype_engine.checkpoint import PICKLES, Checkpoint, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -46,7 +46,7 @@ class Source:
         """
         if self.kind != "checkpoint" or self.path is None or needs_torch(self.path):
             return None, False
-        first = first_glance(self.path)
+        first = peek_first_shard(self.path)
         if first is not None:
             return first, False
         checkpoint = self.open()

@@ -177,7 +177,7 @@ def flow(
 @with_options(rule_options)
 @with_options(run_options)
 @click.option(
-    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
+    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="ForwardRunner timed after a warm-up."
 )
 @json_option
 def speed(

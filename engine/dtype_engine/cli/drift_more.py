@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.cli.options import say
-from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, as_json
 from dtype_engine.results.losses import LossRemedy, severe
 from dtype_engine.results.thresholds import Verdict
@@ -24,8 +24,8 @@ class More:
     """The answers to what was asked about one report."""
 
     floor: Floor
-    nonfinite: Nonfinite | None
-    causes: CausesReport | None
+    nonfinite: NonFiniteDiagnosis | None
+    causes: AttributionReport | None
     noise: bool
     asked_for_remedy: bool
     remedy: LossRemedy | None

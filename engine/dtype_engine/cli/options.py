@@ -272,8 +272,8 @@ def options_from(
 ) -> Options:
     """What `run_options` gathered from the command line. Raises UserError."""
     chosen = dtypes.parse_target(compute)
-    if chosen not in dtypes.COMPUTED:
-        raise UserError(f"--compute {compute}: choose one of {', '.join(dtypes.COMPUTED)}")
+    if chosen not in dtypes.COMPUTE_DTYPES:
+        raise UserError(f"--compute {compute}: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
     cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")

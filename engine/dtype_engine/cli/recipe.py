@@ -17,7 +17,7 @@ from dtype_engine.results.drift import as_json
 
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleReading
-    from dtype_engine.recipe.targets import Context, Converted
+    from dtype_engine.recipe.targets import Context, Conversion
 
 # Spelled out because both programs read this file when they start, and the targets themselves are not needed then.
 TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
@@ -57,15 +57,15 @@ def convert(
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
-    from dtype_engine.core.atomic_write import refuse_existing, write_whole
-    from dtype_engine.recipe.targets import dialect, left_out_as_json
+    from dtype_engine.core.atomic_write import check_target, write_text_atomic
+    from dtype_engine.recipe.targets import left_out_as_json, target_named
 
     if output is not None:
-        refuse_existing(output, force)
+        check_target(output, force)
     context = _from_file(file, model, _options(model_settings))
-    written = dialect(target).convert(context)
+    written = target_named(target).convert(context)
     if output is not None:
-        write_whole(output, written.text, replace=force)
+        write_text_atomic(output, written.text, replace=force)
     if as_object:
         from dtype_engine.cli.options import print_json
 
@@ -88,7 +88,7 @@ def convert(
         click.echo(f"dtype-engine: {line}", err=True)
 
 
-def _left_out_lines(written: Converted) -> list[str]:
+def _left_out_lines(written: Conversion) -> list[str]:
     lines = [f"note: {note}" for note in written.notes]
     for entry in written.left_out:
         what = "left out" if entry.part == "dtype" else "other scales"
@@ -111,10 +111,10 @@ def lint(
 ) -> None:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
     from dtype_engine.recipe.lint import lint as read_as
-    from dtype_engine.recipe.targets import dialect
+    from dtype_engine.recipe.targets import target_named
 
     context = _from_file(file, model, _options(model_settings))
-    found = read_as(context, dialect(target))
+    found = read_as(context, target_named(target))
     if as_object:
         from dtype_engine.cli.options import print_json
 
@@ -182,7 +182,7 @@ def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
 
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return
-    from dtype_engine.reports.text import human_bytes
+    from dtype_engine.core.units import human_bytes
 
     click.echo(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
     for entry in entries:

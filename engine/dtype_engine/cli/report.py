@@ -59,11 +59,11 @@ def report(
     The file needs nothing else: plots are inside it, nothing is fetched, nothing in it runs. Where the model can't be run, it
     says why and has the rest.
     """
-    from dtype_engine.core.atomic_write import refuse_existing, write_whole
+    from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.reports import check_name, gather, render, versions
 
     check_name(file)
-    refuse_existing(file, force)
+    check_target(file, force)
     rules, options = read_rules(casts, recipe_file), options_from(**run_settings)
     measured, reason = None, ""
     lost: tuple[ValueLoss, ...] | None
@@ -83,7 +83,7 @@ def report(
         lost = _losses(known)
     say("")
     made = gather(tree, plan, title, settings, measured, versions(), reason, lost=lost)
-    written = write_whole(file, render(made, file), replace=force)
+    written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
         why = {"no_drift": reason} if reason else {}
@@ -101,7 +101,7 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
     """What the casts of a model that is not run lose, counted from its files; None where their values can't be read."""
     if known.checkpoint is None:
         return None
-    from dtype_engine.runtime.numerics.value_loss import losses_in_files
+    from dtype_engine.runtime.measure.stored_losses import losses_in_files
 
     def progress(done: int, total: int) -> None:
         say(f"looking for values that the casts lose: {done} of {total}")

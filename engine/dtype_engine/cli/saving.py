@@ -27,18 +27,18 @@ save_recipe_options = [
 def may_save(file: Path | None, force: bool) -> None:
     """Raises UserError, before anything is measured, where the file can't be written."""
     if file is not None:
-        from dtype_engine.core.atomic_write import refuse_existing
+        from dtype_engine.core.atomic_write import check_target
 
-        refuse_existing(file, force)
+        check_target(file, force)
 
 
 def save_measured(session: Session, report: DriftReport, file: Path | None, force: bool) -> None:
     """Write the recipe in force with a measurement of it. Raises UserError."""
     if file is None:
         return
-    from dtype_engine.core.atomic_write import write_whole
+    from dtype_engine.core.atomic_write import write_text_atomic
     from dtype_engine.recipe.provenance import recipe_text
     from dtype_engine.reports.versions import versions
 
     text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
-    write_whole(file, text, replace=force)
+    write_text_atomic(file, text, replace=force)

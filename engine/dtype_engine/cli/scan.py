@@ -20,7 +20,7 @@ from dtype_engine.cli.options import (
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ScanReport, as_json
-from dtype_engine.search.constraints import parse_bytes, parse_dtypes, parse_only
+from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 
 NO = 1
 scan_options = [
@@ -108,16 +108,16 @@ def search(
     **run_settings: Any,
 ) -> int:
     """The best recipe for a budget, by a scan; predicted drift beside measured."""
-    from dtype_engine.core.atomic_write import refuse_existing, write_whole
+    from dtype_engine.core.atomic_write import check_target, write_text_atomic
     from dtype_engine.search.pareto import Constraints
 
     if output is not None:
-        refuse_existing(output, force)
+        check_target(output, force)
     if (budget is None) == (max_drift is None):
         raise UserError("give either --budget or --max-kl")
     if budget is not None:
         parse_bytes(budget, 0)
-    rules = [parse_only(text) for text in only]
+    rules = [parse_allowed(text) for text in only]
     session, _ = _scanned(model, dtype_names, draws, exact, save, run_settings)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     try:
@@ -131,7 +131,7 @@ def search(
         from dtype_engine.recipe.file import write_recipe
 
         text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model, lost=report.lost)
-        write_whole(output, text, replace=force)
+        write_text_atomic(output, text, replace=force)
     if as_object:
         print_json(as_json(report) | {"met": True})
     else:

@@ -11,13 +11,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 
-def write_whole(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
+def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | None = None) -> Path:
     """Write a text file so that no crash, full disk or lost power leaves half of one; the absolute path.
 
     `replace`: a file of that name may be there and is replaced, else it is refused. `mode`: permissions, by default those
     of any new file. Raises UserError that says why it can't be written; whatever was there is still there then.
     """
-    path = refuse_existing(path, replace)
+    path = check_target(path, replace)
     beside: str | None = None
     try:
         number, beside = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
@@ -31,7 +31,7 @@ def write_whole(path: Path, text: str, replace: bool = False, mode: int | None =
         else:
             _rename_new(beside, path)
         beside = None
-        sync_folder(path.parent)
+        fsync_dir(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists; name another file, or replace it with --force") from None
     except OSError as error:
@@ -43,7 +43,7 @@ def write_whole(path: Path, text: str, replace: bool = False, mode: int | None =
     return path
 
 
-def refuse_existing(path: Path, replace: bool = False) -> Path:
+def check_target(path: Path, replace: bool = False) -> Path:
     """The absolute path of a file that may be written. Raises UserError where one is there, or no folder for it."""
     try:
         path = path.expanduser().absolute()
@@ -72,7 +72,7 @@ def _rename_new(beside: str, path: Path) -> None:
         os.unlink(beside)
 
 
-def sync_folder(folder: Path) -> None:
+def fsync_dir(folder: Path) -> None:
     """Bring a folder's entries to the disk, so that a new name outlives a lost power; where the system can't, it can't."""
     try:
         number = os.open(folder, os.O_RDONLY)

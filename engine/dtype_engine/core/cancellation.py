@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 _LOOK_EVERY_S = 0.05
 
 
-class Gate:
+IsCancelled = Callable[[], bool]
+"""Whether what is under way is to stop. Asked often; must be quick."""
+
+
+def never() -> bool:
+    """The answer of work that nobody can cancel."""
+    return False
+
+
+class CancelToken:
     """Pass it as `cancelled`: while it is closed the work waits where it is, and loses nothing. Safe to use from any thread."""
 
     def __init__(self, stop: threading.Event | None = None) -> None:

@@ -36,7 +36,7 @@ class DType:
     max: float = 0.0
     tiny: float = 0.0
     storage_only: bool = False
-    one_scale: bool = False
+    per_tensor: bool = False
 
     @property
     def torch_name(self) -> str:
@@ -76,7 +76,9 @@ _TABLE = (
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _ONE_SCALE = tuple(
-    dataclasses.replace(dtype, name=dtype.name + PER_TENSOR, badge=dtype.badge + "@t", safetensors=None, one_scale=True)
+    dataclasses.replace(
+        dtype, name=dtype.name + PER_TENSOR, badge=dtype.badge + "@t", safetensors=None, per_tensor=True
+    )
     for dtype in _TABLE
     if dtype.name in PER_CHANNEL_SCALES
 )
@@ -84,11 +86,11 @@ _ONE_SCALE = tuple(
 BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_ONE_SCALE)}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
-COMPUTED = ("float64", "float32", "bfloat16", "float16")
+COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes a forward pass computes in, largest first."""
-STORAGE_ONLY = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _ONE_SCALE))
+STORAGE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _ONE_SCALE))
 """Kept with a scale and brought back to a computed dtype when used."""
-TARGETS = COMPUTED + STORAGE_ONLY
+TARGETS = COMPUTE_DTYPES + STORAGE_DTYPES
 """Everything a rule may cast to, besides `STORED`."""
 
 _ALIASES = {
@@ -142,13 +144,13 @@ def scale_count(shape: tuple[int, ...], dtype: str) -> int:
     One per output channel (the first dimension) for matrices and above, one for a vector or scalar; one for all where
     the dtype is `@tensor`.
     """
-    return shape[0] if len(shape) >= 2 and not BY_NAME[dtype].one_scale else 1
+    return shape[0] if len(shape) >= 2 and not BY_NAME[dtype].per_tensor else 1
 
 
 def stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
     """Bytes of a tensor of `shape` after a cast to `dtype`, the scales of a storage-only dtype included."""
     row = BY_NAME[dtype]
     size = math.prod(shape) * row.bits // 8
-    if dtype in STORAGE_ONLY:
+    if dtype in STORAGE_DTYPES:
         size += 4 * scale_count(shape, dtype)
     return size

@@ -81,7 +81,7 @@ class TensorInfo:
         """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast, and blocks that can be
         dequantized.
         """
-        return self.fixed is None and (self.dtype in dtypes.COMPUTED or self.packed_bytes is not None)
+        return self.fixed is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -120,8 +120,8 @@ def _settings(path: Path, entry: object) -> RunSettings:
     found = RunSettings()
     if (compute := entry.get("compute")) is not None:
         parsed = _dtype(path, "compute", compute)
-        if parsed not in dtypes.COMPUTED:
-            raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTED)}")
+        if parsed not in dtypes.COMPUTE_DTYPES:
+            raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
         found = dataclasses.replace(found, compute=parsed)
     if (autocast := entry.get("autocast")) is not None:
         match _dtype(path, "autocast", autocast):

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
-from dtype_engine.recipe.targets import Context, Dialect
+from dtype_engine.recipe.targets import Context, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,39 +46,39 @@ class Lint:
         return bool(self.overruled) or any(rule.differs for rule in self.rules)
 
 
-def lint(context: Context, dialect: Dialect) -> Lint:
-    """Read every rule as `dialect` would. Raises TooSlow for patterns that take too long to match there."""
+def lint(context: Context, target: Target) -> Lint:
+    """Read every rule as `target` would. Raises TooSlow for patterns that take too long to match there."""
     with time_limit(MATCHING_S):
-        return _read(context, dialect)
+        return _read(context, target)
 
 
-def _read(context: Context, dialect: Dialect) -> Lint:
-    plan, reach = context.plan, dialect.reach(context)
+def _read(context: Context, target: Target) -> Lint:
+    plan, matchable = context.plan, target.matchable(context)
     readings: list[RuleReading] = []
     there_by_rule: list[frozenset[str]] = []
     for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
-        taken = dialect.takes(context, rule.pattern)
-        here, there = frozenset(selection.tensors), taken.tensors & reach
+        taken = target.match(context, rule.pattern)
+        here, there = frozenset(selection.tensors), taken.tensors & matchable
         there_by_rule.append(there)
-        missed, extra = (here & reach) - there, there - here
+        missed, extra = (here & matchable) - there, there - here
         readings.append(
             RuleReading(
                 rule.pattern, rule.dtype, len(here), len(there),
-                _in_order(context, missed), _in_order(context, extra), len(here - reach),
+                _in_order(context, missed), _in_order(context, extra), len(here - matchable),
                 taken.problem if missed else None,
             )
         )  # fmt: skip
-    return Lint(dialect.name, dialect.matcher, tuple(readings), _overruled(context, dialect, there_by_rule))
+    return Lint(target.name, target.matcher, tuple(readings), _overruled(context, target, there_by_rule))
 
 
 def _overruled(
-    context: Context, dialect: Dialect, there_by_rule: list[frozenset[str]]
+    context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
     """Tensors that the same rules take here and there, with another winner there.
 
     Where a tool has no order among its patterns, there is nothing to prefer.
     """
-    if dialect.prefers is None:
+    if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules
     here_by_rule = [frozenset(selection.tensors) for selection in context.plan.selections]
@@ -88,7 +88,7 @@ def _overruled(
         theirs = [index for index, taken in enumerate(there_by_rule) if name in taken]
         if not mine or mine != theirs:
             continue
-        winner = theirs[dialect.prefers([rules[index].pattern for index in theirs])]
+        winner = theirs[target.precedence([rules[index].pattern for index in theirs])]
         if rules[winner].dtype != rules[mine[-1]].dtype:
             found.append((name, rules[mine[-1]].pattern, rules[winner].pattern))
     return tuple(found)

@@ -56,7 +56,7 @@ class Pattern:
         """Whether it matches a tensor's own name or a module above it, by name alone."""
         return self.matches(tensor) or any(self.matches(module) for module in ancestors(tensor) if module)
 
-    def singles_out(self, tensor: str) -> bool:
+    def matches_exactly(self, tensor: str) -> bool:
         """Whether it names this very tensor rather than whatever stands in its module.
 
         Non-persistent buffers follow only rules that do. `*.inv_freq` singles a buffer out, `*` and

@@ -54,7 +54,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             # All below it is taken too, whatever its names are.
             modules.add(node.name)
             for tensor in tree.below(node.name):
-                if tensor.castable and (tensor.persistent or any(map(compiled.singles_out, tensor.names))):
+                if tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names))):
                     taken[tensor.name] = None
                 else:
                     fixed.add(tensor.name)
@@ -64,7 +64,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             name = prefix + local
             if not compiled.matches(name):
                 continue
-            if tensor.castable and (tensor.persistent or compiled.singles_out(name)):
+            if tensor.castable and (tensor.persistent or compiled.matches_exactly(name)):
                 taken[tensor.name] = None
             else:
                 fixed.add(tensor.name)
@@ -177,18 +177,18 @@ def require_matches(tree: Tree, recipe: Recipe) -> None:
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
     if plan.waiting:
-        raise UserError(no_match(tree, recipe.rules[plan.waiting[0]].pattern))
+        raise UserError(explain_no_match(tree, recipe.rules[plan.waiting[0]].pattern))
     for place, index in enumerate(plan.unmatched):
         others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
         more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
-        raise UserError(no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
+        raise UserError(explain_no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)
 
 
 NO_CLASSES = "and nothing says which architecture this model has: a config.json of a known one beside its files would"
 
 
-def no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
+def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Why a pattern takes nothing, in a sentence."""
     import difflib
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe.file import Figure, write_recipe
 from dtype_engine.recipe.plan import Plan, tensor_bytes
-from dtype_engine.reports.text import human_bytes
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss, severe
 

@@ -10,17 +10,10 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree
+from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, with_error
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
-from dtype_engine.reports.text import (
-    decibels,
-    human_bytes,
-    human_count,
-    mix_text,
-    parameters_text,
-    seconds_text,
-    with_error,
-)
+from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import HELP, headline
 from dtype_engine.results.drift import DriftReport, ModuleDrift
 from dtype_engine.results.losses import ValueLoss, severe

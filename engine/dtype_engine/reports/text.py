@@ -8,37 +8,20 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels, human_bytes, human_count, percent, seconds_text, share_text, with_error
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals, Tree
     from dtype_engine.recipe import Plan
     from dtype_engine.results.drift import (
         DriftReport,
-        FlowCast,
         Generation,
+        ImplicitCastStats,
         SkippedTensor,
         SpeedReport,
         SpeedRow,
         WeightError,
     )
-
-
-def human_bytes(size: float) -> str:
-    """`1.42 MiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
-        size /= 1024
-    raise AssertionError
-
-
-def human_count(count: float) -> str:
-    """`707.8 k`, `6.7 G`, `1.0 T`: thousands, millions, and so on. A billion is no `B`, which stands for bytes beside it."""
-    for unit in ("", " k", " M", " G", " T"):
-        if abs(count) < (999.95 if unit else 999.5) or unit == " T":
-            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
-        count /= 1000
-    raise AssertionError
 
 
 def parameters_text(totals: Totals) -> str:
@@ -54,15 +37,6 @@ def mix_text(totals: Totals) -> str:
     if len(shares) == 1:
         return dtypes.badge(shares[0][0])
     return " · ".join(f"{dtypes.badge(name)} {percent(share)} %" for name, share in shares)
-
-
-def percent(share: float) -> str:
-    """Whole percents; a share that is there is never shown as 0, nor one that is not whole as 100."""
-    if 0 < share < 0.01:
-        return "<1"
-    if 0.99 < share < 1:
-        return ">99"
-    return f"{100 * share:.0f}"
 
 
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
@@ -165,14 +139,6 @@ def skipped_text(found: Sequence[SkippedTensor]) -> str:
     return f"left out   {count}, first {printable(first.name, 100)}: {first.why}"
 
 
-def share_text(count: int, whole: int) -> str:
-    """A count, with its share of the whole where there is one: `-`, `17`, `1.2 M 3.4 %`."""
-    if not count:
-        return "-"
-    share = 100 * count / whole
-    return f"{human_count(count)} {share:.1f} %" if share >= 0.1 else human_count(count)
-
-
 def speed_text(report: SpeedReport) -> str:
     """Times side by side, each against the reference."""
     lines = [
@@ -199,11 +165,6 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
     if row.under_rules:
         cells.append("under the rules for mixed dtypes")
     return cells
-
-
-def seconds_text(seconds: float) -> str:
-    """`12.3 ms`, `1.24 s`."""
-    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def _columns(rows: list[tuple[str, str, str, str]]) -> str:
@@ -284,23 +245,7 @@ def drift_text(report: DriftReport) -> str:
     return "\n".join(lines)
 
 
-def decibels(value: float | None) -> str:
-    """`46.50 dB`; in words where it is not finite."""
-    if value is None:
-        return "not comparable"
-    if math.isnan(value):
-        return "not finite"
-    if math.isinf(value):
-        return "identical" if value > 0 else "not finite"
-    return f"{value:.2f} dB"
-
-
-def with_error(value: float, error: float | None) -> str:
-    """`1.69e-07 ± 2.1e-08`."""
-    return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")
-
-
-def flow_text(casts: Sequence[FlowCast]) -> str:
+def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
     """Implicit casts as a table, those to float64 first."""
     if not casts:
         return "no implicit casts: every operation was given one dtype"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import decibels
+from dtype_engine.core.units import decibels
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import Cause, CausesReport, Floor, Nonfinite
+    from dtype_engine.results.attribution import AttributionReport, Cause, Floor, NonFiniteDiagnosis
     from dtype_engine.results.drift import OutputDrift
     from dtype_engine.results.thresholds import Verdict
 
@@ -37,7 +37,7 @@ def floor_lines(floor: Floor, output: OutputDrift) -> list[str]:
     return lines
 
 
-def nonfinite_lines(found: Nonfinite) -> list[str]:
+def nonfinite_lines(found: NonFiniteDiagnosis) -> list[str]:
     """What happened, where, with which values, and what mends it."""
     lines = [f"not finite {first_sentence(found)}"]
     values = value_sentence(found)
@@ -49,7 +49,7 @@ def nonfinite_lines(found: Nonfinite) -> list[str]:
     return lines
 
 
-def first_sentence(found: Nonfinite) -> str:
+def first_sentence(found: NonFiniteDiagnosis) -> str:
     """Where it begins and at which operation."""
     module = printable(found.module or found.first_module, 300) or "the model itself"
     if not found.operation:
@@ -58,7 +58,7 @@ def first_sentence(found: Nonfinite) -> str:
     return f"first in {module}: {operation}" + (f" in {found.dtype}" if found.operation != "to" else "")
 
 
-def value_sentence(found: Nonfinite) -> str:
+def value_sentence(found: NonFiniteDiagnosis) -> str:
     """The values that passed the dtype's range."""
     if found.limit is None or found.largest is None:
         return ""
@@ -71,7 +71,7 @@ def value_sentence(found: Nonfinite) -> str:
     return f"{given}{gives}; {limit}"
 
 
-def causes_headline(report: CausesReport) -> str:
+def causes_headline(report: AttributionReport) -> str:
     """`62 % of the output's drift enters at model.layers.1.mlp.down_proj`."""
     if not report.causes or report.whole == 0:
         return "nothing drifts: every module computes as the reference does"
@@ -92,7 +92,7 @@ def share_words(cause: Cause) -> str:
     return "-" if cause.share is None else f"{100 * cause.share:.1f} %"
 
 
-def causes_footing(report: CausesReport) -> str:
+def causes_footing(report: AttributionReport) -> str:
     """The whole, and what the causes add up to."""
     together = (
         f", {100 * report.together / report.whole:.0f} % of it" if report.whole and math.isfinite(report.whole) else ""
@@ -103,7 +103,7 @@ def causes_footing(report: CausesReport) -> str:
     )
 
 
-def causes_text(report: CausesReport, most: int = 12) -> str:
+def causes_text(report: AttributionReport, most: int = 12) -> str:
     """The largest causes as a table, under a sentence that names the first."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:

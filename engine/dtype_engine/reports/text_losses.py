@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import decibels, human_bytes
+from dtype_engine.core.units import decibels, human_bytes
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import LossRemedy, ValueLoss, severe
 

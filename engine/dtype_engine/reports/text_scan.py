@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes, seconds_text, with_error
+from dtype_engine.core.units import human_bytes, seconds_text, with_error
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.drift import FrontPoint, ScanReport, SearchReport, WeightScore
 

@@ -6,7 +6,7 @@ import platform
 import sys
 from importlib import metadata
 
-from dtype_engine import __version__
+from dtype_engine.core.version import __version__
 
 
 def versions() -> dict[str, str]:

@@ -54,7 +54,7 @@ class Cause:
 
 
 @dataclass(frozen=True, slots=True)
-class CausesReport:
+class AttributionReport:
     """Where a recipe's drift arises, the largest cause first.
 
     whole: the drift of the whole recipe over these inputs, in `unit`. together: the sum of the causes' own; errors need not
@@ -74,7 +74,7 @@ class CausesReport:
 
 
 @dataclass(frozen=True, slots=True)
-class Nonfinite:
+class NonFiniteDiagnosis:
     """Where values stop being finite, and what would mend it.
 
     kind: "weight" (values of `weights` are beyond the dtype), "activation" (an operation's result, or what is cast on its way

@@ -99,7 +99,7 @@ class ModuleDrift:
 
 
 @dataclass(frozen=True, slots=True)
-class FlowCast:
+class ImplicitCastStats:
     """Implicit casts of one forward pass: in `module`, `operation` was given `source` and computed in `target`.
 
     `elements` over all `count` of them. `torch_raises`: plain torch refuses this operation with mixed dtypes, so code that
@@ -161,7 +161,7 @@ class ExponentHistogram:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightReading:
+class WeightStats:
     """All there is to know of one tensor's values: their exponents, and the round-trip error in several dtypes."""
 
     exponents: ExponentHistogram
@@ -169,7 +169,7 @@ class WeightReading:
 
 
 @dataclass(frozen=True, slots=True)
-class MemoryReading:
+class MemoryStats:
     """Memory, in bytes, by the definitions of the help.
 
     stored: tensors in the checkpoint; planned: the same under the recipe; resident: the live module's tensors by
@@ -282,7 +282,7 @@ class DriftReport:
     output_name: str
     output: OutputDrift
     modules: tuple[ModuleDrift, ...]
-    memory: MemoryReading
+    memory: MemoryStats
     seconds: Seconds
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()

@@ -28,7 +28,7 @@ class InputBatch:
 
 
 @dataclass(frozen=True, slots=True)
-class InputsReading:
+class InputsSummary:
     """All calls of the model that a measurement makes; `made_of` says where each part came from, a sentence each."""
 
     description: str

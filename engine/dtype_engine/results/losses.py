@@ -56,7 +56,7 @@ class ValueLoss:
     @property
     def is_listed(self) -> bool:
         """Whether it belongs in a list of losses."""
-        return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_ONLY)
+        return not self.is_rounding or (self.vanished > 0 and self.dtype not in dtypes.STORAGE_DTYPES)
 
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:

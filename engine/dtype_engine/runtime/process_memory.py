@@ -16,7 +16,7 @@ _KIB = 1024
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
     """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's
-    files, which the system can take back; peak_rss: the largest resident set since `forget_peak`. None where the
+    files, which the system can take back; peak_rss: the largest resident set since `reset_peak_rss`. None where the
     system does not tell."""
 
     rss: int
@@ -34,7 +34,7 @@ def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
     return ProcessMemory(status["VmRSS"], status.get("RssAnon"), _mapped(files), status.get("VmHWM"))
 
 
-def forget_peak() -> None:
+def reset_peak_rss() -> None:
     """Start the peak resident set anew from what is resident now (Linux: writes 5 to /proc/self/clear_refs)."""
     if sys.platform.startswith("linux"):
         try:

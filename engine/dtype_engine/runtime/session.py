@@ -20,14 +20,14 @@ from dtype_engine.core.errors import NoForward, OutOfReach, UserError
 from dtype_engine.core.input_args import typed
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, no_match
+from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
 from dtype_engine.results.drift import (
     DriftReport,
-    FlowCast,
     Generation,
-    MemoryReading,
+    ImplicitCastStats,
+    MemoryStats,
     Prediction,
     ScanReport,
     SearchReport,
@@ -35,7 +35,7 @@ from dtype_engine.results.drift import (
     SpeedReport,
 )
 from dtype_engine.results.export import ExportReport
-from dtype_engine.results.inputs import InputsReading
+from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import LossRemedy, ValueLoss
 from dtype_engine.runtime import process_memory as memory
 from dtype_engine.runtime.inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
@@ -47,17 +47,17 @@ from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import summed
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
 from dtype_engine.runtime.measure.noise_floor import measure_floor
-from dtype_engine.runtime.measure.nonfinite import find_nonfinite
+from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import Say, load, pick_device
-from dtype_engine.runtime.passes.runner import Passes, reference_name
+from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
 from dtype_engine.runtime.scan.evaluation import InLine
-from dtype_engine.runtime.scan.exact import measure_alone
+from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan
 from dtype_engine.search.pareto import Constraints, Front, make_items
-from dtype_engine.search.sensitivity import drift_of, predict
+from dtype_engine.search.sensitivity import predict, scalar_drift
 
 Cancelled = Callable[[], bool]
 P = ParamSpec("P")
@@ -128,7 +128,7 @@ class Session:
         plan = make_plan(self.tree, recipe)
         plan.refuse_too_slow()
         if not plan.selections[-1]:
-            raise UserError(no_match(self.tree, rule.pattern, plan.selections[-1]))
+            raise UserError(explain_no_match(self.tree, rule.pattern, plan.selections[-1]))
         self.apply(recipe)
         return self._plan
 
@@ -188,7 +188,7 @@ class Session:
             if self.options.reference_bytes is not None:
                 self._meter.budget = self.options.reference_bytes
         self._meter.settings = self.settings
-        memory.forget_peak()
+        memory.reset_peak_rss()
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
         found = self._meter.measure(on_progress, on_modules, cancelled)
@@ -209,7 +209,9 @@ class Session:
         )
 
     @_reading_weights
-    def causes(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> CausesReport:
+    def causes(
+        self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+    ) -> AttributionReport:
         """Which modules the drift of the recipe in force arises in; see `causes`. Raises as `drift` does, and UserError."""
         causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
         return causes.report(on_progress, cancelled)
@@ -225,17 +227,17 @@ class Session:
     @_reading_weights
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
-    ) -> Nonfinite | None:
+    ) -> NonFiniteDiagnosis | None:
         """Where values stop being finite and what mends it, for a report of the recipe in force; None where all are finite.
 
-        Raises as `drift` does; see `nonfinite.find_nonfinite`.
+        Raises as `drift` does; see `nonfinite.diagnose_nonfinite`.
         """
         output = report.output
         if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
             return None
         bad = not output.nonfinite
         try:
-            return find_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
+            return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
         finally:
             self.model.apply(self._plan.dtypes)
 
@@ -260,10 +262,10 @@ class Session:
             self.model.apply(self._plan.dtypes)
 
     @_reading_weights
-    def flow(self, cancelled: Cancelled = _never) -> tuple[FlowCast, ...]:
+    def flow(self, cancelled: Cancelled = _never) -> tuple[ImplicitCastStats, ...]:
         """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
         inputs = self._need_inputs()
-        with Passes(self.model, self.settings, cancelled) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled) as passes:
             return summed(passes.flow(inputs.batches[0]))
 
     @_reading_weights
@@ -275,7 +277,7 @@ class Session:
     ) -> tuple[Generation, ...]:
         """Text or captions of reference and candidate, written greedily; see `generation.generate`."""
         inputs = self._need_inputs()
-        with Passes(self.model, self.settings, cancelled) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled) as passes:
             return generate(passes, inputs, tokens, on_tokens)
 
     @_reading_weights
@@ -287,7 +289,7 @@ class Session:
     ) -> SpeedReport:
         """Time whole forward passes in the reference's dtype, as stored, and as cast; see `speed.measure_speed`."""
         inputs = self._need_inputs()
-        with Passes(self.model, self.settings, cancelled, watch=False) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
             rows, notices = measure_speed(passes, inputs, self._plan.dtypes, on_passes, repeats)
         return SpeedReport(
             model=self.model.title,
@@ -337,7 +339,7 @@ class Session:
         settings = RunSettings(compute=self.settings.compute)
         if exact:
             try:
-                self.scanned = measure_alone(
+                self.scanned = exact_sensitivities(
                     self.model, inputs, asked, settings, on_progress, on_estimate, cancelled, self.executor
                 )
             finally:
@@ -405,7 +407,7 @@ class Session:
         measured = None
         if measure:
             self.apply(recipe, cancelled=cancelled)
-            measured = drift_of(self.drift(cancelled=cancelled).output)
+            measured = scalar_drift(self.drift(cancelled=cancelled).output)
         assert self.scanned is not None
         return SearchReport(
             model=self.model.title,
@@ -428,14 +430,14 @@ class Session:
         made, do not fit the model or do not run, and Cancelled; everything is as it was then.
         """
         inputs = make_inputs(self.model, options)
-        with Passes(self.model, self.settings, cancelled, watch=False) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
             for tried in one_of_each_shape(inputs):
-                passes.try_reference(tried)
+                passes.dry_run(tried)
         self.inputs, self.options, self.no_forward = inputs, options, None
         self._meter = self._scan = self.scanned = None
 
     @property
-    def inputs_reading(self) -> InputsReading | None:
+    def inputs_reading(self) -> InputsSummary | None:
         """What the model is run on, call by call; None where it can't be run."""
         return reading(self.inputs) if self.inputs is not None else None
 
@@ -447,7 +449,7 @@ class Session:
 
         def evaluate(recipe: Recipe) -> float:
             self.model.apply(make_plan(self.tree, recipe).dtypes, cancelled=cancelled)
-            return drift_of(self.drift(cancelled=cancelled).output)
+            return scalar_drift(self.drift(cancelled=cancelled).output)
 
         try:
             return list(self.executor.map(evaluate, recipes))
@@ -459,10 +461,10 @@ class Session:
             raise NoForward(self.no_forward or "the model can't be run")
         return self.inputs
 
-    def memory(self) -> MemoryReading:
+    def memory(self) -> MemoryStats:
         """Memory now; `peak_rss_bytes` since the last measurement began."""
         process = memory.process_memory(self.model.files)
-        reading = MemoryReading(
+        reading = MemoryStats(
             stored_bytes=self._plan.stored_bytes,
             planned_bytes=self._plan.planned_bytes,
             resident_bytes=self.model.resident_bytes,

@@ -34,7 +34,7 @@ def parse_dtypes(text: str) -> tuple[str, ...]:
     return tuple(dtypes.parse_target(part) for part in text.split(",") if part.strip())
 
 
-def parse_only(text: str) -> tuple[str, tuple[str, ...]]:
+def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
     """`PATTERN=DTYPE,DTYPE`. Raises UserError."""
     pattern, equals, names = text.rpartition("=")
     if not equals or not pattern or not names:
@@ -70,7 +70,7 @@ class Limits:
         elif word == "alike":
             known = dataclasses.replace(known, together=(*known.together, rest))
         elif "=" in rest:
-            known = dataclasses.replace(known, only=(*known.only, parse_only(rest)))
+            known = dataclasses.replace(known, only=(*known.only, parse_allowed(rest)))
         else:
             known = dataclasses.replace(known, dtypes=parse_dtypes(rest))
         return Limits(known, self.budget, lines)

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import no_match, select, tensor_bytes
+from dtype_engine.recipe import explain_no_match, select, tensor_bytes
 from dtype_engine.results.drift import FrontPoint
 
 _MOST_STATES = 20_000
@@ -98,7 +98,7 @@ def make_items(
 def _taken(tree: Tree, pattern: str) -> tuple[str, ...]:
     taken = select(tree, pattern)
     if not taken:
-        raise UserError(no_match(tree, pattern, taken))
+        raise UserError(explain_no_match(tree, pattern, taken))
     return taken.tensors
 
 
@@ -122,7 +122,7 @@ def _groups(tree: Tree, weights: Sequence[str], together: Iterable[str]) -> list
     for pattern in together:
         taken = select(tree, pattern)
         if not taken:
-            raise UserError(no_match(tree, pattern, taken))
+            raise UserError(explain_no_match(tree, pattern, taken))
         first: dict[str, str] = {}
         for name in taken.tensors:
             if name not in leader:

@@ -17,13 +17,13 @@ from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import OutputDrift, Prediction, ScanReport, WeightScore
 
 
-def is_free(stored: str, dtype: str) -> bool:
+def is_lossless(stored: str, dtype: str) -> bool:
     """Whether a weight costs nothing in `dtype`: it computes as the reference does, or wider."""
     reference = "float64" if stored == "float64" else "float32"
-    return dtype in dtypes.COMPUTED and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
+    return dtype in dtypes.COMPUTE_DTYPES and dtypes.BY_NAME[dtype].bits >= dtypes.BY_NAME[reference].bits
 
 
-def drift_of(output: OutputDrift) -> float:
+def scalar_drift(output: OutputDrift) -> float:
     """The one figure that scans and searches go by: KL where the output is a distribution, else relative L2 squared."""
     value = output.kl_mean if output.kl_mean is not None else output.rel_l2**2
     return value if math.isfinite(value) and not output.nonfinite else math.inf
@@ -37,7 +37,7 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
     total = 0.0
     for name, dtype in plan.dtypes.items():
         tensor = tree.tensors[name]
-        if not (tensor.castable and tensor.persistent) or is_free(tensor.dtype, dtype):
+        if not (tensor.castable and tensor.persistent) or is_lossless(tensor.dtype, dtype):
             continue
         if (name, dtype) not in scores:
             raise UserError(f"{name} was not scanned in {dtype}: scan with it to predict this recipe")
@@ -45,7 +45,7 @@ def predict(tree: Tree, plan: Plan, report: ScanReport, scores: Mapping[tuple[st
     return Prediction(total, report.unit, plan.planned_bytes)
 
 
-def by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
+def aggregate_by_node(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -> dict[str, float]:
     """The sum of the scores in `dtype` of all weights at or below each node: modules (the root is "") and weights. A tied
     weight counts once in each module that has it.
     """
@@ -82,7 +82,7 @@ def ranking(tree: Tree, report: ScanReport, dtype: str | None = None, per_byte: 
         for score in report.weights
         if dtype in (None, score.dtype)
         and score.name in tree.tensors
-        and not is_free(tree.tensors[score.name].dtype, score.dtype)
+        and not is_lossless(tree.tensors[score.name].dtype, score.dtype)
     ]
     if per_byte:
         rows.sort(key=lambda row: (row.saved <= 0, -row.per_byte, row.score.name))

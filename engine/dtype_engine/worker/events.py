@@ -12,24 +12,24 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
-    from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
+    from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
     from dtype_engine.results.drift import (
         DriftReport,
-        FlowCast,
         Generation,
-        MemoryReading,
+        ImplicitCastStats,
+        MemoryStats,
         ModuleDrift,
         ScanReport,
         SpeedReport,
-        WeightReading,
+        WeightStats,
     )
-    from dtype_engine.results.inputs import InputsReading
+    from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
     from dtype_engine.worker.queue import JobName
     from dtype_engine.worker.save_requests import ExportPlan
 
 
-class Loading(NamedTuple):
+class LoadingProgress(NamedTuple):
     """The model is being opened; `step` says what is done now, in a few words."""
 
     step: str
@@ -57,7 +57,7 @@ class ModelReady(NamedTuple):
 class InputsReady(NamedTuple):
     """What the model is run on from now on; all that was measured before was on other inputs."""
 
-    reading: InputsReading
+    reading: InputsSummary
 
 
 class InputsRefused(NamedTuple):
@@ -75,7 +75,7 @@ class OpenFailed(NamedTuple):
     classes_follow: bool = False
 
 
-class Casting(NamedTuple):
+class CastingProgress(NamedTuple):
     """Tensors are being cast, `done` of `total`."""
 
     recipe: Recipe
@@ -99,7 +99,7 @@ class LossRemedyFound(NamedTuple):
     found: LossRemedy
 
 
-class Measuring(NamedTuple):
+class MeasuringProgress(NamedTuple):
     """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all
     inputs.
     """
@@ -110,7 +110,7 @@ class Measuring(NamedTuple):
     total: int | None
 
 
-class Working(NamedTuple):
+class WorkingProgress(NamedTuple):
     """Something else that takes time is under way: `what`, in a few words, and `done` of `total` steps of it."""
 
     recipe: Recipe
@@ -144,21 +144,21 @@ class NonfiniteFound(NamedTuple):
     """Why the output just measured is not finite, and what mends it."""
 
     recipe: Recipe
-    found: Nonfinite
+    found: NonFiniteDiagnosis
 
 
-class CausesTold(NamedTuple):
+class AttributionReady(NamedTuple):
     """Which modules the drift arises in, as asked for."""
 
     recipe: Recipe
-    report: CausesReport
+    report: AttributionReport
 
 
-class Flowed(NamedTuple):
+class ImplicitCastsTraced(NamedTuple):
     """The implicit casts of one forward pass, as asked for."""
 
     recipe: Recipe
-    casts: tuple[FlowCast, ...]
+    casts: tuple[ImplicitCastStats, ...]
 
 
 class Generated(NamedTuple):
@@ -168,19 +168,19 @@ class Generated(NamedTuple):
     texts: tuple[Generation, ...]
 
 
-class Timed(NamedTuple):
+class SpeedMeasured(NamedTuple):
     """How long forward passes take, as asked for."""
 
     recipe: Recipe
     report: SpeedReport
 
 
-class WeightLookedAt(NamedTuple):
+class WeightInspected(NamedTuple):
     """The values of one tensor, as asked for."""
 
     recipe: Recipe
     name: str
-    reading: WeightReading
+    reading: WeightStats
 
 
 class ExportPlanned(NamedTuple):
@@ -191,7 +191,7 @@ class ExportPlanned(NamedTuple):
     reason: str = ""
 
 
-class Saving(NamedTuple):
+class SavingProgress(NamedTuple):
     """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
 
     recipe: Recipe
@@ -209,7 +209,7 @@ class Saved(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-class Scanned(NamedTuple):
+class ScanUpdated(NamedTuple):
     """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
 
     report: ScanReport
@@ -254,7 +254,7 @@ class Memory(NamedTuple):
     """Memory now; about four times a second while work goes on, and once when it ends."""
 
     recipe: Recipe
-    reading: MemoryReading
+    reading: MemoryStats
 
 
 class Idle(NamedTuple):
@@ -262,30 +262,30 @@ class Idle(NamedTuple):
 
 
 Event = (
-    Loading
+    LoadingProgress
     | HeadersRead
     | ModelReady
     | InputsReady
     | InputsRefused
     | OpenFailed
-    | Casting
+    | CastingProgress
     | CastDone
-    | Measuring
+    | MeasuringProgress
     | ModulesMeasured
     | Measured
     | FloorMeasured
     | NonfiniteFound
     | LossRemedyFound
-    | CausesTold
-    | Working
-    | Flowed
+    | AttributionReady
+    | WorkingProgress
+    | ImplicitCastsTraced
     | Generated
-    | Timed
-    | WeightLookedAt
+    | SpeedMeasured
+    | WeightInspected
     | ExportPlanned
-    | Saving
+    | SavingProgress
     | Saved
-    | Scanned
+    | ScanUpdated
     | Failed
     | Refused
     | Jobs

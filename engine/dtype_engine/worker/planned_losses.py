@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, make_plan
-from dtype_engine.reports.text import human_bytes
 from dtype_engine.worker import events
 
 if TYPE_CHECKING:
@@ -49,8 +49,9 @@ class PlannedLosses:
             emit(events.CastDone(recipe, None, words))
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
+        from dtype_engine.runtime.measure.stored_losses import losses_in_files
         from dtype_engine.runtime.model.mapped_tensors import read_tensor
-        from dtype_engine.runtime.numerics.value_loss import count_losses, losses_in_files
+        from dtype_engine.runtime.numerics.value_loss import count_losses
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype
@@ -60,7 +61,7 @@ class PlannedLosses:
             return self.counted.get(key)
 
         def progress(done: int, total: int) -> None:
-            emit(events.Working(recipe, "looking for values that the casts lose", done, total))
+            emit(events.WorkingProgress(recipe, "looking for values that the casts lose", done, total))
 
         try:
             losses = losses_in_files(checkpoint, tree, plan.dtypes, self.counted, progress, cancelled)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportWish:
+class ExportRequest:
     """A checkpoint in the dtypes of the recipe in force."""
 
     folder: Path
@@ -24,7 +24,7 @@ class ExportWish:
 
 
 @dataclass(frozen=True, slots=True)
-class RecipeWish:
+class RecipeRequest:
     """The recipe in force, with its settings and, where it was measured, the figures."""
 
     file: Path
@@ -33,7 +33,7 @@ class RecipeWish:
 
 
 @dataclass(frozen=True, slots=True)
-class ReportWish:
+class ReportRequest:
     """A report of the recipe in force; measured for it where `drift` is not given."""
 
     file: Path
@@ -42,7 +42,7 @@ class ReportWish:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvertWish:
+class ConvertRequest:
     """The recipe in force in the words of another tool."""
 
     file: Path
@@ -50,7 +50,7 @@ class ConvertWish:
     replace: bool = False
 
 
-Wish = ExportWish | RecipeWish | ReportWish | ConvertWish
+SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import refuse_unreadable, unchanged
-from dtype_engine.core.cancellation import Gate
+from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
@@ -23,7 +23,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_engine.worker.planned_losses import PlannedLosses
 from dtype_engine.worker.queue import Job, JobName, JobQueue
-from dtype_engine.worker.save_requests import Wish
+from dtype_engine.worker.save_requests import SaveRequest
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -94,7 +94,7 @@ class Worker:
         """What waited when the user stopped the engine, until the screen is told."""
         self._closing = threading.Event()
         self._stop_now = threading.Event()
-        self._gate = Gate(self._stop_now)
+        self._gate = CancelToken(self._stop_now)
         self._stopped_by_user = False
         self._opened = threading.Event()
         """The model is open, or opening it has failed."""
@@ -188,7 +188,7 @@ class Worker:
         self._plans.append(threading.Thread(target=self._tell_export_plan, args=(recipe,), name=name, daemon=True))
         self._plans[-1].start()
 
-    def save(self, wish: Wish) -> None:
+    def save(self, wish: SaveRequest) -> None:
         """Write what is wished for, of the recipe in force now, after what is under way. Only `cancel` stops it."""
         asked_for = self._recipe
         self._ask("write", lambda recipe: self._save(asked_for, wish), finishes=True)
@@ -275,24 +275,24 @@ class Worker:
     def _open(self) -> Session:
         started = time.perf_counter()
         if self._source.kind == "checkpoint":
-            self._emit(events.Loading("reading the headers"))
+            self._emit(events.LoadingProgress("reading the headers"))
             self._checkpoint = self._source.open()
             assert self._checkpoint is not None
             if self._read_headers:
                 tree = self._checkpoint.tree()
                 assert tree.names  # listed here and not on the way to the first frame of a filter
                 self._emit(events.HeadersRead(tree, self._checkpoint.notices))
-            from dtype_engine.checkpoint.memory_fit import no_room
+            from dtype_engine.checkpoint.memory_fit import shortfall
 
-            if reason := no_room(self._checkpoint):
+            if reason := shortfall(self._checkpoint):
                 raise NoForward(f"{self._source.title}: {reason}")
-        self._emit(events.Loading("importing torch"))
+        self._emit(events.LoadingProgress("importing torch"))
         from dtype_engine.runtime.session import open_session
 
         session = open_session(
             self._source,
             self._options,
-            say=lambda step: self._emit(events.Loading(step)),
+            say=lambda step: self._emit(events.LoadingProgress(step)),
             refused=lambda why: self._emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
         )
         self._emit(
@@ -314,7 +314,7 @@ class Worker:
         from dtype_engine.runtime.model.describe import describe
 
         assert self._checkpoint is not None
-        self._emit(events.Loading("reading the architecture"))
+        self._emit(events.LoadingProgress("reading the architecture"))
         try:
             known = describe(self._source, self._options, self._checkpoint).tree
         except UserError:
@@ -367,7 +367,7 @@ class Worker:
         return self._waiting or self._inputs_line is not None or bool(self._asked) or self._closing.is_set()
 
     def _change_inputs(self, session: Session, recipe: Recipe, line: str) -> None:
-        self._emit(events.Working(recipe, "preparing the inputs", 0, 1))
+        self._emit(events.WorkingProgress(recipe, "preparing the inputs", 0, 1))
         try:
             from dtype_engine.core.input_args import typed
 
@@ -394,23 +394,25 @@ class Worker:
 
     def _tell_flow(self, session: Session, recipe: Recipe) -> None:
         session.apply(recipe, cancelled=self._stop_now.is_set)
-        self._emit(events.Flowed(recipe, session.flow(self._stop_now.is_set)))
+        self._emit(events.ImplicitCastsTraced(recipe, session.flow(self._stop_now.is_set)))
 
     def _tell_causes(self, session: Session, recipe: Recipe) -> None:
         cancelled, told = self._stop_now.is_set, _Throttle()
         session.apply(recipe, cancelled=cancelled)
 
         def on_parts(done: int, total: int) -> None:
-            told(lambda: self._emit(events.Working(recipe, "running each module as cast by itself", done, total)))
+            told(
+                lambda: self._emit(events.WorkingProgress(recipe, "running each module as cast by itself", done, total))
+            )
 
-        self._emit(events.CausesTold(recipe, session.causes(on_parts, cancelled)))
+        self._emit(events.AttributionReady(recipe, session.causes(on_parts, cancelled)))
 
     def _look_closer(self, session: Session, recipe: Recipe, report: DriftReport) -> None:
         """What belongs to a measurement and takes more passes: why it is not finite, and, once for the inputs, its floor."""
         cancelled = self._stop_now.is_set
 
         def working(what: str) -> Callable[[int, int], None]:
-            return lambda done, total: self._emit(events.Working(recipe, what, done, total))
+            return lambda done, total: self._emit(events.WorkingProgress(recipe, what, done, total))
 
         self._phase = "nonfinite"
         found = session.nonfinite(report, working("trying what makes the output finite"), cancelled)
@@ -427,7 +429,7 @@ class Worker:
 
     def _tell_loss_remedy(self, session: Session, recipe: Recipe, report: DriftReport | None) -> None:
         def on_trial(done: int, total: int) -> None:
-            self._emit(events.Working(recipe, "trying what keeps the values", done, total))
+            self._emit(events.WorkingProgress(recipe, "trying what keeps the values", done, total))
 
         remedy = session.loss_remedy(report, on_trial, self._stop_now.is_set)
         if remedy is not None:
@@ -438,7 +440,7 @@ class Worker:
         session.apply(recipe, cancelled=cancelled)
 
         def on_tokens(which: str, done: int, most: int) -> None:
-            told(lambda: self._emit(events.Working(recipe, f"generating: {which}", done, most)))
+            told(lambda: self._emit(events.WorkingProgress(recipe, f"generating: {which}", done, most)))
 
         self._emit(events.Generated(recipe, session.generate(tokens, on_tokens, cancelled)))
 
@@ -447,21 +449,21 @@ class Worker:
         session.apply(recipe, cancelled=cancelled)
 
         def on_passes(what: str, done: int, total: int) -> None:
-            self._emit(events.Working(recipe, f"timing: {what}", done, total))
+            self._emit(events.WorkingProgress(recipe, f"timing: {what}", done, total))
 
-        self._emit(events.Timed(recipe, session.speed(on_passes, cancelled)))
+        self._emit(events.SpeedMeasured(recipe, session.speed(on_passes, cancelled)))
 
     def _tell_scan(self, session: Session, recipe: Recipe, dtypes: tuple[str, ...]) -> None:
         told = _Throttle()
 
         def on_progress(what: str, done: int, total: int | None) -> None:
-            told(lambda: self._emit(events.Working(recipe, what, done, total or max(1, done))))
+            told(lambda: self._emit(events.WorkingProgress(recipe, what, done, total or max(1, done))))
 
         def on_estimate(report: ScanReport) -> None:
-            self._emit(events.Scanned(report, report.sequences == report.all_sequences))
+            self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
 
         report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=self._gate)
-        self._emit(events.Scanned(report, True))
+        self._emit(events.ScanUpdated(report, True))
 
     def _cast_and_measure(self, recipe: Recipe) -> None:
         asked, self._asked_to_read = self._asked_to_read, False
@@ -484,14 +486,14 @@ class Worker:
         self._unmeasured, self._unfinished, self._phase = True, None, "measure"
         session.apply(
             recipe,
-            on_progress=lambda done, total: told(lambda: self._emit(events.Casting(recipe, done, total))),
+            on_progress=lambda done, total: told(lambda: self._emit(events.CastingProgress(recipe, done, total))),
             cancelled=cancelled,
         )
         self._tell_memory(session)
         self._emit(events.CastDone(recipe, session.lost_values(cancelled)))
         if session.no_forward is None:
             report = session.drift(
-                on_progress=lambda run, done, total: self._emit(events.Measuring(recipe, run, done, total)),
+                on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
                 on_modules=on_modules,
                 cancelled=cancelled,
             )
@@ -516,7 +518,7 @@ class Worker:
     def _tell_weight(self, recipe: Recipe, name: str, targets: tuple[str, ...]) -> None:
         from dtype_engine.runtime.measure.weight_errors import look_at, look_at_live
 
-        self._emit(events.Working(recipe, f"reading {printable(name, 60)}", 0, 1))
+        self._emit(events.WorkingProgress(recipe, f"reading {printable(name, 60)}", 0, 1))
         if self._session is not None:
             with unchanged(self._session.model.identities):
                 reading = look_at_live(self._session.model, name, targets, self._stop_now.is_set)
@@ -525,13 +527,13 @@ class Worker:
                 reading = look_at(self._checkpoint, name, targets, self._stop_now.is_set)
         else:
             raise UserError("the model is not open")
-        self._emit(events.WeightLookedAt(recipe, name, reading))
+        self._emit(events.WeightInspected(recipe, name, reading))
 
     def _workshop(self, recipe: Recipe) -> Workshop:
         from dtype_engine.worker.writer import Workshop, progress
 
         told = progress(
-            lambda what, done, total: self._emit(events.Saving(recipe, what, done, total)), time.perf_counter
+            lambda what, done, total: self._emit(events.SavingProgress(recipe, what, done, total)), time.perf_counter
         )
         return Workshop(
             self._source, self._options, self._settings, recipe, self._session, self._checkpoint, told, self._stop_now.is_set,
@@ -550,7 +552,7 @@ class Worker:
         except Exception as error:
             self._emit(events.ExportPlanned(recipe, None, _unforeseen(error)))
 
-    def _save(self, recipe: Recipe, wish: Wish) -> None:
+    def _save(self, recipe: Recipe, wish: SaveRequest) -> None:
         """Refusals are told as such: they say nothing about the drift of the recipe."""
         try:
             sentence, notices = self._workshop(recipe).fulfil(wish)

@@ -6,22 +6,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.core.atomic_write import refuse_existing, write_whole
+from dtype_engine.core.atomic_write import check_target, write_text_atomic
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.recipe import Plan, Recipe, make_plan, require_matches
-from dtype_engine.reports.text import human_bytes, seconds_text
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.worker.planned_losses import MOST_UNASKED, PlannedLosses
 from dtype_engine.worker.save_requests import (
-    ConvertWish,
+    ConvertRequest,
     ExportPlan,
-    ExportWish,
-    RecipeWish,
-    ReportWish,
-    Wish,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
+    SaveRequest,
 )
 
 if TYPE_CHECKING:
@@ -70,15 +70,15 @@ class Workshop:
             self._known_lost(),
         )
 
-    def fulfil(self, wish: Wish) -> tuple[str, tuple[str, ...]]:
+    def fulfil(self, wish: SaveRequest) -> tuple[str, tuple[str, ...]]:
         """Do it; a sentence that says what was written, and notices. Raises UserError, Cancelled."""
-        if isinstance(wish, ExportWish):
+        if isinstance(wish, ExportRequest):
             return self._export(wish)
-        refuse_existing(wish.file, wish.replace)
-        if isinstance(wish, ConvertWish):
+        check_target(wish.file, wish.replace)
+        if isinstance(wish, ConvertRequest):
             return self._convert(wish)
-        text, notices = self._recipe_text(wish) if isinstance(wish, RecipeWish) else self._report_text(wish)
-        return f"wrote {printable(str(write_whole(wish.file, text, wish.replace)), 300)}", notices
+        text, notices = self._recipe_text(wish) if isinstance(wish, RecipeRequest) else self._report_text(wish)
+        return f"wrote {printable(str(write_text_atomic(wish.file, text, wish.replace)), 300)}", notices
 
     def _tree(self) -> Tree:
         if self.session is not None:
@@ -102,7 +102,7 @@ class Workshop:
             return self.session.lost_values(self.cancelled, _plan(self.session.tree, self.recipe))
         if self.checkpoint is None:
             return None
-        from dtype_engine.runtime.numerics.value_loss import losses_in_files
+        from dtype_engine.runtime.measure.stored_losses import losses_in_files
 
         tree = self._tree()
         plan = _plan(tree, self.recipe)
@@ -120,7 +120,7 @@ class Workshop:
             raise UserError("the model is not open")
         return of_checkpoint(self.checkpoint, self.source.title, self.recipe, self.options)
 
-    def _export(self, wish: ExportWish) -> tuple[str, tuple[str, ...]]:
+    def _export(self, wish: ExportRequest) -> tuple[str, tuple[str, ...]]:
         from dtype_engine.runtime.export import export
         from dtype_engine.runtime.export.staging import free_name
 
@@ -139,7 +139,7 @@ class Workshop:
         size = f"{human_bytes(report.nbytes)} in {seconds_text(report.seconds)}{rate}"
         return f"exported to {printable(report.folder, 300)}: {size}", report.notices
 
-    def _recipe_text(self, wish: RecipeWish) -> tuple[str, tuple[str, ...]]:
+    def _recipe_text(self, wish: RecipeRequest) -> tuple[str, tuple[str, ...]]:
         from dtype_engine.recipe.provenance import recipe_text
         from dtype_engine.reports import versions
 
@@ -150,7 +150,7 @@ class Workshop:
         lost = self._lost()
         return recipe_text(tree, plan, self.source.title, self.settings, wish.drift, versions(), lost), notices
 
-    def _report_text(self, wish: ReportWish) -> tuple[str, tuple[str, ...]]:
+    def _report_text(self, wish: ReportRequest) -> tuple[str, tuple[str, ...]]:
         from dtype_engine.reports import check_name, gather, render, versions
 
         check_name(wish.file)
@@ -172,17 +172,17 @@ class Workshop:
         except NoForward as error:
             return None, str(error)
 
-    def _convert(self, wish: ConvertWish) -> tuple[str, tuple[str, ...]]:
-        from dtype_engine.recipe.targets import Context, dialect
+    def _convert(self, wish: ConvertRequest) -> tuple[str, tuple[str, ...]]:
+        from dtype_engine.recipe.targets import Context, target_named
         from dtype_engine.runtime.model.describe import describe
 
         found = describe(self.source, self.options)
         require_matches(found.tree, self.recipe)
         plan = _plan(found.tree, self.recipe)
-        written = dialect(wish.target).convert(
+        written = target_named(wish.target).convert(
             Context(found.tree, plan, self.source.title, found.model_type, found.kinds)
         )
-        path = write_whole(wish.file, written.text, wish.replace)
+        path = write_text_atomic(wish.file, written.text, wish.replace)
         left_out = sum(len(entry.tensors) for entry in written.left_out)
         notices: tuple[str, ...] = written.notes
         if left_out:

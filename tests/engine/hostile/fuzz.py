@@ -174,11 +174,11 @@ def _session(folder: Path) -> bytes:
 def _scan(folder: Path) -> bytes:
     from dtype_engine.runtime.scan import saved as scan_file
     from dtype_engine.runtime.scan.routing import SelectionSample
-    from dtype_engine.runtime.scan.scores import OneSequence
+    from dtype_engine.runtime.scan.scores import SequenceScores
 
     keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
     sample = SelectionSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
-    done = [OneSequence(16.0, keys, keys, keys, True, [sample], keys), OneSequence(8.0, keys)]
+    done = [SequenceScores(16.0, keys, keys, keys, True, [sample], keys), SequenceScores(8.0, keys)]
     path = folder / "scan.json"
     scan_file.write(path, scan_file.Saved(FINGERPRINT(), 4, "nats", 1.5, 2.5, done))
     return path.read_bytes()
@@ -402,10 +402,10 @@ _NEEDS_A_TERMINAL = "this is not a terminal"
 
 def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, seen: Seen) -> None:
     """Run a case and add what it gave to `seen`."""
-    from dtype_engine.runtime.process_memory import forget_peak, process_memory
+    from dtype_engine.runtime.process_memory import process_memory, reset_peak_rss
 
     content = mutated(kind, good[kind], seed)
-    forget_peak()
+    reset_peak_rss()
     signal.alarm(LONGEST_S)
     started = time.process_time()
     wrong = ""

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.options import BAD_INPUT, TRACEBACK, run
-from dtype_engine.core.atomic_write import refuse_existing
+from dtype_engine.core.atomic_write import check_target
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.options import Options
@@ -214,7 +214,7 @@ def test_the_program_itself_ends_so(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["x" * 5000, "a/" * 3000 + "x.html", "~nobody-of-this-name/x.md"])
 def test_what_can_be_no_file_is_not_written(path: str) -> None:
     with pytest.raises(UserError) as caught:
-        refuse_existing(Path(path))
+        check_target(Path(path))
     assert str(caught.value).startswith("can't write ")
     assert len(str(caught.value)) < 400
 

@@ -96,9 +96,9 @@ def test_classes_are_matched_whole_or_by_glob() -> None:
 def test_only_a_rule_that_means_it_singles_a_tensor_out() -> None:
     buffer = "model.rotary_emb.inv_freq"
     for pattern in ("*.inv_freq", buffer, "*inv*", "re:.*freq", "model.rotary_emb.{inv_freq,other}"):
-        assert compile_pattern(pattern).singles_out(buffer), pattern
+        assert compile_pattern(pattern).matches_exactly(buffer), pattern
     for pattern in ("*", "model.*", "model.rotary_emb", "model.rotary_emb.*", "*.rotary_emb.?*", "re:.*"):
-        assert not compile_pattern(pattern).singles_out(buffer), pattern
+        assert not compile_pattern(pattern).matches_exactly(buffer), pattern
 
 
 @pytest.mark.parametrize(

@@ -188,7 +188,7 @@ def test_a_preset_comes_before_recipe_and_casts(capsys: pytest.CaptureFixture[st
 
 SETTINGS = st.builds(
     RunSettings,
-    st.sampled_from(dtypes.COMPUTED),
+    st.sampled_from(dtypes.COMPUTE_DTYPES),
     st.sampled_from([None, "bfloat16", "float16"]),
     st.sampled_from(["given", "model"]),
 )

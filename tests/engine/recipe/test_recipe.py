@@ -70,7 +70,7 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
         )
         if tensor.persistent and (own or by_module):
             return True
-        if not tensor.persistent and compiled.singles_out(name):
+        if not tensor.persistent and compiled.matches_exactly(name):
             return True
     return False
 
@@ -101,7 +101,7 @@ def test_planned_bytes_are_the_sum_over_distinct_saved_tensors(recipe: Recipe) -
             continue
         dtype = plan.dtypes[tensor.name]
         total += tensor.numel * dtypes.BY_NAME[dtype].bits // 8
-        if dtype != tensor.dtype and dtype in dtypes.STORAGE_ONLY:
+        if dtype != tensor.dtype and dtype in dtypes.STORAGE_DTYPES:
             total += 4 * (tensor.shape[0] if len(tensor.shape) > 1 and not dtype.endswith("@tensor") else 1)
     assert plan.planned_bytes == total
     assert TREE.totals(plan.dtypes)[""].total_bytes == total

@@ -31,7 +31,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.lint import lint
-from dtype_engine.recipe.targets import DIALECTS, Context, Converted
+from dtype_engine.recipe.targets import RECIPE_TARGETS, Context, Conversion
 from dtype_engine.recipe.targets.name_patterns import globs, regexes
 from dtype_engine.runtime.model.describe import describe
 
@@ -125,7 +125,7 @@ def loaded(context: Context, base: str) -> dict[str, str]:
     return found
 
 
-def as_torchao(context: Context, written: Converted) -> Outcome:
+def as_torchao(context: Context, written: Conversion) -> Outcome:
     """FqnToConfig: exact parameter, exact module, then every expression that fits the parameter, then the first that fits
     the module; modules and parameters are both matched in whole.
     """
@@ -147,7 +147,7 @@ def as_torchao(context: Context, written: Converted) -> Outcome:
     return found
 
 
-def as_llm_compressor(context: Context, written: Converted) -> Outcome:
+def as_llm_compressor(context: Context, written: Conversion) -> Outcome:
     """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantised."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
     groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
@@ -171,7 +171,7 @@ def as_llm_compressor(context: Context, written: Converted) -> Outcome:
     return found
 
 
-def as_modelopt(context: Context, written: Converted) -> Outcome:
+def as_modelopt(context: Context, written: Conversion) -> Outcome:
     """ModelOpt: `fnmatch` on quantizer names, the last entry that matches wins."""
     entries = json.loads(written.text)["quant_cfg"]
     assert written.base is not None
@@ -191,7 +191,7 @@ def as_modelopt(context: Context, written: Converted) -> Outcome:
     return found
 
 
-def as_comfyui(context: Context, written: Converted) -> Outcome:
+def as_comfyui(context: Context, written: Conversion) -> Outcome:
     metadata = json.loads(json.loads(written.text)["_quantization_metadata"])
     assert metadata["format_version"] == "1.0"
     found = {t.name: written.base if t.persistent and t.castable else t.dtype for t in context.tree.tensors.values()}
@@ -203,7 +203,7 @@ def as_comfyui(context: Context, written: Converted) -> Outcome:
     return found  # type: ignore[return-value]
 
 
-def as_diffusers(context: Context, written: Converted) -> Outcome:
+def as_diffusers(context: Context, written: Conversion) -> Outcome:
     """Layerwise casting from the root down: found anywhere in the name, a pattern spares the module and all below."""
     body = ast.parse(written.text).body
     assigned = next(node for node in body if isinstance(node, ast.Assign))
@@ -254,7 +254,7 @@ def module_like(tree: Tree, load_in: str) -> nn.Module:
     return made[""]
 
 
-def as_transformers(context: Context, written: Converted) -> Outcome:
+def as_transformers(context: Context, written: Conversion) -> Outcome:
     """The Python itself, run."""
     load_in = re.search(r"dtype=torch\.(\w+)\)\)", written.text)
     assert load_in is not None
@@ -290,7 +290,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
     return [f"{TOP[module]}.{local}"] if module in TOP and local in ("weight", "bias") else []
 
 
-def as_llama_cpp(context: Context, written: Converted) -> Outcome:
+def as_llama_cpp(context: Context, written: Conversion) -> Outcome:
     """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantises."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
@@ -313,7 +313,7 @@ def as_llama_cpp(context: Context, written: Converted) -> Outcome:
     return found
 
 
-READERS: dict[str, Callable[[Context, Converted], Outcome]] = {
+READERS: dict[str, Callable[[Context, Conversion], Outcome]] = {
     "torchao": as_torchao,
     "llama.cpp": as_llama_cpp,
     "diffusers": as_diffusers,
@@ -324,11 +324,11 @@ READERS: dict[str, Callable[[Context, Converted], Outcome]] = {
 }
 
 
-@pytest.mark.parametrize("target", list(DIALECTS))
+@pytest.mark.parametrize("target", list(RECIPE_TARGETS))
 @given(context=CONTEXTS)
 @settings(max_examples=60, deadline=None)
 def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> None:
-    written = DIALECTS[target].convert(context)
+    written = RECIPE_TARGETS[target].convert(context)
     outcome = READERS[target](context, written)
     left_out = {name: entry for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
     rescaled = {name: entry for entry in written.left_out if entry.part == "scale" for name in entry.tensors}
@@ -346,8 +346,8 @@ def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> N
             assert got == tensor.dtype or target == "llama.cpp"
 
 
-def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Converted:
-    return DIALECTS[target].convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
+def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Conversion:
+    return RECIPE_TARGETS[target].convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
 
 
 def test_layer_1_is_not_layer_10_and_a_gate_is_not_a_gate_proj() -> None:
@@ -376,7 +376,7 @@ def test_a_plan_that_is_regular_needs_few_patterns() -> None:
 def test_what_a_target_can_not_express_is_listed() -> None:
     low = Rule("*.mlp", "float8_e5m2")
     rules = (low, Rule("*.q_proj", "int8"), Rule("*.input_layernorm", "float64"), Rule("lm_head", "int8"))
-    for target in DIALECTS:
+    for target in RECIPE_TARGETS:
         listed = {name for entry in converted(target, LLAMA, *rules).left_out for name in entry.tensors}
         assert ("model.layers.0.input_layernorm.weight" in listed) is (target != "transformers"), target
         assert ("model.layers.0.mlp.up_proj.weight" in listed) is (target != "torchao"), target  # e5m2, or its scales
@@ -386,7 +386,7 @@ def test_what_a_target_can_not_express_is_listed() -> None:
 
 def test_gguf_names_need_a_known_architecture() -> None:
     with pytest.raises(UserError, match="model_type"):
-        DIALECTS["llama.cpp"].convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
+        RECIPE_TARGETS["llama.cpp"].convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
     with pytest.raises(UserError, match="'no_such_type'"):
         converted("llama.cpp", LLAMA, model_type="no_such_type")
 
@@ -416,7 +416,7 @@ def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[...,
     session = de.open(str(folder))
     session.apply(recipe)
     context = Context(session.tree, session.plan)
-    written = DIALECTS["transformers"].convert(context)
+    written = RECIPE_TARGETS["transformers"].convert(context)
     assert written.left_out == ()
     namespace: dict[str, Any] = {}
     exec(compile(written.text, "snippet", "exec"), namespace)
@@ -436,7 +436,7 @@ def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     found = describe(locate(str(tmp_path)), Options(device="cpu"))
     plan = make_plan(found.tree, Recipe((Rule("*", base),)))
-    written = DIALECTS["llm-compressor"].convert(Context(found.tree, plan, kinds=found.kinds))
+    written = RECIPE_TARGETS["llm-compressor"].convert(Context(found.tree, plan, kinds=found.kinds))
     instead = {name: entry.instead for entry in written.left_out for name in entry.tensors}
     assert any("wo" in name for name in instead) is (base == "float16")
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=getattr(torch, base))
@@ -448,7 +448,7 @@ def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
 
 
 def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Any:
-    return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), DIALECTS[target])
+    return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), RECIPE_TARGETS[target])
 
 
 def test_lint_finds_what_searching_takes_besides() -> None:
@@ -488,11 +488,11 @@ def test_lint_tells_whose_rule_would_win() -> None:
     assert [name for name, _, _ in read("torchao", LLAMA, *exact).overruled] == ["model.layers.1.mlp.up_proj.weight"]
 
 
-@pytest.mark.parametrize("target", list(DIALECTS))
+@pytest.mark.parametrize("target", list(RECIPE_TARGETS))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)
 def test_lint_adds_up(target: str, context: Context) -> None:
-    for rule, taken in zip(lint(context, DIALECTS[target]).rules, context.plan.selections, strict=True):
+    for rule, taken in zip(lint(context, RECIPE_TARGETS[target]).rules, context.plan.selections, strict=True):
         assert rule.here == len(taken)
         assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
 
@@ -501,7 +501,7 @@ def test_lint_adds_up(target: str, context: Context) -> None:
 
 
 def test_the_commands_know_every_target() -> None:
-    assert tuple(DIALECTS) == TARGETS
+    assert tuple(RECIPE_TARGETS) == TARGETS
 
 
 DEMO = str(paths.DEMO)
@@ -524,7 +524,7 @@ def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, caps
     assert found["left_out"] == []
     assert len(found["patterns"]) == 2
     assert yaml.safe_load(found["text"])["quant_stage"]
-    for target in DIALECTS:
+    for target in RECIPE_TARGETS:
         assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", target]) == 0
         said = capsys.readouterr()
         assert said.out

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.reports.text import human_bytes, human_count
+from dtype_engine.core.units import human_bytes, human_count
 
 
 @pytest.mark.parametrize(

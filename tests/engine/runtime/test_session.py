@@ -12,7 +12,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.runtime.model.live import give_memory_back
+from dtype_engine.runtime.model.live import trim_heap
 from dtype_engine.runtime.process_memory import process_memory
 
 
@@ -127,7 +127,7 @@ def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_
     folder = make_llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
     session = de.open(str(folder))
     gc.collect()
-    give_memory_back()
+    trim_heap()
     before = process_memory(session.model.files)
     session.cast("*", "bfloat16")
     cast = process_memory(session.model.files)

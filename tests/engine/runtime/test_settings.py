@@ -12,7 +12,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.options import RunSettings
-from dtype_engine.runtime.passes.runner import Passes, RunsOtherwise, main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules, main_output
 
 
 class Heard:
@@ -27,11 +27,11 @@ class Heard:
 
 def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
     assert session.inputs is not None
-    with Passes(session.model, settings, lambda: False) as passes:
+    with ForwardRunner(session.model, settings, lambda: False) as passes:
         for _ in range(2):
             try:
                 return main_output(passes.candidate(session.inputs.batches[0], Heard(), 0).output)[1]
-            except RunsOtherwise:
+            except RetryUnderRules:
                 continue
     raise AssertionError("twice otherwise")
 

@@ -151,7 +151,7 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     assert len(compress(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
 
-def scores_of(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) -> dict[tuple[str, str], float]:
+def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) -> dict[tuple[str, str], float]:
     return {
         (name, kind): 0.0 if kind == "float32" else (place + 1) * (1e-6 if kind == "bfloat16" else 1e-5)
         for place, name in enumerate(NAMES)
@@ -164,7 +164,7 @@ def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
     constraints = Constraints(
         keep=("type:RMSNorm",), together=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
     )
-    items = make_items(tree, scores_of(tree), constraints)
+    items = make_items(tree, combine_scores(tree), constraints)
     groups = {item.weights for item in items if len(item.weights) > 1}
     assert groups == {
         tuple(f"model.layers.{layer}.{kind}.weight" for kind in kinds)
@@ -184,22 +184,22 @@ def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
 def test_constraints_that_make_no_sense_are_refused() -> None:
     tree = tree_of()
     with pytest.raises(de.UserError, match="matches nothing"):
-        make_items(tree, scores_of(tree), Constraints(keep=("*.missing",)))
+        make_items(tree, combine_scores(tree), Constraints(keep=("*.missing",)))
     with pytest.raises(de.UserError, match="matches nothing"):
-        make_items(tree, scores_of(tree), Constraints(together=("*.missing",)))
+        make_items(tree, combine_scores(tree), Constraints(together=("*.missing",)))
     with pytest.raises(de.UserError, match="was not scanned"):
-        make_items(tree, scores_of(tree), Constraints(dtypes=("float16",)))
+        make_items(tree, combine_scores(tree), Constraints(dtypes=("float16",)))
     with pytest.raises(de.UserError, match="no dtype is left"):
         make_items(
             tree,
-            scores_of(tree),
+            combine_scores(tree),
             Constraints(together=("*.{q,k}_proj",), only=(("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))),
         )
 
 
 def test_what_is_not_finite_is_not_chosen() -> None:
     tree = tree_of()
-    scores = scores_of(tree) | {(name, "int8"): math.inf for name in NAMES}
+    scores = combine_scores(tree) | {(name, "int8"): math.inf for name in NAMES}
     found = Front(make_items(tree, scores)).within(10**9)
     assert found is not None
     assert "int8" not in found.dtypes.values()

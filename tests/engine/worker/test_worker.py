@@ -50,7 +50,14 @@ def demo() -> Iterator[Heard]:
 def test_from_opening_to_the_first_measurement(demo: Heard) -> None:
     demo.wait_for(lambda event: isinstance(event, events.Idle))
     kinds = [type(event) for event in demo.events if not isinstance(event, events.Memory)]
-    order = [events.Loading, events.ModelReady, events.CastDone, events.ModulesMeasured, events.Measured, events.Idle]
+    order = [
+        events.LoadingProgress,
+        events.ModelReady,
+        events.CastDone,
+        events.ModulesMeasured,
+        events.Measured,
+        events.Idle,
+    ]
     places = [kinds.index(kind) for kind in order]
     assert places == sorted(places)
     assert any(isinstance(event, events.Memory) for event in demo.events)
@@ -97,9 +104,9 @@ def test_text_and_times_are_told_for_the_recipe_in_force(demo: Heard) -> None:
     text = demo.wait_for(lambda event: isinstance(event, events.Generated))
     assert text.recipe == HALF  # type: ignore[union-attr]
     assert len(text.texts[0].candidate.ids) == 3  # type: ignore[union-attr]
-    times = demo.wait_for(lambda event: isinstance(event, events.Timed))
+    times = demo.wait_for(lambda event: isinstance(event, events.SpeedMeasured))
     assert times.report.rules == ("*=float16",)  # type: ignore[union-attr]
-    assert any(isinstance(event, events.Working) and event.what == "timing: reference" for event in demo.events)
+    assert any(isinstance(event, events.WorkingProgress) and event.what == "timing: reference" for event in demo.events)
     demo.worker.set_settings(RunSettings(autocast="bfloat16"))
     demo.wait_for(lambda event: isinstance(event, events.Measured) and event.report.settings == "autocast bfloat16")
 

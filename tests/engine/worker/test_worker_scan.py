@@ -46,7 +46,7 @@ def idle(event: events.Event) -> bool:
 
 
 def scanned(event: events.Event) -> bool:
-    return isinstance(event, events.Scanned)
+    return isinstance(event, events.ScanUpdated)
 
 
 @pytest.fixture
@@ -70,8 +70,8 @@ def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(worker
     recipe = Recipe((Rule("*.mlp", "bfloat16"),))
     worker.set_recipe(recipe)
     measured = heard.wait(lambda event: isinstance(event, events.Measured) and event.recipe == recipe, start)
-    heard.wait(lambda event: isinstance(event, events.Scanned) and event.finished, measured)
-    counts = [event.report.sequences for event in heard.all if isinstance(event, events.Scanned)]
+    heard.wait(lambda event: isinstance(event, events.ScanUpdated) and event.finished, measured)
+    counts = [event.report.sequences for event in heard.all if isinstance(event, events.ScanUpdated)]
     assert counts == sorted(counts)
     assert counts[-1] == 6
 
@@ -85,4 +85,4 @@ def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(worker: Wor
     worker.scan(("int8",))
     worker.cancel()
     worker.scan(("int8",))
-    heard.wait(lambda event: isinstance(event, events.Scanned) and event.finished, start)
+    heard.wait(lambda event: isinstance(event, events.ScanUpdated) and event.finished, start)

@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from tests.helpers.recording_engine import NotingEngine, demo_tree, make_app, running
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, make_app, running
 from tests.helpers.screen_text import screen
 from textual.color import Color
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.results.drift import FlowCast
+from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.ascii import in_ascii, wants_ascii
 from dtype_tui.config.config import Config, config_path, read_config
 from dtype_tui.config.themes import HIGH_CONTRAST
-from dtype_tui.rendering.cells import broken_at_dots
+from dtype_tui.rendering.cells import wrap_dotted
 from dtype_tui.screens.overlay import Overlay, flow_screen
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -126,7 +126,7 @@ def test_a_pipe_for_a_configuration_is_refused_at_once(written: Path) -> None:
 
 async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
     config = Config("high-contrast", "never", {"undo": "f5", "drop-rules": "ctrl+d"})
-    app = DtypeApp("demo", demo_tree(), NotingEngine, config=config)
+    app = DtypeApp("demo", demo_tree(), RecordingEngine, config=config)
     async with app.run_test(size=(120, 100)) as pilot:
         assert app.theme == "high-contrast"
         await pilot.press("2")
@@ -145,7 +145,7 @@ async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
 async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
     drawn = {}
     for setting in ("always", "never"):
-        app = DtypeApp("démo→", demo_tree(), NotingEngine, config=Config(ascii=setting))
+        app = DtypeApp("démo→", demo_tree(), RecordingEngine, config=Config(ascii=setting))
         async with app.run_test(size=(120, 36)) as pilot:
             app.query_one(ModuleTree).go_to("model.layers.3.mlp.up_proj.weight")
             await pilot.press("2")
@@ -209,13 +209,15 @@ async def test_the_tree_is_drawn_in_the_colours_of_a_theme_that_was_chosen(theme
 @pytest.mark.parametrize("name", ["model", "model.layers.0.self_attn.q_proj", "x" * 40, "a.b", "", "." * 5])
 @pytest.mark.parametrize("width", [1, 12, 26, 200])
 def test_names_broken_at_dots_are_the_same_names(name: str, width: int) -> None:
-    lines = broken_at_dots(name, width).split("\n")
+    lines = wrap_dotted(name, width).split("\n")
     assert "".join(lines) == name
     assert all(len(line) <= width or "." not in line[1:] for line in lines)
 
 
 def test_a_long_operation_leaves_the_names_their_room() -> None:
-    cast = FlowCast("model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True)
+    cast = ImplicitCastStats(
+        "model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True
+    )
     console = Console(width=Overlay.room(80))
     with console.capture() as said:
         console.print(flow_screen([cast], 80)._body)

@@ -13,14 +13,14 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import causes_headline
-from dtype_engine.results.attribution import Cause, CausesReport, Floor, Nonfinite
+from dtype_engine.results.attribution import AttributionReport, Cause, Floor, NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
-from dtype_tui.screens.history import HistoryScreen
+from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -44,7 +44,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mea
     await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
 
 
-CAUSES = CausesReport(
+CAUSES = AttributionReport(
     "demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0,
     (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0)),
 )  # fmt: skip
@@ -60,11 +60,11 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
         assert engine(app).commands[-1] == "causes"
-        await say(app, pilot, events.Working(BF16, "running each module as cast by itself", 12, 48))
+        await say(app, pilot, events.WorkingProgress(BF16, "running each module as cast by itself", 12, 48))
         await pilot.pause(0.3)
         assert "25 %" in screen(app)
         assert "●" in screen(app)
-        await say(app, pilot, events.CausesTold(BF16, CAUSES), events.Idle())
+        await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
         await pilot.pause(0.3)
         text = screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in text
@@ -76,7 +76,9 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
         assert app.experiment.causes is None
         await pilot.press("d")
-        await say(app, pilot, events.Working(app.experiment.recipe, "running each module as cast by itself", 1, 48))
+        await say(
+            app, pilot, events.WorkingProgress(app.experiment.recipe, "running each module as cast by itself", 1, 48)
+        )
         await pilot.press("escape")
         assert engine(app).commands[-2:] == ["causes", "cancel causes"]
         assert not isinstance(app.screen, CausesScreen)
@@ -109,7 +111,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         await pilot.press("a")
         assert engine(app).recipes == []
         await measured(app, pilot)
-        found = Nonfinite(
+        found = NonFiniteDiagnosis(
             "activation", DOWN, "model.layers.1.mlp", "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, "model.layers.1.mlp=float32"
         )  # fmt: skip
         await say(app, pilot, events.NonfiniteFound(BF16, found))
@@ -127,14 +129,14 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
     app = make_app()
     async with running(app, size) as pilot:
         await pilot.press("H")
-        assert not isinstance(app.screen, HistoryScreen)
+        assert not isinstance(app.screen, MeasurementsScreen)
         await measured(app, pilot)
         half = Recipe((Rule("*", "float16"),))
         await measured(app, pilot, half, 1e-4)
         await measured(app, pilot, half.then(Rule("lm_head", "float32")), 2e-4)
         assert [len(entry.rules) for entry in app.experiment.measured] == [1, 1, 2]
         await pilot.press("H")
-        assert isinstance(app.screen, HistoryScreen)
+        assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
         assert "*=float16, lm_head=float32" in text
         assert "log10 KL nats" in text
@@ -152,7 +154,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("escape")
         await pilot.press("k", "enter")
         await pilot.pause()
-        assert not isinstance(app.screen, HistoryScreen)
+        assert not isinstance(app.screen, MeasurementsScreen)
         assert app.experiment.recipe == BF16
         assert engine(app).recipes[-1] == BF16
         await pilot.press("u")

@@ -16,7 +16,7 @@ from textual.widgets import Input
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
@@ -27,12 +27,12 @@ PICTURE = InputBatch(
     3,
     (InputTensor("pixel_values", (1, 3, 32, 32), "float32"), InputTensor("input_ids", (1, 3), "int64")),
 )
-READING = InputsReading("your picture cat.png", ("pictures: your files", "text: yours"), 3, (PICTURE,))
+READING = InputsSummary("your picture cat.png", ("pictures: your files", "text: yours"), 3, (PICTURE,))
 
 
 @asynccontextmanager
 async def opened(
-    size: tuple[int, int] = (120, 36), reading: InputsReading = READING
+    size: tuple[int, int] = (120, 36), reading: InputsSummary = READING
 ) -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
     """The app with the inputs on the screen, and an engine that only notes."""
     app = make_app()
@@ -59,7 +59,7 @@ async def test_every_call_is_a_row_with_what_it_was_made_of(size: tuple[int, int
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
 async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[int, int]) -> None:
-    many = InputsReading("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
+    many = InputsSummary("many", ("text: yours",), None, (PICTURE,) * (MOST_ROWS + 5))
     async with opened(size, many) as (app, pilot):
         line = app.screen.query_one(Input)
         assert 0 < line.region.y < size[1] - 1
@@ -82,7 +82,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         assert "there is no dog. The inputs above stay in force." in screen(app)
         assert [notification.message for notification in app._notifications] == ["there is no dog"]
         assert app.screen.query_one(Input).value == "dog q", "it stays to be mended"
-        other = InputsReading("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))
+        other = InputsSummary("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))
         await say(app, pilot, events.InputsReady(other))
         assert "1 sequence of your prompts" in screen(app)
         assert app.screen.query_one(Input).value == ""
@@ -112,7 +112,7 @@ async def test_before_the_model_is_there_the_key_says_so() -> None:
 
 async def test_names_from_files_are_text() -> None:
     row = InputBatch("[red]a[/red]\x1b[2Jb.png", None, ())
-    async with opened(reading=InputsReading("[b]x[/b]", ("[i]y[/i]",), None, (row,))) as (app, _):
+    async with opened(reading=InputsSummary("[b]x[/b]", ("[i]y[/i]",), None, (row,))) as (app, _):
         text = screen(app)
         for part in ("[red]a[/red]\\x1b[2Jb.png", "[b]x[/b]", "[i]y[/i]"):
             assert part in text

@@ -16,7 +16,7 @@ from textual.widgets import OptionList
 
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.screens.save import SaveScreen
 
 
 @pytest.mark.parametrize("key", ["question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p"])
@@ -57,7 +57,7 @@ async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() ->
 async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> None:
     app = make_app()
     async with running(app) as pilot:
-        window = LeavingScreen("demo", 0, None)
+        window = SaveScreen("demo", 0, None)
         window.show_plan(events.ExportPlanned(Recipe(), None, "it can not be exported"))
         app.push_screen(window)
         await until(pilot, lambda: "it can not be exported" in screen(app))

@@ -22,17 +22,17 @@ from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
-    ConvertWish,
+    ConvertRequest,
     ExportPlan,
-    ExportWish,
-    RecipeWish,
-    ReportWish,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
 )
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.presets import PresetsScreen
-from dtype_tui.screens.save import KINDS, LeavingScreen
-from dtype_tui.state.session_saver import SessionKeeper, with_saved_options
+from dtype_tui.screens.save import KINDS, SaveScreen
+from dtype_tui.state.session_saver import SessionSaver, with_saved_options
 from dtype_tui.state.session_store import SavedSession, newest_session, sessions_folder
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -145,9 +145,9 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
             assert words in text, words
         assert app.screen.query_one(Input).value == "demo-cast"
         await pilot.press("enter")
-        assert engine(app).wishes == [ExportWish(Path("demo-cast"))]
+        assert engine(app).wishes == [ExportRequest(Path("demo-cast"))]
         assert "writing" in screen(app)
-        engine(app).emit(events.Saving(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
+        engine(app).emit(events.SavingProgress(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
         app.look()
         await pilot.pause()
         assert "exporting, 310.00 MiB/s  30 %" in screen(app)
@@ -188,10 +188,10 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
             await pilot.press("enter")
             wish = engine(app).wishes[-1]
             if kind in ("recipe", "report"):
-                assert isinstance(wish, RecipeWish | ReportWish)
+                assert isinstance(wish, RecipeRequest | ReportRequest)
                 assert wish.drift is measured
             elif kind != "checkpoint":
-                assert isinstance(wish, ConvertWish)
+                assert isinstance(wish, ConvertRequest)
                 assert (wish.target, wish.file.name.startswith(f"demo.{kind}.")) == (kind, True)
         Path("demo.recipe.yaml").write_text("mine")
         await pilot.press("e", "down")
@@ -199,13 +199,13 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         assert field.value == "demo-2.recipe.yaml"
         field.value = "demo.recipe.yaml"
         await pilot.press("enter")
-        assert isinstance(app.screen, LeavingScreen)
+        assert isinstance(app.screen, SaveScreen)
         assert "is there already: Enter again replaces it" in screen(app)
         await pilot.press("x")
         await pilot.pause()
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")
-        assert engine(app).wishes[-1] == RecipeWish(Path("demo.recipe.yaml"), True, measured)
+        assert engine(app).wishes[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
 
 
 async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
@@ -216,7 +216,7 @@ async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
             await pilot.press("enter")
             await pilot.pause()
             assert says in notices(app)[-1]
-            assert isinstance(app.screen, LeavingScreen)
+            assert isinstance(app.screen, SaveScreen)
         assert engine(app).wishes == []
 
 
@@ -263,7 +263,7 @@ def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path
     worker.set_recipe(RECIPE)
     worker.plan_export()
     plan = recorded.wait(events.ExportPlanned).plan
-    worker.save(ExportWish(tmp_path / "out"))
+    worker.save(ExportRequest(tmp_path / "out"))
     saved = recorded.wait(events.Saved)
     assert saved.done, saved
     assert str(tmp_path / "out") in saved.sentence
@@ -277,20 +277,20 @@ def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path
     assert compare(contents, of_files(source.files, names, trust=False), tmp_path / "out") == ()
     assert plan.nbytes == contents.nbytes
     assert sum(size for _, _, size in plan.dtypes) == plan.nbytes
-    progress = [event for event in said if isinstance(event, events.Saving)]
+    progress = [event for event in said if isinstance(event, events.SavingProgress)]
     assert progress[-1].done == progress[-1].total == plan.nbytes
 
-    worker.save(ExportWish(tmp_path / "out"))
+    worker.save(ExportRequest(tmp_path / "out"))
     refused = recorded.wait(events.Saved, 2)
     assert (refused.done, "is not empty" in refused.sentence) == (False, True)
     assert not [event for event in said if isinstance(event, events.Failed)]
 
     for count, wish in enumerate(
         (
-            RecipeWish(tmp_path / "r.yaml"),
-            ReportWish(tmp_path / "r.html"),
-            ConvertWish(tmp_path / "c.json", "comfyui"),
-            ExportWish(tmp_path / "out", replace=True),
+            RecipeRequest(tmp_path / "r.yaml"),
+            ReportRequest(tmp_path / "r.html"),
+            ConvertRequest(tmp_path / "c.json", "comfyui"),
+            ExportRequest(tmp_path / "out", replace=True),
         ),
         3,
     ):
@@ -299,7 +299,7 @@ def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path
     assert read_recipe_file(tmp_path / "r.yaml").recipe == RECIPE
     text = (tmp_path / "r.html").read_text()
     assert "SQNR" in text if any(isinstance(event, events.ModelReady) for event in said) else "Not measured" in text
-    worker.save(ReportWish(tmp_path / "r.pdf"))
+    worker.save(ReportRequest(tmp_path / "r.pdf"))
     assert "name a report .html or .md" in recorded.wait(events.Saved, 7).sentence
 
 
@@ -307,12 +307,12 @@ def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(recorded:
     worker = recorded.worker
     count = sum(isinstance(event, events.Saved) for event in recorded.said)
     worker.set_recipe(RECIPE)
-    worker.save(ExportWish(tmp_path / "out"))
+    worker.save(ExportRequest(tmp_path / "out"))
     emit = worker._emit
 
     def change(event: events.Event) -> None:
         emit(event)
-        if isinstance(event, events.Saving) and event.done < event.total and worker._recipe == RECIPE:
+        if isinstance(event, events.SavingProgress) and event.done < event.total and worker._recipe == RECIPE:
             worker.set_recipe(Recipe())
 
     worker._emit = change
@@ -329,11 +329,11 @@ def test_stopping_an_export_leaves_nothing(recorded: Recorded, tmp_path: Path) -
 
     def stop(event: events.Event) -> None:
         emit(event)
-        if isinstance(event, events.Saving) and event.done < event.total:
+        if isinstance(event, events.SavingProgress) and event.done < event.total:
             worker.cancel()
 
     worker._emit = stop
-    worker.save(ExportWish(tmp_path / "out"))
+    worker.save(ExportRequest(tmp_path / "out"))
     saved = recorded.wait(events.Saved, count + 1)
     worker._emit = emit
     assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
@@ -341,7 +341,7 @@ def test_stopping_an_export_leaves_nothing(recorded: Recorded, tmp_path: Path) -
 
 
 async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
-    app.keeper = SessionKeeper(None, "demo", None, Options(prompts=("a",)))
+    app.keeper = SessionSaver(None, "demo", None, Options(prompts=("a",)))
     async with running(app) as pilot:
         await pilot.press("j", "j", "2", "j", "3")
 
@@ -362,7 +362,7 @@ async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
     assert saved.options == Options(prompts=("a",), settings=RunSettings(autocast="bfloat16"))
 
     again = make_app(app.experiment.tree)
-    again.take_up(saved)
+    again.restore(saved)
     async with running(again) as pilot:
         assert again.query_one(ModuleTree).current.name == saved.cursor
         assert again.experiment.recipe == saved.recipe
@@ -378,7 +378,7 @@ async def test_a_session_that_can_not_be_written_is_said_once(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    app.keeper = SessionKeeper(None, "demo", None, Options())
+    app.keeper = SessionSaver(None, "demo", None, Options())
     async with running(app) as pilot:
         await until(pilot, lambda: notices(app))
         await pilot.press("2", "j")
@@ -388,7 +388,7 @@ async def test_a_session_that_can_not_be_written_is_said_once(
 
 
 async def test_a_node_that_is_not_there_any_more_is_no_trouble(app: DtypeApp) -> None:
-    app.take_up(SavedSession(None, "demo", cursor="gone.since"))
+    app.restore(SavedSession(None, "demo", cursor="gone.since"))
     async with running(app) as pilot:
         engine(app).emit(events.ModelReady(app.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
         app.look()

@@ -68,7 +68,7 @@ async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() ->
     async with running(app) as pilot:
         await pilot.press("s", "enter")
         asked = engine(app).commands[-1]
-        await say(app, pilot, events.Scanned(scan_report(1, 2), False))
+        await say(app, pilot, events.ScanUpdated(scan_report(1, 2), False))
         await pilot.press("s")
         assert isinstance(app.screen, ScanScreen)
         await pilot.press("space")
@@ -91,7 +91,7 @@ async def test_the_tree_shows_the_sum_over_the_weights_of_a_node(size: tuple[int
     async with running(app, size) as pilot:
         before = screen(app)
         assert "nats" not in before.splitlines()[0]
-        await say(app, pilot, events.Scanned(found, True))
+        await say(app, pilot, events.ScanUpdated(found, True))
         lines = screen(app).splitlines()
         assert "nats bf16" in lines[0]
         layer = math.fsum(
@@ -110,7 +110,7 @@ async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int,
     app = make_app()
     found = scan_report()
     async with running(app, size) as pilot:
-        await say(app, pilot, events.Scanned(found, True))
+        await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("s")
         view = app.screen
         assert isinstance(view, ScanScreen)
@@ -140,7 +140,7 @@ async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int,
 async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
-        await say(app, pilot, events.Scanned(scan_report(), True))
+        await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("s", "m")
         lines = screen(app).splitlines()
         assert set(lines[1].split()) > {"layer", "q", "k", "v", "o", "gate", "up", "down"}
@@ -153,7 +153,7 @@ async def test_the_map_has_a_row_a_layer_and_a_column_a_kind(size: tuple[int, in
 async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> None:
     app = make_app()
     async with running(app) as pilot:
-        await say(app, pilot, events.Scanned(scan_report(), True))
+        await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         assert "predicted" in screen(app)
         app.experiment.inputs = "another text"
@@ -178,7 +178,7 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
     app = make_app()
     found = scan_report()
     async with running(app) as pilot:
-        await say(app, pilot, events.Scanned(found, True))
+        await say(app, pilot, events.ScanUpdated(found, True))
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
         assert f"predicted {whole:.1e} nats per token" in screen(app)
@@ -196,7 +196,7 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
 async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
-        await say(app, pilot, events.Scanned(scan_report(), True))
+        await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
         assert isinstance(view, OptimiseScreen)
@@ -230,7 +230,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
 async def test_limits_are_typed_and_respected() -> None:
     app = make_app()
     async with running(app) as pilot:
-        await say(app, pilot, events.Scanned(scan_report(), True))
+        await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("o")
         view = app.screen
         assert isinstance(view, OptimiseScreen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import NotingEngine, demo_tree, engine, make_app, report
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
@@ -16,7 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, Rule, generalisations
 from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.state.commands import Completer, all_commands, parse
@@ -151,7 +151,7 @@ async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, mon
         assert app.query_one(CommandLine).query_one(Input).value == "export casts/of today/"
         await pilot.press(*"bf16", "enter")
         await pilot.pause()
-        assert engine(app).wishes == [ExportWish(Path("casts/of today/bf16"))]
+        assert engine(app).wishes == [ExportRequest(Path("casts/of today/bf16"))]
         assert "writing" in screen(app)
 
 
@@ -167,10 +167,10 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         (tmp_path / "empty").mkdir()
         await enter(app, pilot, f"export {tmp_path}/empty")
         assert engine(app).wishes == [
-            RecipeWish(tmp_path / "a b.yaml"),
-            RecipeWish(tmp_path / "c.yaml", drift=measured),
-            ReportWish(tmp_path / "r.html", drift=measured),
-            ExportWish(tmp_path / "empty"),
+            RecipeRequest(tmp_path / "a b.yaml"),
+            RecipeRequest(tmp_path / "c.yaml", drift=measured),
+            ReportRequest(tmp_path / "r.html", drift=measured),
+            ExportRequest(tmp_path / "empty"),
         ]
 
 
@@ -233,7 +233,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
 
 
 async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path) -> None:
-    app = DtypeApp("x.py:Y", None, NotingEngine)
+    app = DtypeApp("x.py:Y", None, RecordingEngine)
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not there yet")):

@@ -23,7 +23,7 @@ from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay
-from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.screens.save import SaveScreen
 
 LAYERS = 12
 # A model whose every layer takes as long as a variable of the environment says, so that a pass lasts as long as a test needs.
@@ -133,7 +133,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         else:
             from dtype_tui.state.session_store import SavedSession
 
-            app.take_up(SavedSession(model, "net", recipes=(Recipe(), recipe), at=1))
+            app.restore(SavedSession(model, "net", recipes=(Recipe(), recipe), at=1))
     parameters, stored = expected_of(net)
     halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
     async with opened(app) as pilot:
@@ -175,7 +175,9 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
             assert app.experiment.report is report
             assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
             assert screen(app).splitlines()[-1] == hints
-        assert not [event for event in heard if isinstance(event, (events.Measuring, events.Measured, events.Failed))]
+        assert not [
+            event for event in heard if isinstance(event, (events.MeasuringProgress, events.Measured, events.Failed))
+        ]
 
 
 async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_does_not_hide_it(
@@ -200,7 +202,7 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
 # -- Esc ---------------------------------------------------------------------------------------------------------------
 
 WINDOWS = {
-    "e": LeavingScreen,
+    "e": SaveScreen,
     "i": None,
     "comma": None,
     "p": None,

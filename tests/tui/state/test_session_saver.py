@@ -20,7 +20,7 @@ MEASURED = MeasuredRecipe(
 async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
     app = make_app()
     recipes = (Recipe(), Recipe((Rule("*", "bfloat16"),)))
-    app.take_up(SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
+    app.restore(SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         await pilot.press("H")

@@ -63,12 +63,12 @@ MEASURED = MeasuredRecipe(
 def test_what_was_measured_holds_as_long_as_nothing_of_the_model_was_written(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"")
     session = SavedSession("here", "here", tmp_path, measured=(MEASURED,))
-    assert session.still_true == (MEASURED,)
+    assert session.valid_measurements == (MEASURED,)
     later = session.saved.timestamp() + 10
     os.utime(tmp_path / "model.safetensors", (later, later))
-    assert session.still_true == ()
-    assert dataclasses.replace(session, path=None).still_true == ()
-    assert dataclasses.replace(session, path=tmp_path / "gone").still_true == ()
+    assert session.valid_measurements == ()
+    assert dataclasses.replace(session, path=None).valid_measurements == ()
+    assert dataclasses.replace(session, path=tmp_path / "gone").valid_measurements == ()
 
 
 def test_everything_comes_back(tmp_path: Path) -> None:
@@ -205,8 +205,8 @@ def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatc
         newest_session()
     model = tmp_path / "model"
     model.mkdir()
-    save(0, SavedSession(sessions.reopened_by(str(model)), "first", cursor="a"))
-    save(10, SavedSession(sessions.reopened_by(str(model)), "second", cursor="b"), SavedSession(None, "demo"))
+    save(0, SavedSession(sessions.canonical_model_ref(str(model)), "first", cursor="a"))
+    save(10, SavedSession(sessions.canonical_model_ref(str(model)), "second", cursor="b"), SavedSession(None, "demo"))
     assert newest_session().title == "demo"
     monkeypatch.chdir(tmp_path)
     assert newest_session("model", any_model=False).title == "second"
@@ -218,11 +218,11 @@ def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatc
 def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "net.py").write_text("x = 1\n")
     monkeypatch.chdir(tmp_path)
-    assert sessions.reopened_by("net.py:x") == f"{tmp_path / 'net.py'}:x"
-    assert sessions.reopened_by("net.py") == str(tmp_path / "net.py")
-    assert sessions.reopened_by("org/name") == "org/name"
-    assert sessions.reopened_by("package.module:Net") == "package.module:Net"
-    assert sessions.reopened_by(None) is None
+    assert sessions.canonical_model_ref("net.py:x") == f"{tmp_path / 'net.py'}:x"
+    assert sessions.canonical_model_ref("net.py") == str(tmp_path / "net.py")
+    assert sessions.canonical_model_ref("org/name") == "org/name"
+    assert sessions.canonical_model_ref("package.module:Net") == "package.module:Net"
+    assert sessions.canonical_model_ref(None) is None
 
 
 def test_old_sessions_and_pieces_go(state: Path) -> None:
@@ -298,7 +298,7 @@ def test_a_session_of_what_can_be_no_path(model: str, tmp_path: Path) -> None:
     assert newest_session().model == model
     with pytest.raises(UserError):
         locate(model)
-    assert isinstance(sessions.reopened_by(model), str)
+    assert isinstance(sessions.canonical_model_ref(model), str)
 
 
 @pytest.mark.parametrize("time", ["0001-01-01T00:00:00", "2026-01-01", "9999-99-99"])

@@ -38,7 +38,7 @@ from dtype_engine.worker.events import Event
 
 if TYPE_CHECKING:
     from dtype_tui.config.config import Config
-    from dtype_tui.state.session_saver import SessionKeeper
+    from dtype_tui.state.session_saver import SessionSaver
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -68,10 +68,10 @@ def command(
     options = settled(options_from(**run_settings))
     saved = None
     if resume:
-        from dtype_tui.state.session_saver import said_on_the_command_line, saved_session, with_saved_options
+        from dtype_tui.state.session_saver import explicit_options, saved_session, with_saved_options
 
         saved = saved_session(model)
-        model, options = saved.model, with_saved_options(options, saved.options, said_on_the_command_line())
+        model, options = saved.model, with_saved_options(options, saved.options, explicit_options())
     elif model is None:
         _need_a_terminal()
         model = _chosen(config)
@@ -94,15 +94,15 @@ def command(
 
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
 
-    def begin_keeping() -> SessionKeeper:
-        from dtype_tui.state.session_saver import SessionKeeper, end_when_the_terminal_is_gone
+    def begin_keeping() -> SessionSaver:
+        from dtype_tui.state.session_saver import SessionSaver, exit_on_terminal_loss
 
-        end_when_the_terminal_is_gone(app.on_unmount)
-        return SessionKeeper(model, source.title, source.path, options)
+        exit_on_terminal_loss(app.on_unmount)
+        return SessionSaver(model, source.title, source.path, options)
 
     app.begin_keeping = begin_keeping
     if saved is not None:
-        app.take_up(saved)
+        app.restore(saved)
         recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
     app.start_with(recipe, preset_asked())
     app.experiment.thresholds = limits

@@ -18,7 +18,7 @@ from dtype_engine.core.text import printable
 from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
-from dtype_tui.process.gc_policy import collect_again
+from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.cells import fit, short_bytes
 
 MOST_SHOWN = 500
@@ -80,7 +80,7 @@ class StartApp(App[str]):
     def on_mount(self) -> None:
         self.query_one(OptionList).focus()
         self._fill()
-        self.call_after_refresh(collect_again)
+        self.call_after_refresh(resume_gc)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._fill)

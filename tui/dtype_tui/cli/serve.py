@@ -9,7 +9,7 @@ import click
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
-from dtype_tui.process.gc_policy import collect_again
+from dtype_tui.process.gc_policy import resume_gc
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
@@ -38,7 +38,7 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     program = [sys.executable, "-P", "-m", "dtype_tui", *(arguments if asked["model"] else (*arguments, "demo"))]
     server = GuardedServer(shlex.join(program), host=host, port=port, title="dtype-tui")
     print(f"dtype-tui: open {server.address} in a browser; Ctrl+C ends it", file=sys.stderr)
-    collect_again()
+    resume_gc()
     try:
         server.serve()
     except OSError as error:

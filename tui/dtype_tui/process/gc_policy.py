@@ -9,12 +9,12 @@ from __future__ import annotations
 import gc
 
 
-def hold_garbage() -> None:
-    """Look for no garbage until `collect_again`: something is loaded now."""
+def pause_gc() -> None:
+    """Look for no garbage until `resume_gc`: something is loaded now."""
     gc.disable()
 
 
-def collect_again() -> None:
+def resume_gc() -> None:
     """Look for garbage from now on, but never among what is there already."""
     if not gc.isenabled():
         gc.freeze()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes, percent
+from dtype_engine.core.units import human_bytes, percent
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals
@@ -37,7 +37,7 @@ def fit(text: str, width: int) -> str:
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 
 
-def broken_at_dots(name: str, width: int) -> str:
+def wrap_dotted(name: str, width: int) -> str:
     """A module's name in lines of at most `width` cells, broken before a dot where that will do."""
     lines = [""]
     for part in re.split(r"(?=\.)", name):

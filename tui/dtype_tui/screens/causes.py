@@ -14,9 +14,9 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import decibels
+from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_drift import causes_footing, causes_headline, share_words
-from dtype_engine.results.attribution import CausesReport
+from dtype_engine.results.attribution import AttributionReport
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
@@ -64,7 +64,7 @@ class CausesScreen(ModalScreen[None]):
         self._refusal = ""
         self._experiment = experiment
         self._activity = activity
-        self._shown: CausesReport | None = None
+        self._shown: AttributionReport | None = None
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -156,7 +156,7 @@ def _short(name: str) -> str:
     return parts[-1][:14]
 
 
-def _table(report: CausesReport) -> Table:
+def _table(report: AttributionReport) -> Table:
     table = Table.grid(padding=(0, 2))
     table.add_column(overflow="ellipsis", no_wrap=True)
     for _ in range(2):

@@ -8,11 +8,11 @@ from textual.binding import BindingType
 
 from dtype_tui.config.key_names import described
 from dtype_tui.screens.causes import CausesScreen
-from dtype_tui.screens.history import HistoryScreen
+from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.presets import PresetsScreen
-from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.screens.save import SaveScreen
 from dtype_tui.screens.scan import FRONT_KEYS, ScanScreen, ScanSetup
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.widgets.command_line import CommandLine
@@ -38,9 +38,9 @@ def sections(
         ("In the scan", ScanScreen.BINDINGS),
         ("Along the front", FRONT_KEYS),
         ("In drift over depth", CausesScreen.BINDINGS),
-        ("In the history", HistoryScreen.BINDINGS),
+        ("In the history", MeasurementsScreen.BINDINGS),
         ("In the presets", PresetsScreen.BINDINGS),
-        ("In what to leave with", LeavingScreen.BINDINGS),
+        ("In what to leave with", SaveScreen.BINDINGS),
         ("In a box of text", Overlay.BINDINGS),
     )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]

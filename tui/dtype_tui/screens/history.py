@@ -13,7 +13,7 @@ from textual.containers import Vertical
 from textual.widgets import DataTable, Static
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import decibels, seconds_text
+from dtype_engine.core.units import decibels, seconds_text
 from dtype_tui.rendering.cells import fit, short_bytes
 from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.plots import Plot
@@ -26,15 +26,16 @@ _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 
 
-class HistoryScreen(ModalScreen[MeasuredRecipe | None]):
+class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     """The result is the recipe to go back to, or None."""
 
     DEFAULT_CSS = """
-    HistoryScreen { align: center middle; }
-    HistoryScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
-    HistoryScreen DataTable { height: 1fr; min-height: 5; scrollbar-size-vertical: 1; overflow-x: hidden; }
-    HistoryScreen #rules { height: auto; max-height: 4; }
-    HistoryScreen Plot { height: 1fr; min-height: 8; max-height: 16; }
+    MeasurementsScreen { align: center middle; }
+    MeasurementsScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1;
+        background: $surface; }
+    MeasurementsScreen DataTable { height: 1fr; min-height: 5; scrollbar-size-vertical: 1; overflow-x: hidden; }
+    MeasurementsScreen #rules { height: auto; max-height: 4; }
+    MeasurementsScreen Plot { height: 1fr; min-height: 8; max-height: 16; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -14,7 +14,7 @@ from textual.widgets import Input, Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.results.inputs import InputBatch, InputsReading
+from dtype_engine.results.inputs import InputBatch, InputsSummary
 from dtype_tui.screens.modal import ModalScreen
 
 MOST_ROWS = 200
@@ -47,7 +47,7 @@ class InputsScreen(ModalScreen[None]):
     ]
 
     def __init__(
-        self, reading: InputsReading | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
+        self, reading: InputsSummary | None, no_forward: str | None, compared: int | None, ask: Callable[[str], None]
     ) -> None:
         super().__init__()
         self._reading = reading
@@ -85,7 +85,7 @@ class InputsScreen(ModalScreen[None]):
         self._say("preparing…")
         self._ask(event.value)
 
-    def accepted(self, reading: InputsReading) -> None:
+    def accepted(self, reading: InputsSummary) -> None:
         """These inputs are in force now."""
         self._reading, self._compared = reading, None
         if not self.is_mounted:
@@ -115,7 +115,7 @@ class InputsScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
 
 
-def inputs_table(reading: InputsReading, compared: int | None = None) -> Table:
+def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)

@@ -17,9 +17,9 @@ from textual.widgets import Input, Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.reports.text import human_bytes
 from dtype_engine.search.constraints import Limits
 from dtype_engine.search.pareto import Front, Solution
 from dtype_tui.rendering.cells import colour, fit

@@ -16,19 +16,11 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.reports.text import (
-    decibels,
-    human_bytes,
-    human_count,
-    mix_text,
-    parameters_text,
-    parting,
-    seconds_text,
-    share_text,
-)
+from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, share_text
+from dtype_engine.reports.text import mix_text, parameters_text, parting
 from dtype_engine.reports.text_losses import loss_words
-from dtype_engine.results.drift import FlowCast, Generation, SpeedReport, WeightReading, Written
-from dtype_tui.rendering.cells import bar, broken_at_dots, fit
+from dtype_engine.results.drift import Generation, ImplicitCastStats, SpeedReport, WeightStats, Written
+from dtype_tui.rendering.cells import bar, fit, wrap_dotted
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 
@@ -162,7 +154,7 @@ def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words
     return Overlay("Help", grid)
 
 
-def flow_screen(casts: Sequence[FlowCast], width: int) -> Overlay:
+def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     """The implicit casts of one forward pass, those to float64 first, on a screen of this width."""
     if not casts:
         return Overlay("Dtype flow", Text("No implicit casts: every operation was given one dtype."))
@@ -191,7 +183,7 @@ def flow_screen(casts: Sequence[FlowCast], width: int) -> Overlay:
         grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")
     grid.add_row("module", *words, style="dim")
     for cast, row in zip(casts, rows, strict=True):
-        grid.add_row(broken_at_dots(printable(cast.module, 500) or "the model", room), *row)
+        grid.add_row(wrap_dotted(printable(cast.module, 500) or "the model", room), *row)
     return Overlay("Dtype flow of one forward pass", grid)
 
 
@@ -256,7 +248,7 @@ def speed_screen(report: SpeedReport) -> Overlay:
     return Overlay("Forward passes over all inputs, timed", whole)
 
 
-def weight_screen(experiment: Experiment, name: str, reading: WeightReading) -> Overlay:
+def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Overlay:
     """The exponents of a tensor's values over the range of every dtype, and what a cast to each would do."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
@@ -284,7 +276,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightReading) -> 
 _RANGES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
 
-def _exponents(reading: WeightReading) -> Text:
+def _exponents(reading: WeightStats) -> Text:
     """A histogram, a line for each power of two, with marks where a dtype has normal values (|) or subnormal ones (:)."""
     counts = dict(reading.exponents.counts)
     text = Text()

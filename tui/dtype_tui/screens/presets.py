@@ -14,10 +14,10 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.outcomes import Outcome, outcomes
 from dtype_engine.recipe.presets import PRESETS
-from dtype_engine.reports.text import human_bytes
 from dtype_tui.screens.modal import ModalScreen
 
 

@@ -17,18 +17,18 @@ from textual.widgets import Input, Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker.events import ExportPlanned
 from dtype_engine.worker.save_requests import (
     TARGET_SUFFIXES,
-    ConvertWish,
-    ExportWish,
-    RecipeWish,
-    ReportWish,
-    Wish,
+    ConvertRequest,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
+    SaveRequest,
 )
 from dtype_tui.screens.modal import ModalScreen
 
@@ -41,15 +41,15 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 
 
-class LeavingScreen(ModalScreen[Wish | None]):
+class SaveScreen(ModalScreen[SaveRequest | None]):
     """Up and down choose what, the field says where; the result is the wish, or None when left."""
 
     DEFAULT_CSS = """
-    LeavingScreen { align: center middle; }
-    LeavingScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 94%; border: round $accent;
+    SaveScreen { align: center middle; }
+    SaveScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 94%; border: round $accent;
         padding: 0 1; background: $surface; scrollbar-size-vertical: 1; }
-    LeavingScreen Static { height: auto; }
-    LeavingScreen Input { margin: 0; }
+    SaveScreen Static { height: auto; }
+    SaveScreen Input { margin: 0; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -212,14 +212,14 @@ def where(said: str) -> tuple[Path, bool]:
         raise UserError(f"can't write {printable(said, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def wish_for(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> Wish:
+def wish_for(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
     """The wish for one of `KINDS`; `drift`: the figures on the screen, where there are some."""
     match kind:
         case "checkpoint":
-            return ExportWish(path, replace)
+            return ExportRequest(path, replace)
         case "recipe":
-            return RecipeWish(path, replace, drift)
+            return RecipeRequest(path, replace, drift)
         case "report":
-            return ReportWish(path, replace, drift)
+            return ReportRequest(path, replace, drift)
         case target:
-            return ConvertWish(path, target, replace)
+            return ConvertRequest(path, target, replace)

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
-from dtype_tui.process.gc_policy import collect_again
+from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.screens.overlay import flow_screen, generation_screen, speed_screen, weight_screen
-from dtype_tui.screens.save import LeavingScreen
+from dtype_tui.screens.save import SaveScreen
 from dtype_tui.state import measurement_log as history
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ def hear(app: DtypeApp, event: events.Event) -> None:
     """
     experiment = app.experiment
     if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
-        collect_again()
-    if isinstance(event, events.Loading):
+        resume_gc()
+    if isinstance(event, events.LoadingProgress):
         app.busy, app.activity, app.share = True, event.step, None
     elif isinstance(event, events.ModelReady):
         _model_ready(app, event)
@@ -58,7 +58,7 @@ def hear(app: DtypeApp, event: events.Event) -> None:
         app.running, app.waiting = "", ()
         if experiment.scan.running:
             experiment.scan.stopped()
-    elif isinstance(event, events.Saving):
+    elif isinstance(event, events.SavingProgress):
         app.saving = True
         app.busy, app.activity, app.share = True, event.what, event.done / max(1, event.total)
     elif isinstance(event, events.Saved):
@@ -67,7 +67,7 @@ def hear(app: DtypeApp, event: events.Event) -> None:
             app.say(sentence, "information" if event.done else "warning")
     elif isinstance(event, events.FloorMeasured):
         experiment.floor = event.floor
-    elif isinstance(event, events.Scanned):
+    elif isinstance(event, events.ScanUpdated):
         experiment.scan.put(experiment.tree, event.report, event.finished)
     elif isinstance(event, events.Jobs):
         app.running, app.waiting = event.running, event.waiting
@@ -79,16 +79,16 @@ def hear(app: DtypeApp, event: events.Event) -> None:
         return
     elif isinstance(event, events.Memory):
         experiment.memory = event.reading
-    elif isinstance(event, events.Casting):
+    elif isinstance(event, events.CastingProgress):
         app.busy, app.activity, app.share = True, f"casting {event.total:,} tensors", event.done / event.total
     elif isinstance(event, events.CastDone):
         experiment.set_lost(event.lost, event.reason)
-        if isinstance(app.screen, LeavingScreen):
+        if isinstance(app.screen, SaveScreen):
             app.screen.show_losses()
         _say_lost(app, event)
     elif isinstance(event, events.LossRemedyFound):
         experiment.loss_remedy = event.found
-    elif isinstance(event, events.Measuring):
+    elif isinstance(event, events.MeasuringProgress):
         app.busy, app.activity = True, f"measuring: {event.run}"
         app.share = event.done / event.total if event.total else None
     elif isinstance(event, events.ModulesMeasured):
@@ -105,20 +105,20 @@ def hear(app: DtypeApp, event: events.Event) -> None:
             history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
     elif isinstance(event, events.NonfiniteFound):
         experiment.nonfinite = event.found
-    elif isinstance(event, events.CausesTold):
+    elif isinstance(event, events.AttributionReady):
         experiment.causes = event.report
-    elif isinstance(event, events.Working):
+    elif isinstance(event, events.WorkingProgress):
         app.busy, app.activity, app.share = True, event.what, event.done / event.total
     elif isinstance(event, events.Generated):
         app.push_screen(generation_screen(event.texts))
-    elif isinstance(event, events.Timed):
+    elif isinstance(event, events.SpeedMeasured):
         app.push_screen(speed_screen(event.report))
-    elif isinstance(event, events.Flowed):
+    elif isinstance(event, events.ImplicitCastsTraced):
         app.push_screen(flow_screen(event.casts, app.size.width))
-    elif isinstance(event, events.WeightLookedAt):
+    elif isinstance(event, events.WeightInspected):
         app.push_screen(weight_screen(experiment, event.name, event.reading))
     elif isinstance(event, events.ExportPlanned):
-        if isinstance(app.screen, LeavingScreen):
+        if isinstance(app.screen, SaveScreen):
             app.screen.show_plan(event)
     elif isinstance(event, events.Failed):
         experiment.failure, experiment.failed_module = event.message, event.module

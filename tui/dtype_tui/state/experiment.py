@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
-from dtype_engine.recipe import History, Plan, Recipe, Rule, make_plan, no_match, select, tensor_bytes
+from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan, select, tensor_bytes
 from dtype_engine.results.thresholds import Thresholds
 from dtype_tui.rendering.loss_text import loss_marks
 from dtype_tui.state.scan import ScanView
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
-    from dtype_engine.results.attribution import CausesReport, Floor, Nonfinite
-    from dtype_engine.results.drift import DriftReport, MemoryReading, ModuleDrift
-    from dtype_engine.results.inputs import InputsReading
+    from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+    from dtype_engine.results.drift import DriftReport, MemoryStats, ModuleDrift
+    from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
     from dtype_tui.state.measurement_log import MeasuredRecipe
 
@@ -49,17 +49,17 @@ class Experiment:
     loss_remedy: LossRemedy | None = None
     failed_module: str | None = None
     failure: str | None = None
-    memory: MemoryReading | None = None
+    memory: MemoryStats | None = None
     class_name: str = ""
     device: str = ""
     inputs: str = ""
-    inputs_reading: InputsReading | None = None
+    inputs_reading: InputsSummary | None = None
     no_forward: str | None = None
     live: bool = False
     thresholds: Thresholds = field(default_factory=Thresholds)
     floor: Floor | None = None
-    nonfinite: Nonfinite | None = None
-    causes: CausesReport | None = None
+    nonfinite: NonFiniteDiagnosis | None = None
+    causes: AttributionReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)
     scan: ScanView = field(default_factory=ScanView)
     partial: bool = False
@@ -91,7 +91,7 @@ class Experiment:
         self.scan.measured.clear()
         self.forget_readings()
 
-    def set_inputs(self, reading: InputsReading) -> None:
+    def set_inputs(self, reading: InputsSummary) -> None:
         """The model is run on other inputs: what was read before was not on these."""
         self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
         self.floor = None
@@ -113,7 +113,7 @@ class Experiment:
         self.tree = tree
         self._replan()
 
-    def take_up(self, history: History) -> None:
+    def restore(self, history: History) -> None:
         """Go on with the recipes of a session that was kept."""
         self.history = history
         self._replan()
@@ -232,7 +232,7 @@ class Experiment:
         if taken:
             return None
         more = "; the model is still loading, and may have other names than its files" if loading else ""
-        return no_match(self.tree, rule.pattern, taken) + more
+        return explain_no_match(self.tree, rule.pattern, taken) + more
 
     def broken_islands(self, place: int) -> list[str]:
         """Modules that the model wants kept in float32 and that the rule at `place` now holds in less."""

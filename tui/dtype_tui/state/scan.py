@@ -61,9 +61,9 @@ class ScanView:
     def look_at(self, tree: Tree, dtype: str) -> None:
         """Show the sensitivity in this dtype."""
         self.dtype = dtype
-        from dtype_engine.search.sensitivity import by_node
+        from dtype_engine.search.sensitivity import aggregate_by_node
 
-        self.nodes = by_node(tree, self._scores, dtype)
+        self.nodes = aggregate_by_node(tree, self._scores, dtype)
         self.version += 1
 
     def forget(self) -> None:
@@ -117,13 +117,13 @@ class ScanView:
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""
-        from dtype_engine.search.sensitivity import drift_of
+        from dtype_engine.search.sensitivity import scalar_drift
 
         predicted = self.prediction(tree, plan)
         if predicted is None or not plan.recipe.rules:
             return
         self.measured = [point for point in self.measured if point.recipe != plan.recipe]
-        self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, drift_of(report.output)))
+        self.measured.append(Point(plan.recipe, plan.planned_bytes, predicted.value, scalar_drift(report.output)))
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:

@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
-from dtype_tui.state.session_store import SavedSession, SessionFile, newest_session, reopened_by
+from dtype_tui.state.session_store import SavedSession, SessionFile, canonical_model_ref, newest_session
 
 if TYPE_CHECKING:
     from dtype_engine.recipe import History, Recipe
@@ -50,14 +50,14 @@ class Explored(Protocol):
     measured: list[MeasuredRecipe]
 
 
-class SessionKeeper:
+class SessionSaver:
     """Notes what is on the screen and writes it when it has changed. Nothing waits for the disk but `close`.
 
     `say` hears once, in a sentence, when the session can't be written; the program goes on without.
     """
 
     def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
-        self._about = SavedSession(reopened_by(model), title, path, Path.cwd(), options)
+        self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._changed = threading.Condition()
         self._now: Shown | None = None
@@ -163,7 +163,7 @@ def saved_session(model: str | None) -> SavedSession:
     return saved
 
 
-def end_when_the_terminal_is_gone(last_words: Callable[[], None]) -> None:
+def exit_on_terminal_loss(last_words: Callable[[], None]) -> None:
     """Once nothing can be written to the terminal, say the last words and end.
 
     Textual's thread that writes ends with an error then, and its queue fills until the whole program waits for ever: a hang-up
@@ -186,7 +186,7 @@ def end_when_the_terminal_is_gone(last_words: Callable[[], None]) -> None:
     threading.excepthook = hook
 
 
-def server_is_gone() -> bool:
+def server_disconnected() -> bool:
     """Whether nobody holds the other end of standard input any more, where the app is served to a browser: Textual does not
     look, and an app that nobody can reach would keep its model in memory for ever.
     """
@@ -195,7 +195,7 @@ def server_is_gone() -> bool:
     return any(found & select.POLLHUP for _, found in watched.poll(0))
 
 
-def said_on_the_command_line() -> set[str]:
+def explicit_options() -> set[str]:
     """The names of the options that the running command was given."""
     context = click.get_current_context()
     default = click.core.ParameterSource.DEFAULT

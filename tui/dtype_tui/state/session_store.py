@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.source import is_python
-from dtype_engine.core.atomic_write import write_whole
+from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
@@ -67,7 +67,7 @@ class SavedSession:
         return self.recipes[self.at]
 
     @property
-    def still_true(self) -> tuple[MeasuredRecipe, ...]:
+    def valid_measurements(self) -> tuple[MeasuredRecipe, ...]:
         """What was measured, if nothing that belongs to the model was written since; nothing where that can't be told."""
         if self.path is None:
             return ()
@@ -111,7 +111,7 @@ def newest_session(model: str | None = None, any_model: bool = True) -> SavedSes
         if not files:
             raise UserError(f"there is no session to take up in {sessions_folder()}: open a model first")
         return read_session(files[0])
-    wanted = reopened_by(model)
+    wanted = canonical_model_ref(model)
     for saved in _readable():
         if saved.model == wanted:
             return saved
@@ -127,7 +127,7 @@ def sessions_folder() -> Path:
     return platformdirs.user_state_path("dtype-tui") / "sessions"
 
 
-def reopened_by(model: str | None) -> str | None:
+def canonical_model_ref(model: str | None) -> str | None:
     """What opens the same model from any folder: paths made absolute, everything else as it is."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
@@ -156,7 +156,9 @@ class SessionFile:
             self.path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise UserError(f"can't keep the session in {self.path.parent}: {error.strerror}") from None
-        write_whole(self.path, json.dumps(_encoded(session), ensure_ascii=False, indent=1), replace=True, mode=0o600)
+        write_text_atomic(
+            self.path, json.dumps(_encoded(session), ensure_ascii=False, indent=1), replace=True, mode=0o600
+        )
         if not self._pruned:
             self._pruned = True
             prune()

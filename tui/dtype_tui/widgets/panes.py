@@ -16,8 +16,8 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels, human_bytes, percent
 from dtype_engine.recipe import Rule
-from dtype_engine.reports.text import decibels, human_bytes, percent
 from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.thresholds import verdicts
@@ -26,7 +26,7 @@ from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.scan_actions import predicted
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import Nonfinite
+    from dtype_engine.results.attribution import NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_tui.state.experiment import Experiment
 
@@ -171,7 +171,7 @@ class DriftPane(Pane):
         return grid
 
 
-def _add_nonfinite(grid: Table, found: Nonfinite) -> None:
+def _add_nonfinite(grid: Table, found: NonFiniteDiagnosis) -> None:
     """Where values stop being finite, and the rule that one key applies."""
     grid.add_row("not finite", Text(first_sentence(found), style="bold"))
     if values := value_sentence(found):

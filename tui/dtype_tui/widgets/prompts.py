@@ -16,8 +16,8 @@ from textual.widgets import Input, Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.units import human_bytes, human_count
 from dtype_engine.recipe import Rule, generalisations
-from dtype_engine.reports.text import human_bytes, human_count
 from dtype_tui.state.experiment import Experiment, Preview
 from dtype_tui.widgets.module_tree import MOST_MATCHES
 

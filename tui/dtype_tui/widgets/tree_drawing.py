@@ -10,7 +10,8 @@ from rich.style import Style
 from textual.strip import Strip
 
 from dtype_engine.core import dtypes
-from dtype_engine.reports.text import human_count, parameters_text
+from dtype_engine.core.units import human_count
+from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
 from dtype_tui.widgets.tree_rows import Row
 

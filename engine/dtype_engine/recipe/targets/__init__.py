@@ -1,7 +1,7 @@
 """Recipes in the words of other tools.
 
 What is written is computed from the plan over a model's tensors, not from the rules: exact, anchored and disjoint, so that
-it can't matter which of several patterns a tool prefers. What a tool can't express is listed.
+it can't matter which of several patterns a tool precedence. What a tool can't express is listed.
 """
 
 from __future__ import annotations
@@ -18,25 +18,34 @@ from dtype_engine.recipe.targets import (
 )
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    LeftOut,
-    Taken,
+    Conversion,
+    Match,
+    Target,
+    Unsupported,
     left_out_as_json,
 )
 
-DIALECTS: dict[str, Dialect] = {
-    module.DIALECT.name: module.DIALECT
+RECIPE_TARGETS: dict[str, Target] = {
+    module.TARGET.name: module.TARGET
     for module in (torchao, llama_cpp, diffusers, llm_compressor, hf_transformers, modelopt, comfyui)
 }
 
 
-def dialect(name: str) -> Dialect:
+def target_named(name: str) -> Target:
     """The target of this name. Raises UserError."""
     try:
-        return DIALECTS[name]
+        return RECIPE_TARGETS[name]
     except KeyError:
-        raise UserError(f"unknown target {name!r}: use one of {', '.join(DIALECTS)}") from None
+        raise UserError(f"unknown target {name!r}: use one of {', '.join(RECIPE_TARGETS)}") from None
 
 
-__all__ = ["DIALECTS", "Context", "Converted", "Dialect", "LeftOut", "Taken", "dialect", "left_out_as_json"]
+__all__ = [
+    "RECIPE_TARGETS",
+    "Context",
+    "Conversion",
+    "Match",
+    "Target",
+    "Unsupported",
+    "left_out_as_json",
+    "target_named",
+]

@@ -49,7 +49,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True)
-class LeftOut:
+class Unsupported:
     """Tensors whose plan the target can't express, why, and what they get instead.
 
     `part` is "scale" where the dtype is right and only the scales are not those of the plan.
@@ -63,7 +63,7 @@ class LeftOut:
 
 
 @dataclass(frozen=True, slots=True)
-class Converted:
+class Conversion:
     """A recipe in another tool's words.
 
     `text` is what to write to a file; `patterns` are the target's own patterns and the dtype each stands for;
@@ -74,12 +74,12 @@ class Converted:
     text: str
     patterns: tuple[tuple[str, str], ...]
     base: str | None
-    left_out: tuple[LeftOut, ...]
+    left_out: tuple[Unsupported, ...]
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class Match:
     """What a pattern takes in a target's matcher, by canonical tensor names; `problem` says why it takes nothing."""
 
     tensors: frozenset[str]
@@ -87,19 +87,19 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Dialect:
+class Target:
     """A target: how to write for it, and how it reads.
 
-    `reach` gives the tensors that its patterns can have an effect on at all. `takes` reads a pattern as the target does.
-    `prefers` gives the place of the one that wins among patterns that all match; None where a tool has no order.
+    `matchable` gives the tensors that its patterns can have an effect on at all. `match` reads a pattern as the target does.
+    `precedence` gives the place of the one that wins among patterns that all match; None where a tool has no order.
     """
 
     name: str
     matcher: str
-    prefers: Callable[[Sequence[str]], int] | None
-    convert: Callable[[Context], Converted]
-    reach: Callable[[Context], frozenset[str]]
-    takes: Callable[[Context, str], Taken]
+    precedence: Callable[[Sequence[str]], int] | None
+    convert: Callable[[Context], Conversion]
+    matchable: Callable[[Context], frozenset[str]]
+    match: Callable[[Context, str], Match]
 
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
@@ -107,11 +107,11 @@ def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object
     return compile_regex(source, pattern, kind, flags=re.RegexFlag(0))
 
 
-def no_regex(error: PatternError) -> Taken:
+def no_regex(error: PatternError) -> Match:
     """That a pattern means nothing where expressions are expected. Raises the error where it is only too slow to match."""
     if isinstance(error, TooSlow):
         raise error
-    return Taken(frozenset(), f"no regular expression: {error}")
+    return Match(frozenset(), f"no regular expression: {error}")
 
 
 def first(patterns: Sequence[str]) -> int:
@@ -129,7 +129,7 @@ def exact_first(patterns: Sequence[str]) -> int:
     return next((place for place, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
-class Losses:
+class UnsupportedList:
     """Gathers what is left out, tensor by tensor, and puts tensors with the same reason together."""
 
     def __init__(self) -> None:
@@ -138,9 +138,9 @@ class Losses:
     def add(self, tensor: str, planned: str, instead: str, why: str, part: Part = "dtype") -> None:
         self._found.setdefault((why, planned, instead, part), []).append(tensor)
 
-    def result(self) -> tuple[LeftOut, ...]:
+    def result(self) -> tuple[Unsupported, ...]:
         return tuple(
-            LeftOut(why, planned, instead, tuple(names), part)
+            Unsupported(why, planned, instead, tuple(names), part)
             for (why, planned, instead, part), names in self._found.items()
         )
 
@@ -151,7 +151,7 @@ class Split:
 
     low: Mapping[str, str]
     base: str
-    losses: Losses
+    losses: UnsupportedList
 
     def by_dtype(self) -> dict[str, list[str]]:
         """The weights to quantise, per dtype, in the model's order."""
@@ -170,12 +170,12 @@ def split(
     `by_transformers` says that transformers does that loading, which keeps declared islands in float32.
     """
     planned = context.plan.dtypes
-    losses = Losses()
+    losses = UnsupportedList()
     low: dict[str, str] = {}
     refused: dict[str, str] = {}
     for tensor in context.in_scope():
         dtype = planned[tensor.name]
-        if dtype in dtypes.STORAGE_ONLY:
+        if dtype in dtypes.STORAGE_DTYPES:
             why = _refusal(context, tensor, dtype, tool, formats, kinds)
             if why is None:
                 low[tensor.name] = dtype
@@ -232,10 +232,10 @@ def common_dtype(tensors: Iterable[TensorInfo]) -> Callable[[Mapping[str, str]],
             sums: dict[str, int] = {}
             for tensor in listed:
                 dtype = dtype_of(tensor)
-                if dtype in dtypes.COMPUTED:
+                if dtype in dtypes.COMPUTE_DTYPES:
                     sums[dtype] = sums.get(dtype, 0) + tensor.numel
             if sums:
-                return max(sums, key=lambda dtype: (sums[dtype], -dtypes.COMPUTED.index(dtype)))
+                return max(sums, key=lambda dtype: (sums[dtype], -dtypes.COMPUTE_DTYPES.index(dtype)))
         return "float32"
 
     return under
@@ -269,7 +269,7 @@ def as_comment(lines: Iterable[str], mark: str = "#") -> str:
     return "".join(f"{mark} {line}\n" for line in lines)
 
 
-def left_out_as_json(left_out: Iterable[LeftOut]) -> list[dict[str, Any]]:
+def left_out_as_json(left_out: Iterable[Unsupported]) -> list[dict[str, Any]]:
     """What is left out, for JSON."""
     return [
         {"why": entry.why, "part": entry.part, "planned": entry.planned, "instead": entry.instead,

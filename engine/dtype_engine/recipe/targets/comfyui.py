@@ -7,9 +7,9 @@ import json
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Taken,
+    Conversion,
+    Match,
+    Target,
     loading_note,
     split,
     weights_of,
@@ -21,7 +21,7 @@ FORMATS = {"float8_e4m3fn": "float8_e4m3fn", "float8_e5m2": "float8_e5m2", "int8
 """ComfyUI's names of the formats; all have one scale for a whole tensor."""
 
 
-def convert(context: Context) -> Converted:
+def convert(context: Context) -> Conversion:
     parts = split(
         context, "ComfyUI", (*FORMATS, *(name + dtypes.PER_TENSOR for name in FORMATS)), KINDS, by_transformers=False
     )
@@ -29,7 +29,7 @@ def convert(context: Context) -> Converted:
     for name, dtype in parts.low.items():
         row = dtypes.info(dtype)
         layers[name.rpartition(".")[0]] = {"format": FORMATS[row.torch_name]}
-        if not row.one_scale:
+        if not row.per_tensor:
             parts.losses.add(
                 name, dtype, row.torch_name + dtypes.PER_TENSOR, "ComfyUI has one scale for the whole tensor", "scale"
             )
@@ -41,7 +41,7 @@ def convert(context: Context) -> Converted:
     ]
     if any(entry["format"] == FORMATS["int8"] for entry in layers.values()):
         notes.append("int8_tensorwise needs a recent ComfyUI; its first releases with this metadata had float8 only")
-    return Converted(
+    return Conversion(
         NAME,
         json.dumps(metadata, indent=2) + "\n",
         tuple((layer, entry["format"]) for layer, entry in layers.items()),
@@ -51,13 +51,13 @@ def convert(context: Context) -> Converted:
     )
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(weights_of(context, KINDS).values())
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     found = weights_of(context, KINDS).get(pattern)
-    return Taken(frozenset((found,)) if found else frozenset(), None if found else "layers are named one by one")
+    return Match(frozenset((found,)) if found else frozenset(), None if found else "layers are named one by one")
 
 
-DIALECT = Dialect(NAME, "exact layer names", None, convert, reach, takes)
+TARGET = Target(NAME, "exact layer names", None, convert, matchable, match)

@@ -15,10 +15,10 @@ from dtype_engine.core.errors import PatternError
 from dtype_engine.core.tree import Module, Tree
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Losses,
-    Taken,
+    Conversion,
+    Match,
+    Target,
+    UnsupportedList,
     as_comment,
     matcher,
     no_regex,
@@ -29,11 +29,11 @@ NAME = "diffusers"
 KINDS = frozenset(
     {"Conv1d", "Conv2d", "Conv3d", "ConvTranspose1d", "ConvTranspose2d", "ConvTranspose3d", "Linear", "Embedding"}
 )
-STORED_IN = (*dtypes.COMPUTED, "float8_e4m3fn", "float8_e5m2")
+STORED_IN = (*dtypes.COMPUTE_DTYPES, "float8_e4m3fn", "float8_e5m2")
 """What a plain `.to()` can store weights in; integers would lose everything."""
 
 
-def convert(context: Context) -> Converted:
+def convert(context: Context) -> Conversion:
     leaves = _leaves(context)
     storage, base = _best_pair(context, leaves)
     cast = _to_cast(context, leaves, storage, base)
@@ -45,10 +45,10 @@ def convert(context: Context) -> Converted:
     notes = (
         f"weights are stored in {storage} and computed in {base}; all that is not listed is kept in {base}",
         "diffusers casts without scales: small values underflow that the plan's scales would keep"
-        if storage in dtypes.STORAGE_ONLY
+        if storage in dtypes.STORAGE_DTYPES
         else "diffusers computes in one dtype, whatever a weight is stored in",
     )
-    return Converted(
+    return Conversion(
         NAME, _snippet(storage if cast else base, base, patterns, bool(cast), notes),
         tuple((pattern, base) for pattern in patterns), base, losses.result(), notes,
     )  # fmt: skip
@@ -76,7 +76,7 @@ def _planned(context: Context, tensor: str) -> str:
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
     """The dtypes to store and to compute in that leave the fewest elements out."""
     present = {_planned(context, tensor.name) for tensor in context.in_scope() if tensor.persistent}
-    bases = [dtype for dtype in dtypes.COMPUTED if dtype in present] or ["float32"]
+    bases = [dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in present] or ["float32"]
     storages = [dtype for dtype in STORED_IN if dtype in present] or bases
 
     def lost(pair: tuple[str, str]) -> int:
@@ -115,19 +115,19 @@ def _outcome(
     return outcome
 
 
-def _losses(context: Context, outcome: Mapping[str, str]) -> Losses:
-    losses = Losses()
+def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
+    losses = UnsupportedList()
     for tensor in context.in_scope():
         planned, instead = context.plan.dtypes[tensor.name], outcome[tensor.name]
         if _planned(context, tensor.name) == instead:
-            if planned in dtypes.STORAGE_ONLY:
+            if planned in dtypes.STORAGE_DTYPES:
                 losses.add(tensor.name, planned, instead, "diffusers stores without scales", "scale")
             continue
         if not tensor.persistent:
             why = "diffusers leaves non-persistent buffers as they are"
         elif dtypes.info(planned).kind == "int":
             why = f"diffusers casts without scales, which {planned} needs"
-        elif planned in dtypes.STORAGE_ONLY and not context.is_kind(context.module_of(tensor.name), KINDS):
+        elif planned in dtypes.STORAGE_DTYPES and not context.is_kind(context.module_of(tensor.name), KINDS):
             why = "diffusers casts linear, convolutional and embedding layers only"
         else:
             why = "diffusers has one dtype to store in and one to compute in, and takes a layer's weight and bias together"
@@ -175,13 +175,13 @@ def _snippet(storage: str, base: str, patterns: list[str], casting: bool, notes:
     )
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(name for tensors in _leaves(context).values() for name in tensors)
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
-        return Taken(frozenset(), "classes go into skip_modules_classes, not into a pattern")
+        return Match(frozenset(), "classes go into skip_modules_classes, not into a pattern")
     try:
         search = matcher(pattern.removeprefix("re:"), pattern, "search")
     except PatternError as error:
@@ -192,7 +192,7 @@ def takes(context: Context, pattern: str) -> Taken:
         # The root's own name is the empty text, and it is looked at too.
         if any(search(".".join(parts[:count])) for count in range(len(parts) + 1)):
             found.update(tensors)
-    return Taken(frozenset(found))
+    return Match(frozenset(found))
 
 
-DIALECT = Dialect(NAME, "re.search in the names of modules, from the root down", None, convert, reach, takes)
+TARGET = Target(NAME, "re.search in the names of modules, from the root down", None, convert, matchable, match)

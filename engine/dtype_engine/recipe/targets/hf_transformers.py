@@ -12,10 +12,10 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Losses,
-    Taken,
+    Conversion,
+    Match,
+    Target,
+    UnsupportedList,
     as_comment,
     matcher,
     no_regex,
@@ -25,12 +25,12 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "transformers"
 
 
-def convert(context: Context) -> Converted:
-    losses = Losses()
+def convert(context: Context) -> Conversion:
+    losses = UnsupportedList()
     groups: dict[str, list[str]] = {}
     for tensor in context.in_scope():
         planned = context.plan.dtypes[tensor.name]
-        if planned in dtypes.STORAGE_ONLY:
+        if planned in dtypes.STORAGE_DTYPES:
             losses.add(
                 tensor.name, planned, tensor.dtype, "transformers holds no weights with scales without a quantiser"
             )
@@ -43,14 +43,14 @@ def convert(context: Context) -> Converted:
     notes = [f"casts {context.title} as planned; call it with the class and the folder to load from"]
     if len(groups) > 1:
         notes.append("weights of several dtypes: PyTorch does not promote in matrix products, so run it under autocast")
-    return Converted(NAME, _snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
+    return Conversion(NAME, _snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
 
 
 def widest(stored: set[str]) -> str:
     """The dtype that holds every value of the stored ones."""
     if {"bfloat16", "float16"} <= stored:
         stored = stored | {"float32"}
-    return next((dtype for dtype in dtypes.COMPUTED if dtype in stored), "float32")
+    return next((dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in stored), "float32")
 
 
 def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) -> str:
@@ -78,20 +78,20 @@ def _raw(pattern: str) -> str:
     )
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(tensor.name for tensor in context.in_scope())
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     """As `modules_to_not_convert` is read: from the start up to the end of a part, or as an ending."""
     if pattern.startswith("type:"):
-        return Taken(frozenset(), "classes are not known")
+        return Match(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")
     try:
         matches = matcher(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", pattern, "match")
     except PatternError as error:
         return no_regex(error)
-    return Taken(
+    return Match(
         frozenset(
             tensor.name
             for tensor in context.in_scope()
@@ -100,4 +100,4 @@ def takes(context: Context, pattern: str) -> Taken:
     )
 
 
-DIALECT = Dialect(NAME, "re.match up to the end of a part of the name, or an ending", None, convert, reach, takes)
+TARGET = Target(NAME, "re.match up to the end of a part of the name, or an ending", None, convert, matchable, match)

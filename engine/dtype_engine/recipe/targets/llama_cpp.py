@@ -13,10 +13,10 @@ from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.core.tree import TensorInfo
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Losses,
-    Taken,
+    Conversion,
+    Match,
+    Target,
+    UnsupportedList,
     first,
     matcher,
     no_regex,
@@ -42,8 +42,8 @@ _KEPT = re.compile(
 """Matrices that llama-quantize keeps as they are (`tensor_allows_quantization`)."""
 
 
-def convert(context: Context) -> Converted:
-    losses = Losses()
+def convert(context: Context) -> Conversion:
+    losses = UnsupportedList()
     lines: dict[str, set[str]] = {}
     sources: dict[str, list[TensorInfo]] = {}
     for tensor, names in gguf_tensors(context).items():
@@ -86,10 +86,10 @@ def convert(context: Context) -> Converted:
     ]
     text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
     notes = ("llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",)
-    return Converted(NAME, text, tuple(patterns), None, losses.result(), notes)
+    return Conversion(NAME, text, tuple(patterns), None, losses.result(), notes)
 
 
-def _add(losses: Losses, context: Context, infos: Iterable[TensorInfo], instead: str, why: str) -> None:
+def _add(losses: UnsupportedList, context: Context, infos: Iterable[TensorInfo], instead: str, why: str) -> None:
     for info in infos:
         if (planned := context.plan.dtypes[info.name]) != instead:
             losses.add(info.name, planned, instead, why)
@@ -128,7 +128,7 @@ def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str
     return tuple(name + suffix for name in found if name) if all(found) else ()
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     quantisable = [
         tensor
         for tensor, names in gguf_tensors(context).items()
@@ -137,18 +137,18 @@ def reach(context: Context) -> frozenset[str]:
     return frozenset(quantisable)
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
-        return Taken(frozenset(), "classes are not known")
+        return Match(frozenset(), "classes are not known")
     if re.search(r"\s", pattern):
-        return Taken(frozenset(), "a line ends at the first space")
+        return Match(frozenset(), "a line ends at the first space")
     try:
         search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
     except PatternError as error:
         return no_regex(error)
     tensors = gguf_tensors(context)
     found = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
-    return Taken(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
+    return Match(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
 
 
-DIALECT = Dialect(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, reach, takes)
+TARGET = Target(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match)

@@ -12,9 +12,9 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Taken,
+    Conversion,
+    Match,
+    Target,
     as_comment,
     exact_first,
     loading_note,
@@ -30,7 +30,7 @@ KINDS = frozenset({"Linear"})
 FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 
 
-def convert(context: Context) -> Converted:
+def convert(context: Context) -> Conversion:
     import yaml
 
     parts = split(context, NAME, FORMATS, KINDS)
@@ -45,7 +45,7 @@ def convert(context: Context) -> Converted:
             "targets": targets,
             "weights": {
                 "num_bits": 8, "type": "int" if row.kind == "int" else "float",
-                "strategy": "tensor" if row.one_scale else "channel", "symmetric": True, "dynamic": False,
+                "strategy": "tensor" if row.per_tensor else "channel", "symmetric": True, "dynamic": False,
             },
         }  # fmt: skip
     notes = [loading_note(parts.base)]
@@ -56,21 +56,21 @@ def convert(context: Context) -> Converted:
         notes.append("there is nothing to quantise in this plan")
     recipe = {"quant_stage": {"quant_modifiers": modifiers}}
     text = as_comment(notes) + yaml.safe_dump(recipe, sort_keys=False, width=1 << 20)
-    return Converted(NAME, text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
+    return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(weights_of(context, KINDS).values())
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     weights = weights_of(context, KINDS)
     if pattern.startswith("re:"):
         try:
             matches = matcher(pattern[3:], pattern, "match")
         except PatternError as error:
             return no_regex(error)
-        return Taken(frozenset(tensor for module, tensor in weights.items() if matches(module)))
+        return Match(frozenset(tensor for module, tensor in weights.items() if matches(module)))
     # A rule by class has a counterpart there: the bare class name.
     name = pattern.removeprefix("type:")
     found = frozenset(
@@ -78,7 +78,7 @@ def takes(context: Context, pattern: str) -> Taken:
         for module, tensor in weights.items()
         if module == name or context.is_kind(context.tree.modules[module], (name,))
     )
-    return Taken(found, None if found else "without 're:' it is a module name or a class name, not a pattern")
+    return Match(found, None if found else "without 're:' it is a module name or a class name, not a pattern")
 
 
-DIALECT = Dialect(NAME, "'re:' and re.match, exact module names, or class names", exact_first, convert, reach, takes)
+TARGET = Target(NAME, "'re:' and re.match, exact module names, or class names", exact_first, convert, matchable, match)

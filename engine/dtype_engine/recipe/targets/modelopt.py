@@ -14,9 +14,9 @@ from typing import Any
 from dtype_engine.core import dtypes
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Taken,
+    Conversion,
+    Match,
+    Target,
     last,
     loading_note,
     split,
@@ -30,7 +30,7 @@ FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 
-def convert(context: Context) -> Converted:
+def convert(context: Context) -> Conversion:
     parts = split(context, NAME, FORMATS, KINDS)
     # Any module could have quantizers as far as the tree tells, so the patterns are exact among all of them.
     universe = [f"{module}.{quantizer}" for module in context.tree.modules if module for quantizer in QUANTIZERS]
@@ -41,27 +41,27 @@ def convert(context: Context) -> Converted:
         bits: int | list[int] = 8 if row.kind == "int" else [row.exponent, row.mantissa]
         for pattern in globs((f"{name.rpartition('.')[0]}.weight_quantizer" for name in names), universe):
             patterns.append((pattern, dtype))
-            config = {"num_bits": bits, "axis": None if row.one_scale else 0}
+            config = {"num_bits": bits, "axis": None if row.per_tensor else 0}
             entries.append({"quantizer_name": pattern, "cfg": config, "enable": True})
     text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2) + "\n"
     notes = (
         loading_note(parts.base),
         "pass it to modelopt.torch.quantization.quantize(model, json.load(file)); weights are packed on export",
     )
-    return Converted(NAME, text, tuple(patterns), parts.base, parts.losses.result(), notes)
+    return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), notes)
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(weights_of(context, KINDS).values())
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     if pattern.startswith(("re:", "type:")):
-        return Taken(frozenset(), "patterns are globs; expressions and classes are not known")
+        return Match(frozenset(), "patterns are globs; expressions and classes are not known")
     matches = re.compile(fnmatch.translate(pattern)).match
     weights = weights_of(context, KINDS)
     found = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))
-    return Taken(found, None if found else "it must match the quantizer's name, which ends in .weight_quantizer")
+    return Match(found, None if found else "it must match the quantizer's name, which ends in .weight_quantizer")
 
 
-DIALECT = Dialect(NAME, "fnmatch on quantizer names", last, convert, reach, takes)
+TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, matchable, match)

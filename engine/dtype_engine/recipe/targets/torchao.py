@@ -16,9 +16,9 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
-    Converted,
-    Dialect,
-    Taken,
+    Conversion,
+    Match,
+    Target,
     exact_first,
     loading_note,
     matcher,
@@ -34,8 +34,8 @@ MADE_AS = "0.18"
 """The torchao release whose JSON is written where torchao itself is not installed; a test compares the two."""
 
 
-def convert(context: Context) -> Converted:
-    parts = split(context, NAME, dtypes.STORAGE_ONLY, KINDS)
+def convert(context: Context) -> Conversion:
+    parts = split(context, NAME, dtypes.STORAGE_DTYPES, KINDS)
     universe = context.all_names()
     patterns = [
         (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
@@ -55,7 +55,7 @@ def convert(context: Context) -> Converted:
             "include_input_output_embeddings": True,
         },
     }
-    return Converted(
+    return Conversion(
         NAME, json.dumps(text, indent=2) + "\n", tuple(patterns), parts.base, parts.losses.result(), tuple(notes)
     )
 
@@ -74,7 +74,7 @@ def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
 
     def one(dtype: str) -> Any:
         row = dtypes.info(dtype)
-        scale = granularity.PerTensor() if row.one_scale else granularity.PerRow()
+        scale = granularity.PerTensor() if row.per_tensor else granularity.PerRow()
         if row.torch_name == "int8":
             return api.Int8WeightOnlyConfig(granularity=scale)
         return api.Float8WeightOnlyConfig(weight_dtype=getattr(torch, row.torch_name), granularity=scale)
@@ -96,7 +96,7 @@ def _config(dtype: str) -> dict[str, Any]:
     row = dtypes.info(dtype)
     scale: dict[str, Any] = (
         {"_type": "PerTensor", "_version": 1, "_data": {}}
-        if row.one_scale
+        if row.per_tensor
         else {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
     )
     if row.torch_name == "int8":
@@ -110,11 +110,11 @@ def _config(dtype: str) -> dict[str, Any]:
     return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": data}
 
 
-def reach(context: Context) -> frozenset[str]:
+def matchable(context: Context) -> frozenset[str]:
     return frozenset(weights_of(context, KINDS).values())
 
 
-def takes(context: Context, pattern: str) -> Taken:
+def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("re:"):
         try:
             matches = matcher(pattern[3:], pattern, "fullmatch")
@@ -125,9 +125,9 @@ def takes(context: Context, pattern: str) -> Taken:
     found = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
     found |= {tensor.name for tensor in context.in_scope() for name in tensor.names if matches(name)}
     plain = not pattern.startswith("re:") and not found
-    return Taken(frozenset(found), "without 're:' it is a name, not a pattern" if plain else None)
+    return Match(frozenset(found), "without 're:' it is a name, not a pattern" if plain else None)
 
 
-DIALECT = Dialect(
-    NAME, "exact names of modules or parameters, or 're:' and re.fullmatch", exact_first, convert, reach, takes
+TARGET = Target(
+    NAME, "exact names of modules or parameters, or 're:' and re.fullmatch", exact_first, convert, matchable, match
 )

@@ -96,7 +96,7 @@ def _scheme(dtype: str) -> Mapping[str, Any]:
             "num_bits": 8,
             "type": "int" if dtype.startswith("int") else "float",
             "symmetric": True,
-            "strategy": "tensor" if dtypes.BY_NAME[dtype].one_scale else "channel",
+            "strategy": "tensor" if dtypes.BY_NAME[dtype].per_tensor else "channel",
             "dynamic": False,
         },
         "input_activations": None,

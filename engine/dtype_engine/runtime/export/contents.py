@@ -77,7 +77,7 @@ class Item:
         if not self.scaled:
             return (Piece(self.name, torch_name, self.shape),)
         count = dtypes.scale_count(self.shape, self.dtype)
-        matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].one_scale
+        matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].per_tensor
         return (
             Piece(self.name if self.declared else self.name + OWN_SUFFIX, torch_name, self.shape),
             Piece(self.name + SCALE_SUFFIX, "float32", (count, 1) if matrix else (count,)),
@@ -148,7 +148,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
         if info.persistent:
             tied |= dict.fromkeys(info.aliases, info.name)
             weight, dtype = model.weights[info.name], planned[info.name]
-            scaled = dtype in dtypes.STORAGE_ONLY and (dtype != info.dtype or info.scaled)
+            scaled = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.scaled)
             items.append(
                 Item(
                     info.name, info.shape, info.dtype, dtype, scaled, False, (),
@@ -185,12 +185,12 @@ def _placed_contents(
         dtype = planned[info.name] if info is not None and info.castable else stored
         if place is not None and place.part and info is not None and dtype == info.dtype:
             dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
-        if place is not None and place.part and dtype in dtypes.STORAGE_ONLY and dtype != stored:
+        if place is not None and place.part and dtype in dtypes.STORAGE_DTYPES and dtype != stored:
             raise UserError(
                 f"{place.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it can't be exported in "
-                f"{dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTED)}"
+                f"{dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
             )
-        scaled = name in checkpoint.scaled or (dtype in dtypes.STORAGE_ONLY and dtype != stored)
+        scaled = name in checkpoint.scaled or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         items.append(_item(checkpoint, name, tensor, dtype, scaled, _expressible(tree, info, name, dtype)))
     linears = tuple(name for name, node in tree.modules.items() if node.class_name == "Linear")
     folder = checkpoint.path if checkpoint.path.is_dir() else None
@@ -299,7 +299,7 @@ def _refuse_scales(layout: Layout, items: list[Item]) -> None:
         if item.scaled and item.dtype != item.stored:
             raise UserError(
                 f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
-                f"would be one; cast to one of {', '.join(dtypes.COMPUTED)}, or leave it as stored"
+                f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
             )
 
 

@@ -24,7 +24,7 @@ from dtype_engine.runtime.export.lock import clear_up
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import copy_along, free_name, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file
-from dtype_engine.runtime.model.live import give_memory_back
+from dtype_engine.runtime.model.live import trim_heap
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
@@ -101,7 +101,7 @@ def export(
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # While this lay unread anybody may have written to the source: then what was written is of two models.
         refuse_changed(contents.identities)
-    give_memory_back()
+    trim_heap()
     return ExportReport(
         folder=str(target),
         model=contents.title,

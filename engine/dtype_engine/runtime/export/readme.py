@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from dtype_engine import __version__
-from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
+from dtype_engine.core.version import __version__
 from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
@@ -107,14 +107,14 @@ def loading_text(contents: Contents) -> str:
         return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
     if not scaled and (how := _quantised_before(contents)):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
-    if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTED} - {wide}:
+    if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
         return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
 
 
 def _quantised_before(contents: Contents) -> str | None:
     """How the weights were quantised by another program, in a few words; None where they are not."""
-    parts = parts_of_quantised([item.name for item in contents.items], contents.config)
+    parts = quantized_parts([item.name for item in contents.items], contents.config)
     return next(iter(parts.values())).removeprefix("part of a weight that is ") if parts else None
 
 
@@ -135,7 +135,7 @@ def _theirs(contents: Contents) -> list[str]:
             "as missing and makes them at random.",
         ]
     config_dtype = export_dtype(contents)
-    found = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTED}
+    found = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}
     lines = []
     if any(item.declared for item in contents.items):
         rounded = (

@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from dtype_engine.checkpoint import inside
-from dtype_engine.core.atomic_write import sync_folder, umask
+from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.export.lock import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
 from dtype_engine.runtime.export.mark import missing_mark
 
@@ -89,8 +89,8 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             _give_name(stage, target, force)
             stage = None
         give_up(target)
-        sync_folder(target)
-        sync_folder(target.parent)
+        fsync_dir(target)
+        fsync_dir(target.parent)
     except OSError as error:
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
@@ -106,7 +106,7 @@ def _sync_all(folder: Path) -> None:
             _sync_all(entry)
         else:
             _sync_file(entry)
-    sync_folder(folder)
+    fsync_dir(folder)
 
 
 def _sync_file(path: Path) -> None:

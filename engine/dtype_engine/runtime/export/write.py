@@ -24,7 +24,7 @@ from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import Item, Piece, as_bytes
 from dtype_engine.runtime.model.file_values import FileValues
-from dtype_engine.runtime.numerics.quantize import one_thread, take_codes, torch_dtype
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, single_intraop_thread, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import LossCounter
 
 _PIECE = 1 << 20
@@ -104,7 +104,7 @@ def write_file(
         _write(file.fileno(), head, 0)
         write = partial(_write_item, file.fileno(), starts, progress, lost)
         # A new thread takes over the number of torch threads set just now.
-        with one_thread(), ThreadPoolExecutor(threads) as pool:
+        with single_intraop_thread(), ThreadPoolExecutor(threads) as pool:
             try:
                 for _ in pool.map(write, items):
                     pass
@@ -225,7 +225,7 @@ def _write_codes(
         _write(out, data.numpy().data, at + start)
         progress.wrote(len(data))
 
-    return take_codes(tensor, dtype, write)
+    return quantize_in_blocks(tensor, dtype, write)
 
 
 def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:

@@ -22,7 +22,7 @@ from dtype_engine.runtime.inputs.processors import (
 )
 from dtype_engine.runtime.inputs.text import prompt_texts, sequence_length
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.mixed import Widened
+from dtype_engine.runtime.modes.mixed import ReferenceMode
 
 CAPTION = "a picture of"
 QUESTION = "What is in the picture?"
@@ -181,7 +181,7 @@ def _features(model: LiveModel, picture: Picture) -> int:
     names = inspect.signature(ask).parameters
     given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
     try:
-        with torch.no_grad(), Widened(model.by_id, model.device):
+        with torch.no_grad(), ReferenceMode(model.by_id, model.device):
             found = ask(**given)
     except Exception as error:  # the model's own code
         said = " ".join(str(error).split())[:200]

@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from dtype_engine.core.text import printable
-from dtype_engine.results.inputs import InputBatch, InputsReading, InputTensor
+from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.numerics.quantize import dtype_name
 
 _SHOWN = 160
 
 
-def reading(inputs: Inputs) -> InputsReading:
+def reading(inputs: Inputs) -> InputsSummary:
     """What the model is run on, call by call."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
     made_of = inputs.made_of or (f"given by {inputs.description}",)
-    return InputsReading(inputs.description, made_of, sum(known) if known else None, batches)
+    return InputsSummary(inputs.description, made_of, sum(known) if known else None, batches)
 
 
 def one_of_each_shape(inputs: Inputs) -> list[Batch]:

@@ -19,15 +19,15 @@ import torch
 
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.results.attribution import Cause, CausesReport
+from dtype_engine.results.attribution import AttributionReport, Cause
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.drift import _compared, _Recorder, is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
-from dtype_engine.runtime.passes.runner import Passes, main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner, main_output
 from dtype_engine.runtime.passes.trace import Trace
-from dtype_engine.search.sensitivity import drift_of, is_free
+from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
 """Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""
@@ -64,7 +64,7 @@ class Causes:
 
     def report(
         self, on_progress: OnProgress = lambda done, total: None, cancelled: Callable[[], bool] = lambda: False
-    ) -> CausesReport:
+    ) -> AttributionReport:
         """Run every part. `on_progress` hears parts done and parts in all.
 
         Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
@@ -72,12 +72,12 @@ class Causes:
         if self.settings.autocast is not None:
             raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
         started = time.perf_counter()
-        with Passes(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
+        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
             self._run_reference(passes)
             unit, whole, _ = self._alone(passes, lambda name: True, 0, None)
             found = self._parts(passes, whole, on_progress) if whole else []
         found.sort(key=lambda cause: -cause.drift)
-        return CausesReport(
+        return AttributionReport(
             model=self.model.title,
             rules=self.rules,
             unit=unit,
@@ -95,10 +95,10 @@ class Causes:
         return frozenset(
             key
             for key, weight in self.model.by_id.items()
-            if (weight.info.castable or weight.scale is not None) and not is_free(weight.info.dtype, weight.dtype)
+            if (weight.info.castable or weight.scale is not None) and not is_lossless(weight.info.dtype, weight.dtype)
         )
 
-    def _run_reference(self, passes: Passes) -> None:
+    def _run_reference(self, passes: ForwardRunner) -> None:
         room = _ROOM
         positions = 0
         for batch in self.inputs.batches:
@@ -119,7 +119,7 @@ class Causes:
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
 
-    def _parts(self, passes: Passes, whole: float, on_progress: OnProgress) -> list[Cause]:
+    def _parts(self, passes: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Cause]:
         """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
         modules = sorted(self._uses, key=lambda name: self._uses[name])
         if len(modules) <= MOST_PASSES:
@@ -143,7 +143,13 @@ class Causes:
         return list(found.values())
 
     def _told(
-        self, passes: Passes, name: str, modules: Sequence[str], whole: float, on_progress: OnProgress, total: int
+        self,
+        passes: ForwardRunner,
+        name: str,
+        modules: Sequence[str],
+        whole: float,
+        on_progress: OnProgress,
+        total: int,
     ) -> Cause:
         inside = frozenset(modules)
         single = modules[0] if len(modules) == 1 else None
@@ -154,7 +160,7 @@ class Causes:
         return Cause(name, len(modules), drift, share, local)
 
     def _alone(
-        self, passes: Passes, inside: Callable[[str], bool], prefix: int, watched: str | None
+        self, passes: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
     ) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only some modules as cast, and the SQNR of one module's own output."""
         comparison: OutputComparison | None = None
@@ -172,7 +178,7 @@ class Causes:
         found = comparison.result()
         unit = SQUARED if found.kl_mean is None else NATS if candidate.ndim > 2 else NATS_PER_EXAMPLE
         local = sqnr_db(listener.energy, listener.noise) if listener.heard else None
-        return unit, drift_of(found), local
+        return unit, scalar_drift(found), local
 
 
 class _Local:

@@ -17,7 +17,7 @@ from dtype_engine.results.drift import ModuleDrift, OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
-from dtype_engine.runtime.passes.runner import Candidate, Passes, RunsOtherwise, main_output
+from dtype_engine.runtime.passes.runner import Candidate, ForwardRunner, RetryUnderRules, main_output
 from dtype_engine.runtime.passes.trace import Trace
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
@@ -102,11 +102,11 @@ class DriftMeter:
 
         Raises NoForward, KernelError, Cancelled.
         """
-        with Passes(self.model, self.settings, cancelled) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled) as passes:
             passes.first_use = self._first_use
             return self._measure(passes, on_progress, on_modules)
 
-    def _measure(self, passes: Passes, on_progress: OnProgress, on_modules: OnModules) -> Measurement:
+    def _measure(self, passes: ForwardRunner, on_progress: OnProgress, on_modules: OnModules) -> Measurement:
         comparison: OutputComparison | None = None
         sums: dict[str, _Sums] = {}
         output_name = ""
@@ -154,7 +154,7 @@ class DriftMeter:
             candidate.ndim,
         )
 
-    def _candidate(self, passes: Passes, index: int, batch: Batch, comparer: _Comparer, whole: int) -> Candidate:
+    def _candidate(self, passes: ForwardRunner, index: int, batch: Batch, comparer: _Comparer, whole: int) -> Candidate:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
         earlier = self._traces.pop(index, None)
         kept = sum(record.nbytes for record in self._records.values()) + sum(
@@ -164,7 +164,7 @@ class DriftMeter:
             try:
                 ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
                 break
-            except RunsOtherwise:
+            except RetryUnderRules:
                 comparer.restart()
         if self.reuse and ran.trace.calls:
             self._traces[index] = ran.trace
@@ -177,7 +177,7 @@ class DriftMeter:
         """Module calls of one pass over all inputs, once every batch was run."""
         return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
 
-    def _reference(self, passes: Passes, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
+    def _reference(self, passes: ForwardRunner, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
         """Run the reference on one batch and keep what it gave if that fits the budget."""
         room = self.budget - sum(record.nbytes for record in self._records.values())
         before = sum(calls for known, calls in self._calls.items() if known < index)
@@ -188,7 +188,7 @@ class DriftMeter:
             try:
                 output, seconds = passes.reference(batch, watcher)
                 break
-            except RunsOtherwise:
+            except RetryUnderRules:
                 continue
         name, tensor = main_output(output)
         kept = watcher.copy_of(tensor)

@@ -12,14 +12,14 @@ from dtype_engine.core.errors import Cancelled, NoForward
 from dtype_engine.results.drift import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.passes.runner import Passes
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
 """Hears ("reference" | "candidate", tokens written so far, at most how many)."""
 
 
-def generate(passes: Passes, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
+def generate(passes: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
     """Let reference and candidate continue every prompt that the user gave, else the first sequence, greedily, by at most
     `tokens`. Calibration text is cut to its first `PROMPT_TOKENS`; pictures are captioned.
 
@@ -68,7 +68,9 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
-def _write(passes: Passes, which: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens) -> Written:
+def _write(
+    passes: ForwardRunner, which: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens
+) -> Written:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
@@ -97,9 +99,9 @@ def _write(passes: Passes, which: str, prompt: Batch, tokenizer: Any, tokens: in
         return written
 
     if which == "reference":
-        sequences, seconds = passes.as_reference(call)
+        sequences, seconds = passes.run_reference(call)
     else:
-        sequences, seconds, _ = passes.as_cast(call)
+        sequences, seconds, _ = passes.run_candidate(call)
     ids = sequences[0, began[0] if began else 0 :].tolist()
     return Written(tuple(ids), pieces(tokenizer, ids), seconds)
 

@@ -66,7 +66,7 @@ def tried_remedy(
 def holding_dtype(tensor: TensorInfo, dtype: str, count: Count) -> str:
     """The nearest dtype to `dtype` in which a tensor loses no more than rounding; `STORED` where only the stored one is such."""
     nearest = []
-    if dtypes.BY_NAME[dtype].one_scale:
+    if dtypes.BY_NAME[dtype].per_tensor:
         nearest.append(dtype.removesuffix(dtypes.PER_TENSOR))
     nearest += ["bfloat16", "float32"]
     stored_bits = dtypes.BY_NAME[tensor.dtype].bits

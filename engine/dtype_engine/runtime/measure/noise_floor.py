@@ -21,7 +21,7 @@ from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.drift import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison
-from dtype_engine.runtime.passes.runner import Passes, main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner, main_output
 
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output were compared: the floor needs no more text than that."""
@@ -39,18 +39,18 @@ def measure_floor(
     """
     found: dict[str, OutputComparison] = {}
     positions = 0
-    with Passes(model, RunSettings(), cancelled, watch=False) as passes:
+    with ForwardRunner(model, RunSettings(), cancelled, watch=False) as passes:
         for batch in inputs.batches:
             on_progress(positions, ENOUGH_POSITIONS)
             name, reference = main_output(_run(passes, batch))
             reference = reference.detach().clone()
-            needed_rules = set(model.needs_rules)
+            needed_rules = set(model.requires_mixed_mode)
             for way, again in _ways(passes, batch, reference):
                 if again is not None:
                     comparison = found.setdefault(way, OutputComparison(is_distribution(name, reference)))
                     comparison.add(reference, again)
             # A way that failed says nothing about the reference itself.
-            model.needs_rules &= needed_rules
+            model.requires_mixed_mode &= needed_rules
             positions += reference[..., 0].numel() if reference.ndim else 1
             if positions >= ENOUGH_POSITIONS:
                 break
@@ -74,19 +74,19 @@ def _worst(found: dict[str, OutputDrift], positions: int) -> Floor:
     )
 
 
-def _run(passes: Passes, batch: Batch) -> Any:
+def _run(passes: ForwardRunner, batch: Batch) -> Any:
     given = passes.reference_batch(batch)
-    return passes.as_reference(lambda: passes.model.module(*given.args, **given.kwargs))[0]
+    return passes.run_reference(lambda: passes.model.module(*given.args, **given.kwargs))[0]
 
 
-def _ways(passes: Passes, batch: Batch, reference: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
+def _ways(passes: ForwardRunner, batch: Batch, reference: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Each other way to run the reference, with its main output in the reference's shape; None where there is none."""
     with _other_attention(passes.model.module) as attention:
         yield f"{attention} attention", _attempt(passes, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(passes, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
-def _attempt(passes: Passes, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
+def _attempt(passes: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
     """The first of `times` equal parts of the main output, None where it does not come in such parts."""
     try:
         output = main_output(_run(passes, batch))[1]

@@ -22,14 +22,14 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
-from dtype_engine.results.attribution import Nonfinite
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import _METADATA, Arguments, MixedDtypes, Widened, _tensors
+from dtype_engine.runtime.modes.mixed import _METADATA, Arguments, MixedDtypeMode, ReferenceMode, _tensors
 from dtype_engine.runtime.numerics.quantize import dtype_name
-from dtype_engine.runtime.passes.runner import Passes
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 OnTrial = Callable[[int, int], None]
 _MOST_WEIGHTS = 8
@@ -54,7 +54,7 @@ class _Listener(TorchFunctionMode):
     def __init__(self, weights: Mapping[int, Weight]) -> None:
         super().__init__()
         self.weights = weights
-        self.heard_of: MixedDtypes | Widened | None = None
+        self.heard_of: MixedDtypeMode | ReferenceMode | None = None
         self.heard: list[_Strange | str] = []
         self.largest: dict[tuple[str, str], float] = {}
 
@@ -111,7 +111,7 @@ class _Finished:
         return None
 
 
-def find_nonfinite(
+def diagnose_nonfinite(
     meter: DriftMeter,
     tree: Tree,
     recipe: Recipe,
@@ -119,14 +119,14 @@ def find_nonfinite(
     reference_bad: bool,
     on_trial: OnTrial = lambda done, total: None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Nonfinite:
+) -> NonFiniteDiagnosis:
     """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
 
     modules: the readings of that measurement, in the order of the pass. reference_bad: the reference is not finite itself. Trials
     leave the model cast in their own way: the caller puts the recipe back. Raises NoForward, KernelError, Cancelled.
     """
     first = next((reading.name for reading in modules if reading.nonfinite), "")
-    with Passes(meter.model, meter.settings, cancelled) as passes:
+    with ForwardRunner(meter.model, meter.settings, cancelled) as passes:
         strange, largest_reference, found_first = _blame(passes, meter.inputs, first, reference_bad)
     if reference_bad:
         stored = tuple(
@@ -162,11 +162,11 @@ def _reading(
     largest_reference: float | None,
     remedy: str | None,
     reason: str,
-) -> Nonfinite:
+) -> NonFiniteDiagnosis:
     if strange is None:
-        return Nonfinite(kind, first, first, "", "", None, (), None, None, remedy, reason)
+        return NonFiniteDiagnosis(kind, first, first, "", "", None, (), None, None, remedy, reason)
     row = dtypes.BY_NAME.get(strange.dtype)
-    return Nonfinite(
+    return NonFiniteDiagnosis(
         kind=kind,
         first_module=first,
         module=strange.module,
@@ -182,13 +182,13 @@ def _reading(
 
 
 def _blame(
-    passes: Passes, inputs: Inputs, first: str, reference_bad: bool
+    passes: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
 ) -> tuple[_Strange | None, float | None, str]:
     """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
     for batch in inputs.batches:
         plain = _Listener(passes.model.by_id)
         came_out = _Finished(plain)
-        passes.overheard(batch, plain, came_out, reference=True)
+        passes.run_observed(batch, plain, came_out, reference=True)
         if reference_bad:
             events = [event for event in plain.heard if isinstance(event, _Strange)]
             if events or came_out.names:
@@ -198,7 +198,7 @@ def _blame(
         anyway = {(event.module, event.operation) for event in plain.heard if isinstance(event, _Strange)}
         listener = _Listener(passes.model.by_id)
         came_out = _Finished(listener)
-        passes.overheard(batch, listener, came_out)
+        passes.run_observed(batch, listener, came_out)
         before: _Strange | None = None
         inside: _Strange | None = None
         for event in listener.heard:

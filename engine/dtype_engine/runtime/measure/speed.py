@@ -14,7 +14,7 @@ from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.drift import SpeedRow
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.passes.runner import Passes
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
@@ -23,7 +23,7 @@ OnPasses = Callable[[str, int, int], None]
 
 
 def measure_speed(
-    passes: Passes, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
+    passes: ForwardRunner, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
 ) -> tuple[tuple[SpeedRow, ...], tuple[str, ...]]:
     """Time whole passes over all inputs: one to warm up, then `repeats` (fewer, but never under 3, when they take long);
     the median, the fastest and the slowest. The rows, and notices for a row that had to be left out.
@@ -54,16 +54,16 @@ def measure_speed(
 
 
 def _timed(
-    passes: Passes, inputs: Inputs, what: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
+    passes: ForwardRunner, inputs: Inputs, what: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
 ) -> SpeedRow:
     """One row. The reference and the stored model run without the candidate's settings."""
-    ways = passes if candidate else passes.plainly()
+    ways = passes if candidate else passes.without_settings()
     batches = [ways.candidate_batch(batch) if candidate else passes.reference_batch(batch) for batch in inputs.batches]
 
     def all_inputs() -> tuple[float, bool]:
         seconds, by_rules = 0.0, False
         for batch in batches:
-            _, took, ruled = ways.as_cast(lambda batch=batch: ways.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+            _, took, ruled = ways.run_candidate(lambda batch=batch: ways.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
             seconds += took
             by_rules = by_rules or ruled
         return seconds, by_rules

@@ -12,7 +12,7 @@ from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.results.drift import SkippedTensor, WeightError, WeightReading
+from dtype_engine.results.drift import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mapped_tensors import read_tensor
 from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
@@ -74,7 +74,7 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
 
 def look_at(
     checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
-) -> WeightReading:
+) -> WeightStats:
     """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
@@ -84,7 +84,7 @@ def look_at(
 
 def look_at_live(
     model: LiveModel, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
-) -> WeightReading:
+) -> WeightStats:
     """The same of a tensor of an open model, as it was before any cast: from its file where that has it as one tensor.
 
     Raises UserError, Cancelled.
@@ -101,7 +101,7 @@ def look_at_live(
 
 def _reading(
     name: str, tensor: torch.Tensor, stored: str, targets: tuple[str, ...], cancelled: Callable[[], bool]
-) -> WeightReading:
+) -> WeightStats:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")
     errors = tuple(
@@ -109,4 +109,4 @@ def _reading(
         for target in targets
         if target != stored
     )
-    return WeightReading(exponents(name, tensor, cancelled), errors)
+    return WeightStats(exponents(name, tensor, cancelled), errors)

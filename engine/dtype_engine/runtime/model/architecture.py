@@ -17,12 +17,12 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.plausible import refuse_impossible
-from dtype_engine.checkpoint.prequantized import parts_of_quantised
+from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text import human_bytes
+from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.model.hub import without_foreign_kernels
 from dtype_engine.runtime.model.live import inventory
 from dtype_engine.runtime.model.name_mapping import placed
@@ -244,7 +244,7 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
     filled = {place.name for place in places.values()}
     empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
     strange = [stored for stored in checkpoint.weights if stored not in places]
-    packed = parts_of_quantised(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
+    packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
         checkpoint.config or {}
     )
     if 2 * len(strange) > len(checkpoint.weights) and 2 * len(empty) > len(infos) and not packed:
@@ -255,7 +255,7 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
     shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
     for stored, place in places.items():
         tensor = checkpoint.weights[stored]
-        plain = not place.part and checkpoint.dtype(stored) in dtypes.COMPUTED and not tensor.packed
+        plain = not place.part and checkpoint.dtype(stored) in dtypes.COMPUTE_DTYPES and not tensor.packed
         if plain and place.name in shapes and shapes[place.name] != tensor.shape:
             raise NoForward(
                 f"{folder}: config.json makes {printable(stored)} {list(shapes[place.name])}, and the files have "

@@ -24,7 +24,7 @@ from dtype_engine.runtime.model.stored_tree import stored_tree
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class ModelDescription:
     """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from.
 
     places: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
@@ -38,7 +38,7 @@ class Described:
     why_no_classes: str = ""
 
 
-def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> Described:
+def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
     """What a model is made of. Without a known architecture it is what the files say: no classes.
 
     checkpoint: the headers of `source`, where they have been read. Raises UserError.
@@ -48,20 +48,20 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         checkpoint = source.open()
     if checkpoint is None:
         module = load(source, options).module
-        return Described(tree_of(module), _kinds(module), None)
+        return ModelDescription(tree_of(module), _kinds(module), None)
     model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
     module_without_data = skeleton(checkpoint, options)
     if module_without_data is not None:
         places = placed(module_without_data, checkpoint.weights)
         tree = stored_tree(module_without_data, checkpoint, places)
-        return Described(tree, _kinds(module_without_data), named, places)
+        return ModelDescription(tree, _kinds(module_without_data), named, places)
     try:
         live = load(source, options)
     except NoForward as error:
         alone = {name: Placed(name, False) for name in checkpoint.weights}
-        return Described(checkpoint.tree(), {}, named, alone, str(error))
-    return Described(live.tree, _kinds(live.module), named, placed(live.module, checkpoint.weights))
+        return ModelDescription(checkpoint.tree(), {}, named, alone, str(error))
+    return ModelDescription(live.tree, _kinds(live.module), named, placed(live.module, checkpoint.weights))
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:

@@ -102,11 +102,11 @@ class LiveModel:
     trust_remote_code: bool = False
     identities: tuple[FileIdentity, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
-    needs_rules: set[object] = field(default_factory=set)
+    requires_mixed_mode: set[object] = field(default_factory=set)
     """Dtypes in which plain torch fails on this model ("reference": the reference does)."""
-    rules_idle: set[object] = field(default_factory=set)
+    mixed_mode_is_noop: set[object] = field(default_factory=set)
     """Dtypes in which, everywhere, the rules have nothing to do: a plain run is the same."""
-    rules_busy: set[object] = field(default_factory=set)
+    mixed_mode_differs: set[object] = field(default_factory=set)
     """Dtypes in which the rules differ from plain torch on this model."""
 
     @classmethod
@@ -185,7 +185,7 @@ class LiveModel:
                     on_progress(done + 1, len(waiting))
         finally:
             if waiting:
-                give_memory_back()
+                trim_heap()
 
     @property
     def resident_bytes(self) -> int:
@@ -237,7 +237,7 @@ class LiveModel:
         if any(weight.scale is not None for weight in self.weights.values()):
             return None
         scratch = any(weight.changed for weight in self.weights.values() if not weight.info.persistent)
-        if len(found) != 1 or scratch or (only := found.pop()) not in dtypes.COMPUTED:
+        if len(found) != 1 or scratch or (only := found.pop()) not in dtypes.COMPUTE_DTYPES:
             return None
         return torch_dtype(only)
 
@@ -318,7 +318,7 @@ def _mark_islands(module: nn.Module, tree: Tree) -> None:
                 node.island = f"declared by the model ({attribute})"
 
 
-def give_memory_back() -> None:
+def trim_heap() -> None:
     """Return freed tensors to the system: glibc keeps them otherwise, and the process would look as large as before."""
     if sys.platform.startswith("linux"):
         try:

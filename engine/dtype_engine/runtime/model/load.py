@@ -28,7 +28,7 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint, FileIdentity, open_checkpoint
 from dtype_engine.checkpoint.components import variant_of
 from dtype_engine.checkpoint.folder import OWN_SUFFIX
-from dtype_engine.checkpoint.memory_fit import no_room
+from dtype_engine.checkpoint.memory_fit import shortfall
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.source import Source
@@ -38,10 +38,10 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.hub import offline
-from dtype_engine.runtime.model.live import LiveModel, give_memory_back, inventory
+from dtype_engine.runtime.model.live import LiveModel, inventory, trim_heap
 from dtype_engine.runtime.model.mapped_tensors import read_all, read_mapped, read_stored
 from dtype_engine.runtime.model.name_mapping import Placed, placed, restorable, stored_dtypes
-from dtype_engine.runtime.numerics.quantize import bring_back, dtype_name, torch_dtype
+from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 Say = Callable[[str], None]
 
@@ -73,7 +73,7 @@ def load(source: Source, options: Options, say: Say = lambda step: None) -> Live
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
     assert checkpoint is not None
-    if reason := no_room(checkpoint):
+    if reason := shortfall(checkpoint):
         raise NoForward(reason)
     if checkpoint.form == "pickle" and source.trust_pickle and checkpoint.path.is_file():
         whole = load_pickle(checkpoint.path, trust=True)
@@ -217,8 +217,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     state = dict(inventory(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
     for name, (_, scale) in loaded.scaled.items():
-        state[name].data = bring_back(state[name].data, scale, compute)
-    give_memory_back()
+        state[name].data = dequantize(state[name].data, scale, compute)
+    trim_heap()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
     return module.eval()
@@ -272,12 +272,12 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
 
 def widest(stored: Iterable[str]) -> str:
     """The dtype that holds the values of all the computed ones among these; float32 where there is none."""
-    found = {dtype for dtype in stored if dtype in dtypes.COMPUTED}
+    found = {dtype for dtype in stored if dtype in dtypes.COMPUTE_DTYPES}
     if not found:
         return "float32"
     if found >= {"bfloat16", "float16"}:
         found.add("float32")
-    return next(name for name in dtypes.COMPUTED if name in found)
+    return next(name for name in dtypes.COMPUTE_DTYPES if name in found)
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
@@ -312,7 +312,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[s
         stored = checkpoint.weights[name]
         if not place.part and stored.shape == tuple(tensor.shape):
             tensor.data = read_stored(checkpoint, stored)
-        elif dtype in dtypes.COMPUTED:
+        elif dtype in dtypes.COMPUTE_DTYPES:
             tensor.data = tensor.data.to(torch_dtype(dtype))
 
 

@@ -12,7 +12,7 @@ import torch
 from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.numerics.quantize import bring_back, torch_dtype
+from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
 def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
@@ -78,7 +78,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """
     scaled = checkpoint.scaled.get(name)
     if scaled is not None:
-        return bring_back(read_mapped(scaled.data), read_mapped(scaled.scale).reshape(-1), torch.float32)
+        return dequantize(read_mapped(scaled.data), read_mapped(scaled.scale).reshape(-1), torch.float32)
     return read_stored(checkpoint, checkpoint.weights[name])
 
 

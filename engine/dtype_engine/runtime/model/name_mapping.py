@@ -71,7 +71,9 @@ def restorable(checkpoint: Checkpoint) -> list[str]:
     Integers, and what other programs quantised, are left to transformers.
     """
     return [
-        name for name in checkpoint.weights if name in checkpoint.scaled or checkpoint.dtype(name) in dtypes.COMPUTED
+        name
+        for name in checkpoint.weights
+        if name in checkpoint.scaled or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
     ]
 
 
@@ -81,7 +83,7 @@ def stored_dtypes(checkpoint: Checkpoint, places: Mapping[str, Placed]) -> dict[
     for name, place in places.items():
         stored = checkpoint.dtype(name)
         before = found.get(place.name)
-        if before is None or before == stored or not {before, stored} <= set(dtypes.COMPUTED):
+        if before is None or before == stored or not {before, stored} <= set(dtypes.COMPUTE_DTYPES):
             found[place.name] = stored
         else:
             found[place.name] = name_of(torch.promote_types(torch_dtype(before), torch_dtype(stored)))

@@ -58,7 +58,11 @@ def with_files(
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
         fixed = next((header.fixed for header in files if header.fixed), info.fixed)
-        if fixed is None and dtype in dtypes.COMPUTED and any(header.dtype not in dtypes.COMPUTED for header in files):
+        if (
+            fixed is None
+            and dtype in dtypes.COMPUTE_DTYPES
+            and any(header.dtype not in dtypes.COMPUTE_DTYPES for header in files)
+        ):
             fixed = f"stored as {files[0].dtype}, which is never cast"
         changed = dataclasses.replace(
             info,

@@ -11,7 +11,7 @@ runs under a `TorchFunctionMode` that sees every torch call, with four rules:
    look-up), to the compute dtype.
 
 Wherever torch itself would have run an operation on a module in one dtype, the result is torch's own.
-The reference runs under `Widened`: the weights as stored, each widened to float32 as it is used.
+The reference runs under `ReferenceMode`: the weights as stored, each widened to float32 as it is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.numerics.quantize import bring_back, dtype_name
+from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 Arguments = tuple[Any, ...]
 
@@ -91,7 +91,7 @@ _MISSING_KERNEL = re.compile(
 )
 
 
-class MixedDtypes(TorchFunctionMode):
+class MixedDtypeMode(TorchFunctionMode):
     """The four rules, for the weights as they are now.
 
     weights: by `id` of the tensor in the module. compute: where a storage-only weight meets no activation.
@@ -195,14 +195,14 @@ class MixedDtypes(TorchFunctionMode):
     def _brought_back(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         weight = self.weights[id(tensor)]
         assert weight.scale is not None
-        return bring_back(tensor.data, weight.scale, dtype)
+        return dequantize(tensor.data, weight.scale, dtype)
 
     def _rows(self, ids: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """What a look-up takes from a storage-only table: only these rows are brought back, never all of it."""
         scale, at = self.weights[id(table)].scale, ids.reshape(-1)
         assert scale is not None
         rows = table.data.view(torch.uint8).index_select(0, at).view(table.dtype)
-        rows = bring_back(rows, scale[at] if len(scale) == len(table) else scale, self.compute)
+        rows = dequantize(rows, scale[at] if len(scale) == len(table) else scale, self.compute)
         return rows.view(*ids.shape, table.shape[1])
 
     def _target(
@@ -246,10 +246,10 @@ class MixedDtypes(TorchFunctionMode):
         )
 
 
-class AutocastCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Hears the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
 
-    def __init__(self, rules: MixedDtypes) -> None:
+    def __init__(self, rules: MixedDtypeMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.rules = rules
 
@@ -279,7 +279,7 @@ class AutocastCasts(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-class Widened(TorchFunctionMode):
+class ReferenceMode(TorchFunctionMode):
     """The reference: every weight as stored, widened as it is used; without a second copy of the model.
 
     A weight stored in float64 stays float64. Look-ups in an embedding widen only the rows they take.
@@ -342,12 +342,12 @@ class Widened(TorchFunctionMode):
 
     def _values(self, weight: Weight) -> torch.Tensor:
         if weight.stored_scale is not None:
-            return bring_back(weight.original.to(self.device), weight.stored_scale, _reference_dtype(weight))
+            return dequantize(weight.original.to(self.device), weight.stored_scale, _reference_dtype(weight))
         return weight.original.to(self.device, _reference_dtype(weight))
 
 
 def _call(
-    func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], mode: MixedDtypes | Widened
+    func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], mode: MixedDtypeMode | ReferenceMode
 ) -> Any:
     """Call torch. A missing kernel becomes a KernelError that names what is missing."""
     try:
@@ -365,7 +365,7 @@ def _kernel_error(
     name: str,
     args: Arguments,
     kwargs: dict[str, Any],
-    mode: MixedDtypes | Widened,
+    mode: MixedDtypeMode | ReferenceMode,
     error: Exception,
 ) -> KernelError:
     """Name what is missing, and try which dtype would have worked."""
@@ -414,7 +414,7 @@ def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype
     return _replaced(args, {}, {id(tensor): tensor.to(target) for tensor in floats})[0]
 
 
-class FirstUses(TorchFunctionMode):
+class FirstUseRecorder(TorchFunctionMode):
     """Changes nothing: notes for every weight how many module calls had finished when it was first looked at."""
 
     def __init__(self, weights: Mapping[int, Weight]) -> None:

@@ -12,13 +12,13 @@ from dtype_engine.runtime.modes.mixed import (
     _EXPLICIT,
     _METADATA,
     Arguments,
-    MixedDtypes,
-    Widened,
+    MixedDtypeMode,
+    ReferenceMode,
     _tensors,
 )
 
 
-class PartlyCast(Widened):
+class PartialCastMode(ReferenceMode):
     """A weighted operation in a module that `inside` takes (by its dotted name) is run on the weights as they are cast now, by the
     four rules of `execution`; any other on the weights as stored, widened. Operations without a weight follow the rules.
 
@@ -35,7 +35,7 @@ class PartlyCast(Widened):
         inside: Callable[[str], bool],
     ) -> None:
         super().__init__(weights, device)
-        self.rules = MixedDtypes(weights, compute, device)
+        self.rules = MixedDtypeMode(weights, compute, device)
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}

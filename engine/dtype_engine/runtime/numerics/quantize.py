@@ -51,7 +51,7 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     them.
     """
     target = torch_dtype(dtype)
-    if dtype not in dtypes.STORAGE_ONLY:
+    if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
     kept = torch.empty(tensor.shape, dtype=target, device=tensor.device)
     flat = kept.view(-1)
@@ -59,7 +59,7 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     def keep(start: int, codes: torch.Tensor) -> None:
         flat[start : start + len(codes)] = codes
 
-    return kept, take_codes(tensor, dtype, keep)
+    return kept, quantize_in_blocks(tensor, dtype, keep)
 
 
 class Rows(Protocol):
@@ -88,7 +88,9 @@ class Values(Protocol):
     def reshape(self, *shape: int) -> Rows: ...
 
 
-def take_codes(tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, torch.Tensor], None]) -> torch.Tensor:
+def quantize_in_blocks(
+    tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, torch.Tensor], None]
+) -> torch.Tensor:
     """A tensor in a storage-only dtype, a piece at a time; returns its scale, as `convert` has it.
 
     `take` hears where in the flattened tensor a piece begins, and its codes, flat, in memory that the next piece uses again. It
@@ -99,23 +101,23 @@ def take_codes(tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, t
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
     pieces = _pieces(rows)
     whole = None
-    if dtypes.BY_NAME[dtype].one_scale:
+    if dtypes.BY_NAME[dtype].per_tensor:
         largest = torch.zeros(1, device=tensor.device)
         for piece in pieces:
-            largest = torch.maximum(largest, largest_finite(rows[piece].to(torch.float32)).amax())
-        whole = scale_for(largest, top)
+            largest = torch.maximum(largest, finite_amax(rows[piece].to(torch.float32)).amax())
+        whole = amax_to_scale(largest, top)
 
     def some(numbers: range) -> None:
         shape = torch.Size((len(range(rows.shape[0])[pieces[0]]), rows.shape[1]))
-        scratch = Scratch.like(shape, dtype, torch.float32, tensor.device)
+        scratch = Workspace.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
         for piece in map(pieces.__getitem__, numbers):
             source = rows[piece]
             part = values[: len(source)].copy_(source)
             room = scratch.first(len(part))
-            scale = scale_for(largest_finite(part), top) if whole is None else whole
+            scale = amax_to_scale(finite_amax(part), top) if whole is None else whole
             scales[piece] = scale
-            take(piece.start * rows.shape[1], to_codes(part, scale[:, None], dtype, room).view(-1))
+            take(piece.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, room).view(-1))
 
     _piece_by_piece(some, pieces, tensor.device)
     return scales if whole is None else whole
@@ -130,12 +132,12 @@ def _pieces(rows: Rows | torch.Tensor) -> list[slice]:
 
 def _piece_by_piece(work: Callable[[range], None], pieces: list[slice], device: torch.device) -> None:
     if device.type == "cpu":
-        side_by_side(work, len(pieces))
+        parallel_map(work, len(pieces))
     elif pieces:
         work(range(len(pieces)))
 
 
-def largest_finite(values: torch.Tensor) -> torch.Tensor:
+def finite_amax(values: torch.Tensor) -> torch.Tensor:
     """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
     if not values.shape[1]:
         return values.new_zeros(len(values))
@@ -145,13 +147,13 @@ def largest_finite(values: torch.Tensor) -> torch.Tensor:
     return found
 
 
-def scale_for(amax: torch.Tensor, top: float) -> torch.Tensor:
+def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
     """amax / top; 1 where all is zero."""
     return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
+def single_intraop_thread() -> Iterator[None]:
     """Torch on one thread for a while. Pieces are small, and threads that wait for each other after every one of them take
     ten times as long where other programs want the processors too.
     """
@@ -163,12 +165,12 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def side_by_side(work: Callable[[range], T], count: int) -> list[T]:
+def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
     """`work` on `count` pieces, in as many Python threads as torch has now, each with one torch thread of its own and every so
     manieth piece: what they do to one piece stays in one processor's cache. The same split each time, so the same sums.
     """
     threads = max(1, min(torch.get_num_threads(), count // _PIECES_WORTH_A_THREAD))
-    with one_thread():
+    with single_intraop_thread():
         if threads == 1:
             return [work(range(count))] if count else []
         # A new thread takes over the number of torch threads set just now.
@@ -177,7 +179,7 @@ def side_by_side(work: Callable[[range], T], count: int) -> list[T]:
 
 
 @dataclass(slots=True)
-class Scratch:
+class Workspace:
     """Buffers for the pieces of a large tensor, all of the same shape: without them, every temporary of every piece would be
     memory fresh from the system, whose first touch takes longer than the arithmetic.
     """
@@ -187,21 +189,23 @@ class Scratch:
     half: torch.Tensor
 
     @classmethod
-    def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Scratch:
+    def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
         """For pieces up to this shape, kept in `dtype` and brought back in `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
-    def first(self, count: int) -> Scratch:
+    def first(self, count: int) -> Workspace:
         """The same for a piece of only `count` rows (or elements)."""
-        return Scratch(self.kept[:count], self.values[:count], self.half[:count])
+        return Workspace(self.kept[:count], self.values[:count], self.half[:count])
 
     def bits(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for `count` integers in place of the values, as soon as these are not needed any more. Flat."""
         return self.values.view(-1).view(dtype)[:count]
 
 
-def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str, scratch: Scratch | None = None) -> torch.Tensor:
+def quantize_block(
+    values: torch.Tensor, scale: torch.Tensor, dtype: str, scratch: Workspace | None = None
+) -> torch.Tensor:
     """float32 values in a storage-only dtype under a scale that spreads over them; NaN is 0 in an integer."""
     top = dtypes.BY_NAME[dtype].max
     scaled = torch.div(values, scale, out=scratch.values if scratch is not None else None).clamp_(-top, top)
@@ -214,7 +218,7 @@ def to_codes(values: torch.Tensor, scale: torch.Tensor, dtype: str, scratch: Scr
     return scaled.to(target) if scratch is None else scratch.kept.copy_(scaled)
 
 
-def from_codes(kept: torch.Tensor, scale: torch.Tensor, scratch: Scratch | None = None) -> torch.Tensor:
+def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, scratch: Workspace | None = None) -> torch.Tensor:
     """A storage-only tensor as float32, times a scale that spreads over it.
 
     On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
@@ -237,7 +241,7 @@ def from_codes(kept: torch.Tensor, scale: torch.Tensor, scratch: Scratch | None 
     return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
-def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def dequantize(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """A storage-only tensor as values again, in `dtype`. Same shape as `kept`; no more memory than that."""
     per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
     rows = as_rows(kept) if per_channel else kept.reshape(-1, 1)
@@ -245,10 +249,10 @@ def bring_back(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> t
     pieces = _pieces(rows)
 
     def some(numbers: range) -> None:
-        scratch = Scratch.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
+        scratch = Workspace.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
         for piece in map(pieces.__getitem__, numbers):
             room = scratch.first(len(rows[piece]))
-            values[piece] = from_codes(rows[piece], (scale[piece] if per_channel else scale)[:, None], room)
+            values[piece] = dequantize_block(rows[piece], (scale[piece] if per_channel else scale)[:, None], room)
 
     _piece_by_piece(some, pieces, kept.device)
     return values.view(kept.shape)

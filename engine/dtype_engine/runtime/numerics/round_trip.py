@@ -18,13 +18,13 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.drift import ExponentHistogram, WeightError
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 from dtype_engine.runtime.numerics.quantize import (
-    Scratch,
-    from_codes,
-    largest_finite,
-    one_thread,
-    scale_for,
-    side_by_side,
-    to_codes,
+    Workspace,
+    amax_to_scale,
+    dequantize_block,
+    finite_amax,
+    parallel_map,
+    quantize_block,
+    single_intraop_thread,
 )
 
 CHUNK = 1 << 19
@@ -37,7 +37,7 @@ def round_trip(
     """The error of casting `tensor` to `dtype` and back; see `readings.WeightError`. Raises Cancelled."""
     pieces = _Pieces(tensor, dtype)
     sums = _Sums()
-    for part in side_by_side(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
+    for part in parallel_map(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
         sums.add(part)
     return WeightError(
         name=name,
@@ -99,17 +99,17 @@ class _Pieces:
 
     def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
         row = dtypes.BY_NAME[dtype]
-        storage_only = dtype in dtypes.STORAGE_ONLY
+        storage_only = dtype in dtypes.STORAGE_DTYPES
         self.scale: torch.Tensor | None = None
         """The one scale of all pieces, where there is one."""
-        if storage_only and tensor.ndim >= 2 and not row.one_scale:
+        if storage_only and tensor.ndim >= 2 and not row.per_tensor:
             self.tensor = tensor.reshape(tensor.shape[0], -1) if tensor.numel() else tensor.reshape(0, 1)
             self.step = max(1, CHUNK // self.tensor.shape[1])
             return
         self.tensor, self.step = tensor.reshape(-1), CHUNK
         if storage_only:
-            amax = side_by_side(self._largest, len(self))
-            self.scale = scale_for(torch.tensor([max(amax, default=0.0)]), row.max)
+            amax = parallel_map(self._largest, len(self))
+            self.scale = amax_to_scale(torch.tensor([max(amax, default=0.0)]), row.max)
 
     def __len__(self) -> int:
         return -(-len(self.tensor) // self.step)
@@ -118,14 +118,14 @@ class _Pieces:
         return self.tensor[number * self.step : (number + 1) * self.step]
 
     def _largest(self, numbers: range) -> float:
-        return max(float(largest_finite(self[number][None].to(torch.float32))) for number in numbers)
+        return max(float(finite_amax(self[number][None].to(torch.float32))) for number in numbers)
 
 
 def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: Callable[[], bool], numbers: range) -> _Sums:
     """The sums over some of the pieces, in buffers of their own. Raises Cancelled."""
     wide = torch.float64 if stored == torch.float64 or dtype == "float64" else torch.float32
     shape = pieces[numbers[0]].shape
-    scratch = Scratch.like(shape, dtype, wide)
+    scratch = Workspace.like(shape, dtype, wide)
     x_buffer = torch.empty(shape, dtype=wide) if stored != wide else None
     sums = _Sums()
     for number in numbers:
@@ -137,16 +137,18 @@ def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: Callab
     return sums
 
 
-def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room: Scratch, sums: _Sums) -> None:
+def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room: Workspace, sums: _Sums) -> None:
     """Adds the error of one piece, already in float32 or float64, to `sums`."""
-    if dtype in dtypes.STORAGE_ONLY:
+    if dtype in dtypes.STORAGE_DTYPES:
         if scale is None:
-            amax = largest_finite(x.to(torch.float32))
-            scale = scale_for(amax, dtypes.BY_NAME[dtype].max)[:, None]
+            amax = finite_amax(x.to(torch.float32))
+            scale = amax_to_scale(amax, dtypes.BY_NAME[dtype].max)[:, None]
         if x.dtype == torch.float32:
-            from_codes(to_codes(x, scale, dtype, room), scale, room)
+            dequantize_block(quantize_block(x, scale, dtype, room), scale, room)
         else:
-            room.values.copy_(from_codes(room.kept.copy_(to_codes(x.to(torch.float32), scale, dtype)), scale))
+            room.values.copy_(
+                dequantize_block(room.kept.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
+            )
     else:
         room.kept.copy_(x)
         room.values.copy_(room.kept)
@@ -184,7 +186,7 @@ _BITS = {
 }
 
 
-def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Scratch) -> tuple[int, int]:
+def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Workspace) -> tuple[int, int]:
     """Values that become subnormal, and values that become zero. Those that were zero are neither.
 
     Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
@@ -225,7 +227,7 @@ def _nonzero(bits: torch.Tensor) -> int:
     return int(groups.view(torch.uint8).sum()) + int(torch.count_nonzero(bits[whole:]))
 
 
-@one_thread()
+@single_intraop_thread()
 def exponents(name: str, tensor: torch.Tensor, cancelled: Callable[[], bool] = lambda: False) -> ExponentHistogram:
     """How many values lie in each power of two: floor(log2 |x|). Zeros and what is not finite are counted apart."""
     counts: dict[int, int] = {}

@@ -6,28 +6,23 @@ are the values looked at that it was made from, so that a cast that loses nothin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss, rounding_share
 from dtype_engine.runtime.numerics.quantize import (
     Values,
     as_rows,
-    side_by_side,
-    take_codes,
+    parallel_map,
+    quantize_in_blocks,
     torch_dtype,
 )
-
-if TYPE_CHECKING:
-    from dtype_engine.checkpoint import Checkpoint
-    from dtype_engine.core.tree import Tree
 
 PIECE = 1 << 18
 """Elements that are looked at at once."""
@@ -35,13 +30,8 @@ _DEVICE_PIECE = 1 << 24
 """The same on an accelerator, which is waited for after each piece."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-IsCancelled = Callable[[], bool]
 Counted = MutableMapping[tuple[str, str], ValueLoss | None]
 """Losses by (tensor, dtype): what was counted once is not counted again."""
-
-
-def _never() -> bool:
-    return False
 
 
 @dataclass(slots=True)
@@ -83,12 +73,12 @@ class LossCounter:
         before: the piece that it was made from, where that is at hand.
         """
         before = self._flat[start : start + len(after)] if before is None else before
-        if self.dtype in dtypes.STORAGE_ONLY:
+        if self.dtype in dtypes.STORAGE_DTYPES:
             self._codes.append(_look_at_codes(before, after.view(-1, self._width)))
         else:
             self._floats.append(_count_piece(before, after))
 
-    def result(self, cancelled: IsCancelled = _never) -> ValueLoss | None:
+    def result(self, cancelled: IsCancelled = never) -> ValueLoss | None:
         """The loss, when all pieces were seen; None where nothing is lost but by rounding, as `ValueLoss.is_listed` has it."""
         if not self._original.numel():
             return None
@@ -117,7 +107,7 @@ class LossCounter:
 
 
 def count_losses(
-    name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = _never
+    name: str, original: torch.Tensor, dtype: str, cast: torch.Tensor | None = None, cancelled: IsCancelled = never
 ) -> ValueLoss | None:
     """What a cast of `original` to `dtype` loses; None where nothing is lost but by rounding (see `ValueLoss.is_listed`).
 
@@ -128,7 +118,7 @@ def count_losses(
         return None
     counter = LossCounter(name, original, dtype)
     before, after = original.reshape(-1), cast.reshape(-1) if cast is not None else None
-    storage_only, target = dtype in dtypes.STORAGE_ONLY, torch_dtype(dtype)
+    storage_only, target = dtype in dtypes.STORAGE_DTYPES, torch_dtype(dtype)
     width = as_rows(original).shape[1]
 
     def see(start: int, piece: torch.Tensor) -> None:
@@ -137,7 +127,7 @@ def count_losses(
         counter.see(start, piece)
 
     if storage_only and after is None:
-        take_codes(original, dtype, see)
+        quantize_in_blocks(original, dtype, see)
         return counter.result(cancelled)
     step = PIECE if after is None or after.device.type == "cpu" else _DEVICE_PIECE
     if storage_only:
@@ -148,7 +138,7 @@ def count_losses(
             piece = slice(number * step, (number + 1) * step)
             see(number * step, before[piece].to(target) if after is None else after[piece])
 
-    side_by_side(some, -(-len(before) // step))
+    parallel_map(some, -(-len(before) // step))
     return counter.result(cancelled)
 
 
@@ -231,7 +221,7 @@ def _count_codes(original: torch.Tensor | Values, dtype: str, cancelled: IsCance
         first, part = start // rows.shape[1], codes.view(-1, rows.shape[1])
         found.append(_count_code_rows(rows[first : first + len(part)], part))
 
-    take_codes(original, dtype, take)
+    quantize_in_blocks(original, dtype, take)
     total = _Counts()
     for counts in found:
         total.add(counts)
@@ -272,40 +262,3 @@ def _count_code_rows(before: torch.Tensor, codes: torch.Tensor) -> _Counts:
         saturated=int(torch.isinf(values).sum()),
         nonfinite=before.numel() - int(torch.isfinite(before).sum()),
     )
-
-
-def losses_in_files(
-    checkpoint: Checkpoint,
-    tree: Tree,
-    planned: Mapping[str, str],
-    counted: Counted | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: IsCancelled = _never,
-) -> tuple[ValueLoss, ...]:
-    """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
-
-    One that is packed of several tensors of the files is told part by part, under the names of the files.
-    `on_progress` hears (tensors done, of how many). Raises UserError for a file that can't be read, Cancelled.
-    """
-    from dtype_engine.runtime.model.mapped_tensors import read_tensor
-
-    counted = {} if counted is None else counted
-    changed = [
-        (tensor.name if len(names) == 1 else name, name, planned[tensor.name])
-        for tensor in tree.tensors.values()
-        if planned[tensor.name] != tensor.dtype
-        for names in [names_in_files(checkpoint, tensor)]
-        for name in names
-    ]
-    found = []
-    for done, (shown, name, dtype) in enumerate(changed):
-        key = shown, dtype
-        if key not in counted:
-            if cancelled():
-                raise Cancelled
-            on_progress(done, len(changed))
-            counted[key] = count_losses(shown, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
-        loss = counted[key]
-        if loss is not None:
-            found.append(loss)
-    return tuple(found)

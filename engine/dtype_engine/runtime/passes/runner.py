@@ -18,25 +18,25 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.mixed import (
-    AutocastCasts,
-    FirstUses,
+    AutocastCastRecorder,
+    FirstUseRecorder,
     ImplicitCast,
-    MixedDtypes,
-    Widened,
+    MixedDtypeMode,
+    ReferenceMode,
     recurrent_arguments,
 )
-from dtype_engine.runtime.modes.partial import PartlyCast
+from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.passes.trace import Trace, copied, finished
 
 Result = TypeVar("Result")
 
 
-class RunsOtherwise(Exception):
+class RetryUnderRules(Exception):
     """A plain run failed half-way: forget what the watcher heard and run once more, now under the rules."""
 
 
-class Watcher(Protocol):
+class ModuleObserver(Protocol):
     """Hears every module's output as the pass goes by."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
@@ -46,17 +46,17 @@ class Watcher(Protocol):
         """A call that an earlier pass's output stood in for, with the reading of that pass."""
 
 
-class Listener(Protocol):
+class OpObserver(Protocol):
     """A mode around another; `heard_of` is set to it before the pass."""
 
-    heard_of: MixedDtypes | Widened | None
+    heard_of: MixedDtypeMode | ReferenceMode | None
 
     def __enter__(self) -> Any: ...
 
     def __exit__(self, *exception: Any) -> None: ...
 
 
-class Passes:
+class ForwardRunner:
     """Runs a live model, watched and stoppable between two modules. Its hooks are on the modules while it is open.
 
     watch: without it the only hook is the one that stops a pass; nothing is watched, and nothing costs time.
@@ -75,7 +75,7 @@ class Passes:
         self._handles: list[Any] = []
         self._pass: _Pass | None = None
 
-    def __enter__(self) -> Passes:
+    def __enter__(self) -> ForwardRunner:
         for name, module in self.model.module.named_modules():
             if not name:
                 continue
@@ -98,19 +98,19 @@ class Passes:
             name for name, module in self.model.module.named_modules() if module._forward_hooks.keys() - ours
         )
 
-    def plainly(self) -> Passes:
+    def without_settings(self) -> ForwardRunner:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
-        return Passes(self.model, RunSettings(), self.cancelled, self.watch)
+        return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch)
 
     def candidate(
-        self, batch: Batch, watcher: Watcher, room: int, earlier: Trace | None = None, whole: int = 0
+        self, batch: Batch, watcher: ModuleObserver, room: int, earlier: Trace | None = None, whole: int = 0
     ) -> Candidate:
         """Run the model as it is cast now; outputs of `earlier` stand in for what is the same. Keeps up to `room` bytes
         of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
-        Where every weight has one computed dtype the module runs plainly, with no mode in between. The first time it
+        Where every weight has one computed dtype the module runs without_settings, with no mode in between. The first time it
         runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may stand in
-        for those of a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RunsOtherwise`
+        for those of a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RetryUnderRules`
         when plain running fails where the four rules may help.
         """
         model = self.model
@@ -120,21 +120,21 @@ class Passes:
         rules = self._rules()
         now = {name: weight.dtype for name, weight in model.weights.items()}
         as_rules = f"rules, {self.settings}"
-        if uniform is None or way in model.needs_rules:
+        if uniform is None or way in model.requires_mixed_mode:
             return self._candidate(batch, rules, watcher, Trace(now, as_rules, room, whole), earlier)
-        if way in model.rules_idle:
+        if way in model.mixed_mode_is_noop:
             return self._candidate(batch, None, watcher, Trace(now, as_rules, room, whole), earlier)
         as_plain = f"plain {uniform}, {self.settings}"
         ran = self._candidate(batch, None, watcher, Trace(now, as_plain, room, whole), earlier)
-        if way not in model.rules_busy and not ran.reused:
-            under_rules, _ = self._run(self._module_on(batch), rules, _Deaf(), None, {}, autocast=self.autocast)
+        if way not in model.mixed_mode_differs and not ran.reused:
+            under_rules, _ = self._run(self._module_on(batch), rules, NullObserver(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
-            (model.rules_idle if same else model.rules_busy).add(way)
+            (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(way)
             ran.trace.kind = as_rules if same else as_plain
         return ran
 
-    def _rules(self, record: Callable[[ImplicitCast], None] | None = None) -> MixedDtypes:
-        return MixedDtypes(
+    def _rules(self, record: Callable[[ImplicitCast], None] | None = None) -> MixedDtypeMode:
+        return MixedDtypeMode(
             self.model.by_id, self.compute, self.model.device, record, autocast=self.autocast is not None
         )
 
@@ -143,7 +143,7 @@ class Passes:
         if self.settings.float_inputs == "given":
             return None
         first = next((weight.dtype for weight in self.model.weights.values() if weight.info.castable), "float32")
-        return torch_dtype(first) if first in dtypes.COMPUTED else self.compute
+        return torch_dtype(first) if first in dtypes.COMPUTE_DTYPES else self.compute
 
     def _module_on(self, batch: Batch) -> Callable[[], Any]:
         return lambda: self.model.module(*batch.args, **batch.kwargs)
@@ -151,57 +151,57 @@ class Passes:
     def _candidate(
         self,
         batch: Batch,
-        mode: MixedDtypes | None,
-        watcher: Watcher,
+        mode: MixedDtypeMode | None,
+        watcher: ModuleObserver,
         trace: Trace,
         earlier: Trace | None,
     ) -> Candidate:
-        stand_ins: dict[tuple[str, int], int] = {}
+        reusable_calls: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
-            stand_ins = earlier.stand_ins(earlier.prefix(trace.dtypes, self.first_use), self._listened())
+            reusable_calls = earlier.reusable_calls(earlier.prefix(trace.dtypes, self.first_use), self._listened())
         try:
             output, seconds = self._run(
-                self._module_on(batch), mode, watcher, trace, stand_ins, earlier, autocast=self.autocast
+                self._module_on(batch), mode, watcher, trace, reusable_calls, earlier, autocast=self.autocast
             )
         except (Cancelled, UserError):
             raise
         except Exception:
             if mode is not None:
                 raise
-            self.model.needs_rules.add((self.model.uniform_dtype(), self.settings))
-            raise RunsOtherwise from None
-        return Candidate(output, seconds, trace, bool(stand_ins))
+            self.model.requires_mixed_mode.add((self.model.uniform_dtype(), self.settings))
+            raise RetryUnderRules from None
+        return Candidate(output, seconds, trace, bool(reusable_calls))
 
-    def as_cast(self, call: Callable[[], Result]) -> tuple[Result, float, bool]:
+    def run_candidate(self, call: Callable[[], Result]) -> tuple[Result, float, bool]:
         """Anything that calls the module, as it is cast now: the result, seconds, and whether it needed the rules.
 
         Raises NoForward, KernelError, Cancelled.
         """
         way = (self.model.uniform_dtype(), self.settings)
-        if way[0] is not None and way not in self.model.needs_rules:
+        if way[0] is not None and way not in self.model.requires_mixed_mode:
             try:
-                return (*self._run(call, None, _Deaf(), None, {}, autocast=self.autocast), False)
+                return (*self._run(call, None, NullObserver(), None, {}, autocast=self.autocast), False)
             except (Cancelled, UserError):
                 raise
             except Exception:
-                self.model.needs_rules.add(way)
-        return (*self._run(call, self._rules(), _Deaf(), None, {}, autocast=self.autocast), True)
+                self.model.requires_mixed_mode.add(way)
+        return (*self._run(call, self._rules(), NullObserver(), None, {}, autocast=self.autocast), True)
 
-    def as_reference(self, call: Callable[[], Result]) -> tuple[Result, float]:
-        """The same in the reference's way: the weights as stored, in float32. Raises as `as_cast` does."""
+    def run_reference(self, call: Callable[[], Result]) -> tuple[Result, float]:
+        """The same in the reference's way: the weights as stored, in float32. Raises as `run_candidate` does."""
         if self._plain_reference():
             try:
                 with _originals(self.model):
-                    return self._run(call, None, _Deaf(), None, {})
+                    return self._run(call, None, NullObserver(), None, {})
             except (Cancelled, UserError):
                 raise
             except Exception:
-                self.model.needs_rules.add("reference")
-        return self._run(call, Widened(self.model.by_id, self.model.device), _Deaf(), None, {})
+                self.model.requires_mixed_mode.add("reference")
+        return self._run(call, ReferenceMode(self.model.by_id, self.model.device), NullObserver(), None, {})
 
-    def try_reference(self, batch: Batch) -> None:
-        """Run the reference on one batch, for nothing but to see that the model takes it. Raises as `as_cast` does."""
-        self.as_reference(self._module_on(self.reference_batch(batch)))
+    def dry_run(self, batch: Batch) -> None:
+        """Run the reference on one batch, for nothing but to see that the model takes it. Raises as `run_candidate` does."""
+        self.run_reference(self._module_on(self.reference_batch(batch)))
 
     def candidate_batch(self, batch: Batch) -> Batch:
         """A batch as the candidate gets it."""
@@ -218,20 +218,20 @@ class Passes:
         """Whether the reference is the stored tensors, run plainly."""
         model = self.model
         in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
-        return self._stored() <= {"float32"} and in_place and "reference" not in model.needs_rules
+        return self._stored() <= {"float32"} and in_place and "reference" not in model.requires_mixed_mode
 
     def flow(self, batch: Batch) -> list[ImplicitCast]:
         """Run the model as it is cast now under the four rules; every implicit cast, in order. Raises as `candidate` does."""
         casts: list[ImplicitCast] = []
         rules = self._rules(casts.append)
         run = self._module_on(self.candidate_batch(batch))
-        self._run(run, rules, _Deaf(), None, {}, autocast=self.autocast, within=AutocastCasts(rules))
+        self._run(run, rules, NullObserver(), None, {}, autocast=self.autocast, within=AutocastCastRecorder(rules))
         return casts
 
-    def reference(self, batch: Batch, watcher: Watcher) -> tuple[Any, float]:
+    def reference(self, batch: Batch, watcher: ModuleObserver) -> tuple[Any, float]:
         """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
 
-        A model stored in float32 runs plainly on its stored tensors; any other under `Widened`. Neither makes a second
+        A model stored in float32 runs plainly on its stored tensors; any other under `ReferenceMode`. Neither makes a second
         set of weights. Notes when each weight is first used. Raises as `candidate` does.
         """
         model = self.model
@@ -242,40 +242,40 @@ class Passes:
                     ran = self._run(call, None, watcher, None, {})
                     if not self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
-                        self._run(call, FirstUses(model.by_id), _Deaf(), None, {})
+                        self._run(call, FirstUseRecorder(model.by_id), NullObserver(), None, {})
                     return ran
             except (Cancelled, UserError):
                 raise
             except Exception:
-                model.needs_rules.add("reference")
-                raise RunsOtherwise from None
-        return self._run(call, Widened(model.by_id, model.device), watcher, None, {})
+                model.requires_mixed_mode.add("reference")
+                raise RetryUnderRules from None
+        return self._run(call, ReferenceMode(model.by_id, model.device), watcher, None, {})
 
     def partly(
         self,
         batch: Batch,
         drifting: frozenset[int],
         inside: Callable[[str], bool],
-        watcher: Watcher,
+        watcher: ModuleObserver,
         trace: Trace | None = None,
         earlier: Trace | None = None,
         prefix: int = 0,
-    ) -> tuple[Any, PartlyCast]:
-        """The reference, with the weighted operations of the modules that `inside` takes as cast; see `PartlyCast`.
+    ) -> tuple[Any, PartialCastMode]:
+        """The reference, with the weighted operations of the modules that `inside` takes as cast; see `PartialCastMode`.
 
         The first `prefix` calls of `earlier`, a trace of the same run with nothing inside, stand in for themselves. Returns
         the output and the mode. Raises as `candidate` does.
         """
-        mode = PartlyCast(self.model.by_id, self.model.device, self.compute, drifting, inside)
+        mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside)
         call = self._module_on(self.reference_batch(batch))
-        stand_ins = earlier.stand_ins(prefix, self._listened()) if earlier is not None else {}
-        return self._run(call, mode, watcher, trace, stand_ins, earlier)[0], mode
+        reusable_calls = earlier.reusable_calls(prefix, self._listened()) if earlier is not None else {}
+        return self._run(call, mode, watcher, trace, reusable_calls, earlier)[0], mode
 
-    def overheard(self, batch: Batch, listener: Listener, watcher: Watcher, reference: bool = False) -> Any:
+    def run_observed(self, batch: Batch, listener: OpObserver, watcher: ModuleObserver, reference: bool = False) -> Any:
         """One pass as it is cast now, under the rules (or the reference's, widened), with a mode around them that hears every
         operation in the dtype in which it is really computed. Raises as `candidate` does.
         """
-        mode = Widened(self.model.by_id, self.model.device) if reference else self._rules()
+        mode = ReferenceMode(self.model.by_id, self.model.device) if reference else self._rules()
         given = self.reference_batch(batch) if reference else self.candidate_batch(batch)
         listener.heard_of = mode
         with listener:
@@ -286,16 +286,16 @@ class Passes:
     def _run(
         self,
         call: Callable[[], Result],
-        mode: MixedDtypes | Widened | FirstUses | None,
-        watcher: Watcher,
+        mode: MixedDtypeMode | ReferenceMode | FirstUseRecorder | None,
+        watcher: ModuleObserver,
         trace: Trace | None,
-        stand_ins: dict[tuple[str, int], int],
+        reusable_calls: dict[tuple[str, int], int],
         earlier: Trace | None = None,
         autocast: torch.dtype | None = None,
-        within: AutocastCasts | None = None,
+        within: AutocastCastRecorder | None = None,
     ) -> tuple[Result, float]:
         model = self.model
-        run = self._pass = _Pass(mode, watcher, trace, stand_ins, earlier)
+        run = self._pass = _Pass(mode, watcher, trace, reusable_calls, earlier)
         started = time.perf_counter()
         try:
             with ExitStack() as contexts:
@@ -314,14 +314,14 @@ class Passes:
             reason = str(error).split(". ")[0]
             raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
         except Exception as error:
-            if mode is None or isinstance(mode, FirstUses):
+            if mode is None or isinstance(mode, FirstUseRecorder):
                 raise
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._pass = None
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-        if isinstance(mode, (Widened, FirstUses)):
+        if isinstance(mode, (ReferenceMode, FirstUseRecorder)):
             for key, finished_before in mode.first_use.items():
                 name = model.by_id[key].info.name
                 self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
@@ -344,9 +344,9 @@ class Passes:
             if mode is None:
                 return None
             mode.module = name
-            if isinstance(mode, MixedDtypes) and not mode.autocast and isinstance(module, nn.RNNBase):
+            if isinstance(mode, MixedDtypeMode) and not mode.autocast and isinstance(module, nn.RNNBase):
                 return recurrent_arguments(module, args, mode.compute)
-            if isinstance(mode, PartlyCast) and isinstance(module, nn.RNNBase):
+            if isinstance(mode, PartialCastMode) and isinstance(module, nn.RNNBase):
                 return recurrent_arguments(module, args, self.compute)
             return None
 
@@ -375,7 +375,7 @@ class Candidate:
     reused: bool
 
 
-class _Deaf:
+class NullObserver:
     """A watcher that does not listen."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -390,16 +390,16 @@ class _Pass:
 
     def __init__(
         self,
-        mode: MixedDtypes | Widened | FirstUses | None,
-        watcher: Watcher,
+        mode: MixedDtypeMode | ReferenceMode | FirstUseRecorder | None,
+        watcher: ModuleObserver,
         trace: Trace | None,
-        stand_ins: dict[tuple[str, int], int],
+        reusable_calls: dict[tuple[str, int], int],
         earlier: Trace | None,
     ) -> None:
         self.mode = mode
         self.watcher = watcher
         self.trace = trace
-        self.stand_ins = stand_ins
+        self.reusable_calls = reusable_calls
         self.earlier = earlier
         self.calls: Counter[str] = Counter()
         self.inside: list[str] = []
@@ -412,7 +412,7 @@ class _Pass:
         self.inside.pop()
         began = self.began.pop()
         call = self.calls[name]
-        place = self.stand_ins.get((name, call))
+        place = self.reusable_calls.get((name, call))
         if place is not None and self.earlier is not None:
             # Everything that had finished inside it counts as finished again, with the readings it had.
             for same in self.earlier.calls[self.earlier.calls[place].began_after : place + 1]:
@@ -430,14 +430,14 @@ class _Pass:
                 self.trace.add(finished(name, call, began, output, reading))
         if self.mode is not None:
             self.mode.module = self.inside[-1] if self.inside else ""
-            if not isinstance(self.mode, MixedDtypes):
+            if not isinstance(self.mode, MixedDtypeMode):
                 self.mode.finished = self.finished
 
 
 @contextmanager
 def _standing_in(module: nn.Module, run: _Pass) -> Iterator[None]:
     """Let stored outputs answer for the calls that have a stand-in."""
-    names = {name for name, _ in run.stand_ins}
+    names = {name for name, _ in run.reusable_calls}
     patched: list[tuple[nn.Module, Any]] = []
     try:
         for name in names:
@@ -455,7 +455,7 @@ def _standing_in(module: nn.Module, run: _Pass) -> Iterator[None]:
 
 def _answering(run: _Pass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def answer(*args: Any, **kwargs: Any) -> Any:
-        place = run.stand_ins.get((name, run.calls[name]))
+        place = run.reusable_calls.get((name, run.calls[name]))
         if place is None or run.earlier is None:
             return forward(*args, **kwargs)
         with torch._C.DisableTorchFunction():

@@ -19,7 +19,7 @@ import torch
 
 
 @dataclass(slots=True)
-class FinishedCall:
+class ModuleCall:
     """One call of a module: how many calls had finished when it began, what it returned, and what was read off it."""
 
     module: str
@@ -38,14 +38,14 @@ class FinishedCall:
 _OPAQUE = object()
 
 
-def finished(module: str, call: int, began_after: int, output: Any, reading: Any) -> FinishedCall:
+def finished(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
     """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't stand in."""
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors):
-        return FinishedCall(module, call, began_after, _OPAQUE, reading)
+        return ModuleCall(module, call, began_after, _OPAQUE, reading)
     # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
     kept = _rebuilt(output, lambda tensor: tensor)
-    return FinishedCall(module, call, began_after, kept, reading, tuple((t, t._version) for t in tensors))
+    return ModuleCall(module, call, began_after, kept, reading, tuple((t, t._version) for t in tensors))
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class Trace:
     kind: str
     room: int
     whole: int = 0
-    calls: list[FinishedCall] = field(default_factory=list)
+    calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
     _uses: Counter[int] = field(default_factory=Counter)
 
-    def add(self, call: FinishedCall) -> None:
+    def add(self, call: ModuleCall) -> None:
         """Append a finished call."""
         if self.room < 0:
             return
@@ -83,7 +83,7 @@ class Trace:
             self.calls.clear()
             self._uses.clear()
 
-    def _let_go(self, call: FinishedCall) -> None:
+    def _let_go(self, call: ModuleCall) -> None:
         for tensor, _ in call.versions:
             storage = tensor.untyped_storage()
             self._uses[storage.data_ptr()] -= 1
@@ -96,7 +96,7 @@ class Trace:
         changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
         return min((first_use.get(name, 0) for name in changed), default=0)
 
-    def stand_ins(self, prefix: int, listened: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
+    def reusable_calls(self, prefix: int, listened: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their places. A call that can't stand in is left
         to run, and those inside it stand in for themselves. So is one that has calls of `listened` modules in it: somebody
         else hears their outputs, and nothing inside a call that is stood in for is called at all."""

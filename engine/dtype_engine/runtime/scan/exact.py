@@ -22,20 +22,20 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import reference_name
 from dtype_engine.runtime.scan.evaluation import InLine
 from dtype_engine.runtime.scan.scan import OnEstimate, OnProgress, scanned_dtypes
-from dtype_engine.search.sensitivity import drift_of, is_free
+from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 
 def alone(model: LiveModel) -> dict[str, str]:
     """The dtypes in which nothing drifts: as stored, those narrower than the reference in its dtype."""
     return {
         name: weight.info.dtype
-        if not weight.info.castable or is_free(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
+        if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
         else "float32"
         for name, weight in model.weights.items()
     }
 
 
-def measure_alone(
+def exact_sensitivities(
     model: LiveModel,
     inputs: Inputs,
     dtypes: tuple[str, ...],
@@ -86,15 +86,15 @@ def measure_alone(
         model.apply(base | dict([key]), cancelled=cancelled)
         return meter.measure(cancelled=cancelled).output
 
-    costly = [(name, dtype) for name, dtype in wanted if not is_free(model.weights[name].info.dtype, dtype)]
+    costly = [(name, dtype) for name, dtype in wanted if not is_lossless(model.weights[name].info.dtype, dtype)]
     outputs = (executor or InLine()).map(evaluate, costly)
     for done, (name, dtype) in enumerate(wanted):
         info = model.weights[name].info
-        if is_free(info.dtype, dtype):
+        if is_lossless(info.dtype, dtype):
             scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), 0.0, 0.0))
             continue
         output = next(outputs)
-        scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), drift_of(output), output.kl_mean_se))
+        scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), scalar_drift(output), output.kl_mean_se))
         on_progress("scan", done + 1, len(wanted))
         if done % 64 == 63:
             on_estimate(report())

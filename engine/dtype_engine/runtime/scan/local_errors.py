@@ -14,14 +14,14 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.mixed import (
-    MixedDtypes,
+    MixedDtypeMode,
     _call,
     _in_place,
     _reference_dtype,
     _replaced,
     _tensors,
 )
-from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
+from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
 from dtype_engine.runtime.scan.weight_ops import Operation, Source, _outputs
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
@@ -77,10 +77,10 @@ class LocalErrors:
             return self._cast[key]
         weight = self.weights[name]
         original = weight.original.to(self.device)
-        if dtype in dtypes.STORAGE_ONLY:
+        if dtype in dtypes.STORAGE_DTYPES:
             data, scale = convert(original, dtype)
             assert scale is not None
-            values = bring_back(data, scale, _reference_dtype(weight))
+            values = dequantize(data, scale, _reference_dtype(weight))
         else:
             values = original.to(torch_dtype(dtype), copy=True)
         self._cast[key] = values
@@ -108,7 +108,7 @@ class _Again:
         self.cast = {key: source for key, source in operation.sources.items() if source.weight == weight}
         self.new: dict[int, torch.Tensor] = {}
         self.known: dict[int, Weight] = {}
-        self.rules = MixedDtypes(self.known, errors.compute, errors.device)
+        self.rules = MixedDtypeMode(self.known, errors.compute, errors.device)
         self.rules.module = operation.module
         for key, source in operation.sources.items():
             if source.weight != weight:
@@ -127,7 +127,7 @@ class _Again:
         taken = []
         for key, source in self.cast.items():
             value = errors.cast(self.weight, dtype)
-            if dtype in dtypes.STORAGE_ONLY and not (source.itself and self.floating):
+            if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # rule 4: no activation says which dtype it comes back to
             taken.append(self._take(key, source, value, dtype))
         args, kwargs = _replaced(operation.args, operation.kwargs, self.new)

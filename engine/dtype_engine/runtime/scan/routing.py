@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import Arguments, Widened
+from dtype_engine.runtime.modes.mixed import Arguments, ReferenceMode
 
 Key = tuple[str, str]
 SELECTIONS = 16
@@ -88,7 +88,7 @@ def _asked(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, in
     return scores, k
 
 
-class Exchanging(Widened):
+class SwapTopKMode(ReferenceMode):
     """The reference, with the k-th and the next of one selection exchanged for some tokens.
 
     place: which `topk` of the pass. rows: of which tokens, bool, flat.
@@ -118,7 +118,7 @@ class Exchanging(Widened):
         return torch.return_types.topk((exchanged[0], exchanged[1]))
 
 
-def to_exchange(margins: torch.Tensor) -> torch.Tensor:
+def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
     """The tokens of the least margins, bool."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
@@ -126,7 +126,7 @@ def to_exchange(margins: torch.Tensor) -> torch.Tensor:
     return rows & torch.isfinite(margins)
 
 
-def drift_elsewhere(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float]]:
+def rerouting_drift(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float]]:
     """By weight and dtype: the drift that tokens sent elsewhere most likely add, summed over the sequences of the samples, and
     its variance: whether a token flips is chance.
     """

@@ -18,7 +18,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, SelectionSample
-from dtype_engine.runtime.scan.scores import OneSequence
+from dtype_engine.runtime.scan.scores import SequenceScores
 
 _VERSION = 2
 _SAMPLED = 1024
@@ -72,7 +72,7 @@ class Saved:
     unit: str
     forward_seconds: float
     scan_seconds: float
-    done: list[OneSequence]
+    done: list[SequenceScores]
 
 
 def write(path: Path, saved: Saved) -> None:
@@ -151,7 +151,7 @@ def _columns(rows: Any, count: int) -> list[dict[Key, float]]:
     return columns
 
 
-def _sequence(entry: Any) -> OneSequence:
+def _sequence(entry: Any) -> SequenceScores:
     samples = []
     for each in entry["selections"]:
         squares, independent = _columns(each["sums"], 2)
@@ -162,4 +162,4 @@ def _sequence(entry: Any) -> OneSequence:
             )
         )
     sums, independent, errors, measured = _columns(entry["sums"], 4)
-    return OneSequence(float(entry["mass"]), sums, independent, errors, bool(entry["complete"]), samples, measured)
+    return SequenceScores(float(entry["mass"]), sums, independent, errors, bool(entry["complete"]), samples, measured)

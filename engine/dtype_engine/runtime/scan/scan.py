@@ -20,6 +20,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -31,13 +32,13 @@ from dtype_engine.results.drift import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.numerics.quantize import torch_dtype
-from dtype_engine.runtime.passes.runner import Passes, reference_name
+from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scores import OneSequence, scores_of
+from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence import SequenceScan
-from dtype_engine.search.sensitivity import is_free
+from dtype_engine.search.sensitivity import is_lossless
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
@@ -73,7 +74,7 @@ class Scan:
     draws: int | None = None
     room: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
     save: Path | None = None
-    done: list[OneSequence] = field(default_factory=list)
+    done: list[SequenceScores] = field(default_factory=list)
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
@@ -93,7 +94,7 @@ class Scan:
             self.forward_seconds, self.scan_seconds = saved.forward_seconds, saved.scan_seconds
 
     def _free(self, name: str, dtype: str) -> bool:
-        return is_free(self.model.weights[name].info.dtype, dtype)
+        return is_lossless(self.model.weights[name].info.dtype, dtype)
 
     @property
     def finished(self) -> bool:
@@ -118,13 +119,13 @@ class Scan:
         report: ScanReport | None = None
         pace: float | None = None
         local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.room // 2)
-        with Passes(self.model, settings, cancelled, watch=False) as passes:
+        with ForwardRunner(self.model, settings, cancelled, watch=False) as passes:
             for index in range(len(self.done), len(self.inputs.batches)):
                 batch = passes.reference_batch(self.inputs.batches[index])
                 started = time.perf_counter()
                 seconds = None
                 if pace is None or index % TIMED == 0:
-                    _, seconds = passes.as_reference(lambda batch=batch: self.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+                    _, seconds = passes.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
                 count = len(self.inputs.batches)
 
                 def measured(done: int, of: int, before: int = index, count: int = count) -> None:
@@ -157,7 +158,7 @@ class Scan:
         """The estimate so far."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence has gone by")
-        found = scores_of(self.done, self.wanted, self.backward_passes, self._free)
+        found = combine_scores(self.done, self.wanted, self.backward_passes, self._free)
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),

@@ -19,7 +19,7 @@ Scores = dict[Key, tuple[float, float | None]]
 
 
 @dataclass
-class OneSequence:
+class SequenceScores:
     """What one sequence gave: its mass (positions, or energy of the output) and, by weight and dtype, the sum over its
     positions with the standard error of that sum over draws; and the same sum if the errors of an operation's output
     elements were independent, Σ g²Δ², which varies far less from draw to draw. `selections` is what was found about tokens that
@@ -35,8 +35,8 @@ class OneSequence:
     measured: dict[Key, float] = field(default_factory=dict)
 
 
-def scores_of(
-    done: Sequence[OneSequence], wanted: Mapping[str, Sequence[str]], draws: int, free: Callable[[str, str], bool]
+def combine_scores(
+    done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], draws: int, free: Callable[[str, str], bool]
 ) -> Scores:
     """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
     sums = [sequence.sums for sequence in done]
@@ -47,9 +47,9 @@ def scores_of(
         for dtype in asked
     }
     if not all(sequence.complete for sequence in done):
-        _drawn_together(found, done, wanted, draws)
+        _shrink_to_mean(found, done, wanted, draws)
     mass = sum(sequence.mass for sequence in done)
-    elsewhere = selections.drift_elsewhere([sample for sequence in done for sample in sequence.selections])
+    elsewhere = selections.rerouting_drift([sample for sequence in done for sample in sequence.selections])
     for key, (drift, variance) in elsewhere.items():
         score, error = found.get(key, (0.0, 0.0))
         if key in found and math.isfinite(score) and mass:
@@ -64,7 +64,7 @@ def scores_of(
 
 
 def _score(
-    done: Sequence[OneSequence], sums: Sequence[Mapping[Key, float]], masses: Sequence[float], key: Key
+    done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], masses: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
     """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
     parts = [each.get(key, 0.0) for each in sums]
@@ -79,8 +79,8 @@ def _score(
     return score, math.sqrt(count / (count - 1) * spread) / mass
 
 
-def _drawn_together(
-    found: Scores, done: Sequence[OneSequence], wanted: Mapping[str, Sequence[str]], draws: int
+def _shrink_to_mean(
+    found: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], draws: int
 ) -> None:
     """Move each weight's ratios towards their mean."""
     variance = 2.0 / (draws * sum(not sequence.complete for sequence in done))

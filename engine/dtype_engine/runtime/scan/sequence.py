@@ -14,21 +14,21 @@ from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.drift import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.mixed import Widened
+from dtype_engine.runtime.modes.mixed import ReferenceMode
 from dtype_engine.runtime.passes.runner import main_output
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import Directions
 from dtype_engine.runtime.scan.routing import (
-    Exchanging,
     Key,
     Selection,
     SelectionSample,
+    SwapTopKMode,
     chosen,
-    to_exchange,
+    tokens_to_swap,
 )
-from dtype_engine.runtime.scan.scores import OneSequence
-from dtype_engine.runtime.scan.single_cast import OneNarrowed, looked_at
-from dtype_engine.runtime.scan.weight_ops import Operation, WeightedOperations
+from dtype_engine.runtime.scan.scores import SequenceScores
+from dtype_engine.runtime.scan.single_cast import SingleWeightCastMode, weights_to_measure
+from dtype_engine.runtime.scan.weight_ops import Operation, WeightOpRecorder
 
 
 @dataclass
@@ -61,7 +61,7 @@ class SequenceScan:
     _last: bool = False
     _measured: int = 0
 
-    def run(self, batch: Batch, index: int, sequences: int) -> OneSequence:
+    def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         """Scan the sequence `index` of `sequences`. Raises NoForward, KernelError, Cancelled."""
         output, mode = self._forward(batch, index)
         self._operations = mode.operations
@@ -80,7 +80,7 @@ class SequenceScan:
         self._backward(main, drawn, looked, seed=index)
         reference = _Reference(main.detach(), distribution)
 
-        def drift(mode: Widened) -> float:
+        def drift(mode: ReferenceMode) -> float:
             """What a pass under another mode drifts by, summed over the positions."""
             if self.cancelled():
                 raise Cancelled
@@ -88,16 +88,16 @@ class SequenceScan:
 
         with torch.no_grad():
             for sample, selection in zip(self._samples, looked, strict=True):
-                rows = to_exchange(selection.margins.detach())
+                rows = tokens_to_swap(selection.margins.detach())
                 by_id, device = self.model.by_id, self.model.device
-                sample.cost = drift(Exchanging(by_id, device, selection.place, rows)) / max(1, int(rows.sum()))
+                sample.cost = drift(SwapTopKMode(by_id, device, selection.place, rows)) / max(1, int(rows.sum()))
             measured = {
-                key: drift(OneNarrowed(self.model.by_id, self.model.device, *key))
-                for key in looked_at(mode.dtype_read, self.costly, index, sequences)
+                key: drift(SingleWeightCastMode(self.model.by_id, self.model.device, *key))
+                for key in weights_to_measure(mode.dtype_read, self.costly, index, sequences)
             }
         return self._found(drawn, 0.5 if distribution else 1.0, measured)
 
-    def _found(self, drawn: Directions, half: float, measured: dict[Key, float]) -> OneSequence:
+    def _found(self, drawn: Directions, half: float, measured: dict[Key, float]) -> SequenceScores:
         sums: dict[Key, float] = {}
         independent: dict[Key, float] = {}
         errors: dict[Key, float] = {}
@@ -117,9 +117,9 @@ class SequenceScan:
                 for sample, square, each in zip(self._samples, row[self._count :], own[1:], strict=True):
                     sample.squares[key] = square if math.isfinite(square) else math.inf
                     sample.independent[key] = each
-        return OneSequence(drawn.mass, sums, independent, errors, drawn.complete, self._samples, measured)
+        return SequenceScores(drawn.mass, sums, independent, errors, drawn.complete, self._samples, measured)
 
-    def _call(self, batch: Batch, mode: Widened) -> Any:
+    def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:
             with mode:
                 return self.model.module(*batch.args, **batch.kwargs)
@@ -129,11 +129,11 @@ class SequenceScan:
             text = " ".join(str(error).split())[:300]
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
-    def _forward(self, batch: Batch, index: int) -> tuple[Any, WeightedOperations]:
+    def _forward(self, batch: Batch, index: int) -> tuple[Any, WeightOpRecorder]:
         """Run the reference with a graph; once more when an operation's tensors were written to after it."""
         copies = self.copies.get(index, frozenset())
         while True:
-            mode = WeightedOperations(self.model.by_id, self.model.device, frozenset(self.wanted), self._heard, copies)
+            mode = WeightOpRecorder(self.model.by_id, self.model.device, frozenset(self.wanted), self._heard, copies)
             with torch.enable_grad():
                 output = self._call(batch, mode)
             mode.passed()

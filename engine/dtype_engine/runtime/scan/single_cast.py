@@ -14,8 +14,8 @@ import torch
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.mixed import (
     Arguments,
-    MixedDtypes,
-    Widened,
+    MixedDtypeMode,
+    ReferenceMode,
     _call,
     _replaced,
     _tensors,
@@ -28,7 +28,7 @@ MOST = 2
 """So many weights of a pass, the first, are measured so: each costs a pass a dtype."""
 
 
-def looked_at(
+def weights_to_measure(
     read: Iterable[str], wanted: Mapping[str, Sequence[str]], sequence: int, sequences: int
 ) -> list[tuple[str, str]]:
     """(weight, dtype) to measure by a pass in a sequence, of the weights (in the order of the pass) whose output's dtype was
@@ -43,7 +43,7 @@ def looked_at(
     return keys[turn : turn + 1]
 
 
-class OneNarrowed(Widened):
+class SingleWeightCastMode(ReferenceMode):
     """The reference, with one weight in a computed dtype: the very candidate that a measurement of it alone runs."""
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device, name: str, dtype: str) -> None:
@@ -52,7 +52,7 @@ class OneNarrowed(Widened):
         weight = next(weight for weight in weights.values() if weight.info.name == name)
         self.value = weight.original.to(device).to(torch_dtype(dtype), copy=True)
         self.own = {id(self.value): Weight(weight.info, self.value, self.value, dtype)}
-        self.rules = MixedDtypes(self.own, torch.float32, device)
+        self.rules = MixedDtypeMode(self.own, torch.float32, device)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None

@@ -1,6 +1,6 @@
 """The weighted operations of a reference pass: every torch call that takes a weight or a view of one.
 
-A pass under `WeightedOperations` computes what the reference does, with a graph: each weighted operation is noted with
+A pass under `WeightOpRecorder` computes what the reference does, with a graph: each weighted operation is noted with
 its arguments, and a hook on its output hears the gradient on the way back. It knows neither modules nor architectures.
 """
 
@@ -18,7 +18,7 @@ from dtype_engine.runtime.modes.mixed import (
     _METADATA,
     _TENSOR_VALUED_PROPERTIES,
     Arguments,
-    Widened,
+    ReferenceMode,
     _call,
     _in_place,
     _promoted,
@@ -75,7 +75,7 @@ class Operation:
         self.versions = [tensor._version for tensor in self._held()]
 
 
-class WeightedOperations(Widened):
+class WeightOpRecorder(ReferenceMode):
     """The reference, with a graph, and every weighted operation noted.
 
     `selections` has every choice of the best of some scores, `dtype_read` the weights whose output's dtype was asked for.

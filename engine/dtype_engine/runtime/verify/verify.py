@@ -169,7 +169,7 @@ def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.T
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
-    per_channel = wide.ndim >= 2 and not row.one_scale
+    per_channel = wide.ndim >= 2 and not row.per_tensor
     rows = wide.reshape(wide.shape[0], -1) if per_channel and wide.numel() else wide.reshape(1, -1)
     count = dtypes.scale_count(tuple(values.shape), dtype)
     if not wide.numel():

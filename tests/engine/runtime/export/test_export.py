@@ -31,7 +31,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.runtime.export import export_checkpoint, of_checkpoint
 from dtype_engine.runtime.export.write import header
-from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
+from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
 
 
 def recipe(*casts: str) -> Recipe:
@@ -208,7 +208,7 @@ def test_load_pretrained_gives_scaled_weights_in_the_configured_dtype(make_llama
         if label is not None:
             data, scale = convert(tensor, label)
             assert scale is not None
-            tensor = bring_back(data, scale, torch.bfloat16)
+            tensor = dequantize(data, scale, torch.bfloat16)
         assert same_bits(model.state_dict()[name], tensor), name
 
 
@@ -454,7 +454,7 @@ def test_a_live_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path
             ours = back.state_dict()[name]
             wanted = tensor.tensor.data
             if tensor.scale is not None:
-                wanted = bring_back(wanted, tensor.scale, torch.float32)
+                wanted = dequantize(wanted, tensor.scale, torch.float32)
             assert same_bits(ours, wanted), name
     with pytest.raises(UserError, match="is not in this model"):
         de.load_pretrained(tmp_path / "out", module=nn.Linear(2, 2))

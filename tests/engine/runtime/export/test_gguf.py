@@ -22,7 +22,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import look_at
 from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import ExportWish
+from dtype_engine.worker.save_requests import ExportRequest
 from dtype_engine.worker.worker import Worker
 from dtype_engine.worker.writer import Workshop
 
@@ -195,8 +195,8 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
         worker.plan_export()
         assert wait(events.ExportPlanned, 2).plan.nbytes == 2 * (32 + 3 * 512)
         worker.look_at("blk.0.weight", ("bfloat16",))
-        assert wait(events.WeightLookedAt).reading.errors[0].stored == "q8_0"
-        worker.save(ExportWish(tmp_path / "out"))
+        assert wait(events.WeightInspected).reading.errors[0].stored == "q8_0"
+        worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done
         assert not [event for event in said if isinstance(event, events.Failed)]
     finally:

@@ -381,7 +381,7 @@ def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.worker.save_requests import ExportWish
+    from dtype_engine.worker.save_requests import ExportRequest
     from dtype_engine.worker.writer import Workshop
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
@@ -393,7 +393,7 @@ def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
         planned = workshop.plan_export()
         assert planned.files == files
         assert f"{loader}.from_pretrained" in planned.loading
-        sentence, _ = workshop.fulfil(ExportWish(out))
+        sentence, _ = workshop.fulfil(ExportRequest(out))
         assert sentence.startswith("exported to ")
         assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", tmp_path / f"{folder.name}-cli") == 0
         assert files_in(out) == files_in(tmp_path / f"{folder.name}-cli")

@@ -12,7 +12,7 @@ from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.results.attribution import Nonfinite
+from dtype_engine.results.attribution import NonFiniteDiagnosis
 
 MLP = "model.layers.1.mlp"
 
@@ -29,7 +29,7 @@ def planted(plant: Callable[[nn.Module], None], dtype: str = "float16", **settin
     return session, session.nonfinite(report)
 
 
-def mended(session: Any, found: Nonfinite) -> bool:
+def mended(session: Any, found: NonFiniteDiagnosis) -> bool:
     assert found.remedy is not None
     assert session.drift().output.nonfinite  # trials left the recipe in force
     session.cast(*found.remedy.rsplit("=", 1))

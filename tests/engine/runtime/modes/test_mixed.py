@@ -15,8 +15,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes import mixed as execution
-from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypes
-from dtype_engine.runtime.numerics.quantize import bring_back, convert
+from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
+from dtype_engine.runtime.numerics.quantize import convert, dequantize
 from dtype_engine.runtime.passes.runner import main_output
 
 DEVICES = [
@@ -78,7 +78,7 @@ def under_the_rules(model: nn.Module, run: Any, **dtypes: str) -> tuple[torch.Te
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     live.apply({name: dtypes.get(name, tensor.dtype) for name, tensor in live.tree.tensors.items()})
     casts: list[ImplicitCast] = []
-    with torch.no_grad(), MixedDtypes(live.by_id, torch.float32, torch.device("cpu"), casts.append):
+    with torch.no_grad(), MixedDtypeMode(live.by_id, torch.float32, torch.device("cpu"), casts.append):
         return run(model), casts
 
 
@@ -163,7 +163,7 @@ def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -
 
 def test_the_reference_makes_no_second_set_of_weights() -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
-    from dtype_engine.runtime.modes.mixed import Widened
+    from dtype_engine.runtime.modes.mixed import ReferenceMode
 
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
@@ -171,7 +171,7 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
 
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    widen = Widened._values
+    widen = ReferenceMode._values
 
     def counted(self: Any, weight: Any) -> torch.Tensor:
         nonlocal most
@@ -180,18 +180,18 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
         most = max(most, sum(ref() is not None for ref in alive))
         return made
 
-    Widened._values = counted  # type: ignore[method-assign]
+    ReferenceMode._values = counted  # type: ignore[method-assign]
     try:
-        with torch.no_grad(), Widened(live.by_id, torch.device("cpu")):
+        with torch.no_grad(), ReferenceMode(live.by_id, torch.device("cpu")):
             out = model(torch.randn(1, 256))
     finally:
-        Widened._values = widen  # type: ignore[method-assign]
+        ReferenceMode._values = widen  # type: ignore[method-assign]
     assert out.dtype == torch.float32
     assert len(alive) == 8
     assert most <= 2
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
 @pytest.mark.parametrize("ids", [[[1, 5, 1], [0, 99, 7]], [[3]], [[]]])
 def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
     dtype: str, ids: list[list[int]], monkeypatch: pytest.MonkeyPatch
@@ -200,14 +200,14 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
     model = nn.Embedding(100, 4, padding_idx=0)
     kept, scale = convert(model.weight.data, dtype)
     assert scale is not None
-    wanted = functional.embedding(taken, bring_back(kept, scale, torch.float32))
+    wanted = functional.embedding(taken, dequantize(kept, scale, torch.float32))
     brought = []
 
     def counted(data: torch.Tensor, *rest: Any) -> torch.Tensor:
         brought.append(len(data))
-        return bring_back(data, *rest)
+        return dequantize(data, *rest)
 
-    monkeypatch.setattr(execution, "bring_back", counted)
+    monkeypatch.setattr(execution, "dequantize", counted)
     out, _ = under_the_rules(model, lambda m: m(taken), weight=dtype)
     assert torch.equal(out, wanted)
     assert out.shape == wanted.shape
@@ -215,11 +215,11 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
 
 
 def test_embedding_rows_are_widened_not_the_table() -> None:
-    from dtype_engine.runtime.modes.mixed import Widened
+    from dtype_engine.runtime.modes.mixed import ReferenceMode
 
     model = nn.Embedding(100, 4).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
     ids = torch.tensor([1, 5])
-    with torch.no_grad(), Widened(live.by_id, torch.device("cpu")):
+    with torch.no_grad(), ReferenceMode(live.by_id, torch.device("cpu")):
         out = model(ids)
     assert torch.equal(out, functional.embedding(ids, model.weight.float()))

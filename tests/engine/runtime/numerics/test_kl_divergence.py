@@ -106,8 +106,11 @@ def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
 def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
     script = HELPERS / "metrics_memory.py"
     command = [sys.executable, str(script), "128", "256000", "64"]
-    one_thread = {**os.environ, "OMP_NUM_THREADS": "1"}  # as much memory, and quick where processors are shared
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=one_thread)
+    single_intraop_thread = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+    }  # as much memory, and quick where processors are shared
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=single_intraop_thread)
     assert float(done.stdout) < 50
 
 

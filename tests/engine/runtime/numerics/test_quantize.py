@@ -10,7 +10,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.numerics import quantize as storage
-from dtype_engine.runtime.numerics.quantize import bring_back, convert
+from dtype_engine.runtime.numerics.quantize import convert, dequantize
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
 
@@ -58,9 +58,9 @@ def test_one_scale_for_a_tensor_is_that_of_its_values_in_a_row(dtype: str, shape
     assert torch.equal(scale, expected)
     assert scale.shape == (1,)
     assert torch.equal(kept.reshape(-1).view(torch.uint8), in_a_row.view(torch.uint8))
-    back = bring_back(kept, scale, torch.float32)
+    back = dequantize(kept, scale, torch.float32)
     assert back.shape == weight.shape
-    assert torch.equal(back.reshape(-1), bring_back(in_a_row, expected, torch.float32))
+    assert torch.equal(back.reshape(-1), dequantize(in_a_row, expected, torch.float32))
 
 
 @STORAGE
@@ -86,7 +86,7 @@ def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, ta
     by_hand = [
         [np.float32(value) * np.float32(s) for value in row] for row, s in zip(kept.tolist(), scale, strict=True)
     ]
-    back = bring_back(kept, scale, target)
+    back = dequantize(kept, scale, target)
     assert back.dtype == target
     assert torch.equal(back, torch.tensor(np.array(by_hand, dtype=np.float32)).to(target))
 
@@ -108,7 +108,7 @@ def test_channels_too_small_for_a_scale_of_their_own_do_not_become_nan(dtype: st
     weight = torch.tensor([[1e-44, 0.0, -1e-45], [1e-40, 5e-41, 0.0], [2e-38, 1e-38, 0.0], [0.0, 0.0, 0.0]])
     kept, scale = convert(weight, dtype)
     assert scale is not None
-    back = bring_back(kept, scale, torch.float32)
+    back = dequantize(kept, scale, torch.float32)
     smallest = torch.finfo(torch.float32).tiny
     assert bool(((back - weight).abs() <= smallest).all())
     assert bool((back[weight == 0] == 0).all())
@@ -119,7 +119,7 @@ def test_values_come_back_within_half_a_step(dtype: str) -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
     kept, scale = convert(weight, dtype)
     assert scale is not None
-    error = (bring_back(kept, scale, torch.float32) - weight).abs()
+    error = (dequantize(kept, scale, torch.float32) - weight).abs()
     row = dtypes.BY_NAME[dtype]
     step = (
         scale[:, None]
@@ -134,7 +134,7 @@ def test_zeros_and_infinities(dtype: str) -> None:
     weight = torch.tensor([[0.0, 0.0], [1.0, math.inf], [2.0, -math.inf]])
     kept, scale = convert(weight, dtype)
     assert scale is not None
-    back = bring_back(kept, scale, torch.float32)
+    back = dequantize(kept, scale, torch.float32)
     assert back[0].tolist() == [0, 0]
     assert back[1].tolist() == pytest.approx([1, 1])
     assert back[2].tolist() == pytest.approx([2, -2])

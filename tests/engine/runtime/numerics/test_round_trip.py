@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.numerics import round_trip as weights
-from dtype_engine.runtime.numerics.quantize import bring_back, convert, torch_dtype
+from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
 from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
 
 DTYPES = pytest.mark.parametrize("dtype", dtypes.TARGETS)
@@ -31,7 +31,7 @@ def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def there_and_back(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
     kept, scale = convert(tensor, dtype)
-    return kept.double() if scale is None else bring_back(kept, scale, torch.float32).double()
+    return kept.double() if scale is None else dequantize(kept, scale, torch.float32).double()
 
 
 @DTYPES
@@ -93,7 +93,7 @@ def test_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
 
 
 def test_a_tensor_in_its_own_dtype_is_exact() -> None:
-    for stored in dtypes.COMPUTED:
+    for stored in dtypes.COMPUTE_DTYPES:
         found = round_trip("w", torch.randn(100).to(torch_dtype(stored)), stored)
         assert (found.max_abs, found.sqnr_db) == (0.0, math.inf)
 
@@ -135,9 +135,11 @@ def test_it_stops_when_told() -> None:
 def test_float8_codes_come_back_as_torch_says() -> None:
     for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
         codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
-        from dtype_engine.runtime.numerics.quantize import from_codes
+        from dtype_engine.runtime.numerics.quantize import dequantize_block
 
-        assert torch.equal(from_codes(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9))
+        assert torch.equal(
+            dequantize_block(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9)
+        )
 
 
 def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path, make_llama: Callable[..., Path]) -> None:

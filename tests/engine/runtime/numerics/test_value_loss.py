@@ -27,12 +27,13 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.results.losses import ValueLoss, severe
+from dtype_engine.runtime.measure.stored_losses import losses_in_files
 from dtype_engine.runtime.numerics import value_loss
 from dtype_engine.runtime.numerics.quantize import convert
 from dtype_engine.runtime.numerics.round_trip import round_trip
-from dtype_engine.runtime.numerics.value_loss import count_losses, losses_in_files
+from dtype_engine.runtime.numerics.value_loss import count_losses
 from dtype_engine.worker import events
-from dtype_engine.worker.save_requests import ExportWish, RecipeWish, ReportWish
+from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_engine.worker.worker import Worker
 
 LARGE, TINY = 1e6, 1e-9
@@ -88,7 +89,7 @@ def of_every_size(*shape: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("piece", [1 << 18, 70])
 @pytest.mark.parametrize("stored", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dtype", dtypes.COMPUTED)
+@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
 def test_computed_dtypes_are_counted_as_torch_casts(
     dtype: str, stored: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,7 +115,7 @@ def test_computed_dtypes_are_counted_as_torch_casts(
         assert loss.nonfinite in (0, int((~tensor.isfinite()).sum()))  # 0 where no piece had to be looked at
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
 def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0
@@ -124,7 +125,7 @@ def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> N
     assert count_losses("w", tensor, dtype) is None
 
 
-@pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_ONLY if dtypes.BY_NAME[name].one_scale])
+@pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_DTYPES if dtypes.BY_NAME[name].per_tensor])
 @pytest.mark.parametrize("piece", [1 << 18, 300])
 def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(value_loss, "PIECE", piece)
@@ -140,7 +141,7 @@ def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, mo
     assert count_losses("w", tensor, dtype.removesuffix("@tensor")) is None
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_ONLY)
+@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
 def test_infinities_clipped_by_a_scale_are_told(dtype: str) -> None:
     tensor = torch.tensor([[1.0, 2.0], [1.0, math.inf], [math.nan, -math.inf]])
     loss = count_losses("w", tensor, dtype)
@@ -152,7 +153,7 @@ def test_infinities_clipped_by_a_scale_are_told(dtype: str) -> None:
     assert beyond.saturated == 1
 
 
-@pytest.mark.parametrize("dtype", dtypes.COMPUTED)
+@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES)
 def test_the_counts_are_those_of_the_weights_command(dtype: str) -> None:
     tensor = of_every_size(40, 30)
     tensor[3, :5] = torch.tensor([math.inf, math.nan, 0.0, -0.0, -math.inf])
@@ -448,9 +449,9 @@ def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights:
     told: queue.Queue[events.Event] = queue.Queue()
     worker = Worker(locate(str(weights)), Options(device="cpu"), told.put)
     worker.set_recipe(Recipe((Rule("*", "float16"),)))
-    worker.save(ReportWish(tmp_path / "r.md"))
-    worker.save(RecipeWish(tmp_path / "r.yaml"))
-    worker.save(ExportWish(tmp_path / "out"))
+    worker.save(ReportRequest(tmp_path / "r.md"))
+    worker.save(RecipeRequest(tmp_path / "r.yaml"))
+    worker.save(ExportRequest(tmp_path / "out"))
     worker.start()
     heard: list[events.Event] = []
     while sum(isinstance(event, events.Saved) for event in heard) < 3:

@@ -159,7 +159,7 @@ def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
     trace.add(finished("head", 0, 3, torch.zeros(10), None))
     trace.add(finished("", 0, 0, torch.zeros(10), None))
     assert trace.nbytes == 480  # more than three calls: what it called stays
-    assert trace.stand_ins(4) == {("block", 0): 2, ("head", 0): 3}
+    assert trace.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
 
 
 def test_what_somebody_else_listens_to_is_called_again() -> None:

@@ -11,7 +11,7 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.core.cancellation import Gate
+from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.runtime.scan.evaluation import InLine
 
 
@@ -63,7 +63,7 @@ def test_in_line_runs_nothing_ahead_and_keeps_errors_for_the_result() -> None:
 
 def test_a_paused_scan_waits_and_loses_nothing() -> None:
     whole = session().scan(["int8"], draws=4).scores()
-    gate, one, found = Gate(), session(), []
+    gate, one, found = CancelToken(), session(), []
     seen = threading.Event()
 
     def progress(what: str, done: int, total: int | None) -> None:
@@ -84,7 +84,7 @@ def test_a_paused_scan_waits_and_loses_nothing() -> None:
 
 
 def test_a_paused_scan_can_be_cancelled() -> None:
-    gate, one = Gate(), session()
+    gate, one = CancelToken(), session()
     gate.pause()
     threading.Timer(0.05, gate.cancel).start()
     with pytest.raises(de.Cancelled):

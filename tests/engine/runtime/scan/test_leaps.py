@@ -14,8 +14,8 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.runtime.passes.runner import main_output
-from dtype_engine.runtime.scan.routing import Exchanging, SelectionSample, drift_elsewhere
-from dtype_engine.runtime.scan.single_cast import OneNarrowed
+from dtype_engine.runtime.scan.routing import SelectionSample, SwapTopKMode, rerouting_drift
+from dtype_engine.runtime.scan.single_cast import SingleWeightCastMode
 
 
 def test_flips_expected_are_those_of_random_errors() -> None:
@@ -28,7 +28,7 @@ def test_flips_expected_are_those_of_random_errors() -> None:
     sample = SelectionSample(0, 2.0, margins, 0.5, {key: power * 4}, {key: power * 4})
     times = 2000
     flips = sum(chooser.gauss(0, 2 * sigma) > margin for margin in margins for _ in range(times)) / times
-    (drift, variance) = drift_elsewhere([sample])[key]
+    (drift, variance) = rerouting_drift([sample])[key]
     assert drift == pytest.approx(2 * flips * 0.5, rel=0.02)
     assert variance == pytest.approx(2 * flips * 0.25, rel=0.02)
 
@@ -36,7 +36,7 @@ def test_flips_expected_are_those_of_random_errors() -> None:
 def test_where_most_likely_none_flips_none_is_counted_but_may() -> None:
     key = ("w", "int8")
     sample = SelectionSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
-    drift, variance = drift_elsewhere([sample])[key]
+    drift, variance = rerouting_drift([sample])[key]
     assert drift == 0.0
     assert variance > 0.0
 
@@ -73,7 +73,7 @@ def test_exchanging_takes_the_next_best_for_those_tokens_only() -> None:
     session = de.open(module, inputs=x)
     with torch.no_grad():
         before = module(x)["logits"]
-        with Exchanging(session.model.by_id, torch.device("cpu"), 0, rows):
+        with SwapTopKMode(session.model.by_id, torch.device("cpu"), 0, rows):
             after = module(x)["logits"]
         scores = torch.softmax(x @ module.router.weight.T, -1).topk(2, -1)
         other = module.head(x + scores.values[..., 1:] * module.experts[scores.indices[..., 1]])
@@ -129,7 +129,7 @@ def test_one_narrowed_is_the_candidate_itself() -> None:
     module, inputs = architectures.make("llama")
     session: Any = de.open(module, inputs=inputs)
     weight = next(name for name in session.tree.tensors if name.endswith("up_proj.weight"))
-    with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+    with torch.no_grad(), SingleWeightCastMode(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
         ours = main_output(module(**inputs))[1]
     session.cast(weight, "bfloat16")
     drift = session.drift().output
@@ -143,7 +143,7 @@ def test_one_narrowed_of_two_weights_computes_in_the_larger_dtype() -> None:
     module, inputs = architectures.make("bert")
     session = de.open(module, inputs=inputs)
     weight = "bert.embeddings.LayerNorm.bias"
-    with torch.no_grad(), OneNarrowed(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
+    with torch.no_grad(), SingleWeightCastMode(session.model.by_id, torch.device("cpu"), weight, "bfloat16"):
         ours = main_output(module(**inputs))[1]
     assert ours.dtype == torch.float32
     reference = main_output(_reference("bert", inputs))[1]

@@ -1,0 +1,61 @@
+"""Numbers with their units, as every text of the program writes them: bytes, counts, shares, seconds, dB."""
+
+from __future__ import annotations
+
+import math
+
+
+def human_bytes(size: float) -> str:
+    """`1.42 MiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(size) < 1024 or unit == "TiB":
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.2f} {unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def human_count(count: float) -> str:
+    """`707.8 k`, `6.7 G`, `1.0 T`: thousands, millions, and so on. A billion is no `B`, which stands for bytes beside it."""
+    for unit in ("", " k", " M", " G", " T"):
+        if abs(count) < (999.95 if unit else 999.5) or unit == " T":
+            return f"{count:.0f}" if not unit else f"{count:.1f}{unit}"
+        count /= 1000
+    raise AssertionError
+
+
+def percent(share: float) -> str:
+    """Whole percents; a share that is there is never shown as 0, nor one that is not whole as 100."""
+    if 0 < share < 0.01:
+        return "<1"
+    if 0.99 < share < 1:
+        return ">99"
+    return f"{100 * share:.0f}"
+
+
+def share_text(count: int, whole: int) -> str:
+    """A count, with its share of the whole where there is one: `-`, `17`, `1.2 M 3.4 %`."""
+    if not count:
+        return "-"
+    share = 100 * count / whole
+    return f"{human_count(count)} {share:.1f} %" if share >= 0.1 else human_count(count)
+
+
+def seconds_text(seconds: float) -> str:
+    """`12.3 ms`, `1.24 s`."""
+    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+
+
+def decibels(value: float | None) -> str:
+    """`46.50 dB`; in words where it is not finite."""
+    if value is None:
+        return "not comparable"
+    if math.isnan(value):
+        return "not finite"
+    if math.isinf(value):
+        return "identical" if value > 0 else "not finite"
+    return f"{value:.2f} dB"
+
+
+def with_error(value: float, error: float | None) -> str:
+    """`1.69e-07 ± 2.1e-08`."""
+    return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")

@@ -1,0 +1,52 @@
+"""What casts lose of the values that a checkpoint stores, counted without a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.model.mapped_tensors import read_tensor
+from dtype_engine.runtime.numerics.value_loss import Counted, count_losses
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.core.tree import Tree
+
+
+def losses_in_files(
+    checkpoint: Checkpoint,
+    tree: Tree,
+    planned: Mapping[str, str],
+    counted: Counted | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: IsCancelled = never,
+) -> tuple[ValueLoss, ...]:
+    """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
+
+    One that is packed of several tensors of the files is told part by part, under the names of the files.
+    `on_progress` hears (tensors done, of how many). Raises UserError for a file that can't be read, Cancelled.
+    """
+    counted = {} if counted is None else counted
+    changed = [
+        (tensor.name if len(names) == 1 else name, name, planned[tensor.name])
+        for tensor in tree.tensors.values()
+        if planned[tensor.name] != tensor.dtype
+        for names in [names_in_files(checkpoint, tensor)]
+        for name in names
+    ]
+    found = []
+    for done, (shown, name, dtype) in enumerate(changed):
+        key = shown, dtype
+        if key not in counted:
+            if cancelled():
+                raise Cancelled
+            on_progress(done, len(changed))
+            counted[key] = count_losses(shown, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
+        loss = counted[key]
+        if loss is not None:
+            found.append(loss)
+    return tuple(found)
