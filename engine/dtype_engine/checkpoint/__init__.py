@@ -1,4 +1,4 @@
-"""Checkpoints: from files to the specification of every tensor, by headers alone. Never imports torch."""
+"""Checkpoints: from files to the specification of every tensor, by headers alone."""
 
 from dtype_engine.checkpoint.cut_files import refuse_unreadable, unchanged
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed

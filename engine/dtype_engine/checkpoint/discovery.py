@@ -1,4 +1,4 @@
-"""What could be opened from here: checkpoints in a folder, and models in the Hugging Face cache. Never imports torch."""
+"""What could be opened from here: checkpoints in a folder, and models in the Hugging Face cache."""
 
 from __future__ import annotations
 

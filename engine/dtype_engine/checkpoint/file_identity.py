@@ -1,7 +1,7 @@
 """Whether a file is still the one that was opened: what is read of it later would otherwise be of two files, or of none.
 
 Weights are mapped, so they are read long after their headers were. A file that another program replaced, wrote to or cut short
-in between is told by what the system says of it: its place, size and time of change. Never imports torch.
+in between is told by what the system says of it: its place, size and time of change.
 """
 
 from __future__ import annotations

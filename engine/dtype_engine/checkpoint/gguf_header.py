@@ -2,7 +2,6 @@
 
 The `gguf` package's own reader makes an array of every element of every list, for as many as a file claims: 260 bytes of a
 file could take all the memory, and the vocabulary of a real one takes seconds. The format is described in ggml's docs/gguf.md.
-Never imports torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a checkpoint's files call the tensors of a tree. Never imports torch."""
+"""What a checkpoint's files call the tensors of a tree."""
 
 from __future__ import annotations
 

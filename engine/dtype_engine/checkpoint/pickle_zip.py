@@ -1,4 +1,4 @@
-"""The zip archive that `torch.save` writes, checked before anything in it is believed. Never imports torch.
+"""The zip archive that `torch.save` writes, checked before anything in it is believed.
 
 `data.pkl` names tensors and the storages that they are views of; each storage is a record `data/KEY` of raw bytes. torch maps
 the file and takes a storage's bytes from where its record begins, as many as the pickle claims: it asks neither whether the

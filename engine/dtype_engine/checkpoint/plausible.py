@@ -1,4 +1,4 @@
-"""Whether a configuration and the tensors beside it can belong together, on numbers alone. Never imports torch.
+"""Whether a configuration and the tensors beside it can belong together, on numbers alone.
 
 Making a module takes time and memory by what `config.json` says, so a file of a few bytes could ask for any amount of both. What
 is made has at least a tensor a layer, and at least as many elements in some tensor as it is wide, so the headers of the weights

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all: written beside their name, brought to the disk, then renamed. Never imports torch."""
+"""Files that are there whole or not at all: written beside their name, brought to the disk, then renamed."""
 
 from __future__ import annotations
 

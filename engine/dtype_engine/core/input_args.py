@@ -1,4 +1,4 @@
-"""Which files may be inputs, and what a line typed by the user asks for. Never imports torch."""
+"""Which files may be inputs, and what a line typed by the user asks for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user may ask for when opening a model. Never imports torch."""
+"""What a user may ask for when opening a model."""
 
 from __future__ import annotations
 

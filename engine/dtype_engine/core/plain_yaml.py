@@ -1,5 +1,5 @@
 """The YAML that our own files are written in: texts, numbers, lists and mappings. What else YAML can do is refused, since a
-few hundred bytes of it can take all the memory. Never imports torch.
+few hundred bytes of it can take all the memory.
 """
 
 from __future__ import annotations

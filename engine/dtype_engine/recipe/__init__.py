@@ -1,4 +1,4 @@
-"""Recipes: patterns, rules, what they take of a tree, and the plan that comes of it. Never imports torch."""
+"""Recipes: patterns, rules, what they take of a tree, and the plan that comes of it."""
 
 from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
 from dtype_engine.recipe.plan import (

@@ -1,4 +1,4 @@
-"""Few readable rules for a dtype of every weight. Never imports torch.
+"""Few readable rules for a dtype of every weight.
 
 Rules are picked greedily: of all patterns that suggest themselves (whole kinds, `*.mlp.down_proj`; ranges of numbered
 layers, `model.layers.{3..9}.mlp`; classes; names) the one that brings the most weights to the dtype they should have, less

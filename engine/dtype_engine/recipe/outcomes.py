@@ -1,4 +1,4 @@
-"""What every preset would do to a model, before any is put in force. Never imports torch."""
+"""What every preset would do to a model, before any is put in force."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reports to keep: one file, HTML or Markdown, with all that is known of a recipe on a model. Never imports torch."""
+"""Reports to keep: one file, HTML or Markdown, with all that is known of a recipe on a model."""
 
 from dtype_engine.reports.document import gather
 from dtype_engine.reports.render import FORMATS, check_name, render

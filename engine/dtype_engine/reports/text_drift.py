@@ -1,4 +1,4 @@
-"""Floor, limits, causes and values that are not finite, in words and plain columns. Never imports torch."""
+"""Floor, limits, causes and values that are not finite, in words and plain columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that casts lose, in sentences. Never imports torch."""
+"""Values that casts lose, in sentences."""
 
 from __future__ import annotations
 

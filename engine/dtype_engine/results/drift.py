@@ -1,4 +1,4 @@
-"""What the engine measures, as plain data: what panes show and `--json` prints. Never imports torch.
+"""What the engine measures, as plain data: what panes show and `--json` prints.
 
 Bytes are bytes, times are seconds, KL is nats per position, SQNR is decibels. A figure that was not or could
 not be measured is None.

@@ -1,4 +1,4 @@
-"""What an export and its verification report, as plain data. Never imports torch."""
+"""What an export and its verification report, as plain data."""
 
 from __future__ import annotations
 

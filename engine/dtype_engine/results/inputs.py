@@ -1,4 +1,4 @@
-"""What the model is run on, as plain data for panes and `--json`. Never imports torch."""
+"""What the model is run on, as plain data for panes and `--json`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What casts do to the values of weights besides rounding them, as plain data. Never imports torch."""
+"""What casts do to the values of weights besides rounding them, as plain data."""
 
 from __future__ import annotations
 

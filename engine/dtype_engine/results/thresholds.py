@@ -1,4 +1,4 @@
-"""Limits that a drift has to keep, and whether it does. Never imports torch."""
+"""Limits that a drift has to keep, and whether it does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a search must respect, as one types it: a budget, and lines of constraints. Never imports torch."""
+"""What a search must respect, as one types it: a budget, and lines of constraints."""
 
 from __future__ import annotations
 

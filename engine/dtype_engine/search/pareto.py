@@ -1,4 +1,4 @@
-"""The best recipe for a budget: a multiple-choice knapsack over (bytes, predicted drift). Never imports torch.
+"""The best recipe for a budget: a multiple-choice knapsack over (bytes, predicted drift).
 
 An item is a weight, or a group of weights that are held to one dtype; its choices are dtypes, each with bytes and a score.
 The lower convex hulls of all items, merged by slope, give the whole Pareto front at once: at each of its points no mix is

@@ -1,4 +1,4 @@
-"""What a scan's scores say: of a node, of a layer, of a recipe. Never imports torch.
+"""What a scan's scores say: of a node, of a layer, of a recipe.
 
 Errors of different weights add up to second order, so the score of a node, a layer or a recipe is the sum of its weights'
 own. They need not quite: that sum is always called predicted.

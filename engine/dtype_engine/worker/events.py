@@ -1,4 +1,4 @@
-"""Everything the worker says, on one page. Never imports torch. Named tuples, since they are made before the first paint and
+"""Everything the worker says, on one page. Named tuples, since they are made before the first paint and
 data classes take five times as long to be made.
 
 Events come in order, from the worker's threads. Those that speak of a recipe carry it: what a pane shows

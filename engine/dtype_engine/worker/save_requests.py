@@ -1,4 +1,4 @@
-"""What may be left with: a checkpoint, a recipe file, a report, a recipe for another tool. Never imports torch.
+"""What may be left with: a checkpoint, a recipe file, a report, a recipe for another tool.
 
 The app makes a wish, the worker fulfils it. A wish never replaces what is there unless it says so.
 """

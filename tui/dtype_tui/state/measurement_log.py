@@ -1,4 +1,4 @@
-"""The recipes that were measured, with their figures: plain values, to be shown, compared and saved. Never imports torch."""
+"""The recipes that were measured, with their figures: plain values, to be shown, compared and saved."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Sessions kept on the disk, so that a lost connection loses nothing, and the models that were open last.
 
 One JSON file for each run of the app, in the state folder of the user (`$XDG_STATE_HOME/dtype-tui/sessions`), readable by
-nobody else. What trusts a model to run code is not kept: it has to be said again. Never imports torch.
+nobody else. What trusts a model to run code is not kept: it has to be said again.
 """
 
 from __future__ import annotations
