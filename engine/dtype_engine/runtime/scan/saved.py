@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.regular_files import read_regular
@@ -97,12 +98,7 @@ def write(path: Path, saved: Saved) -> None:
     ]
     data = {"version": _VERSION} | {key: value for key, value in vars(saved).items() if key != "done"}
     data |= {"fingerprint": asdict(saved.fingerprint), "sequences": sequences}
-    beside = path.with_name(path.name + ".part")
-    try:
-        beside.write_text(json.dumps(data), encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise UserError(f"can't save the scan to {path}: {error.strerror}") from None
+    write_text_atomic(path, json.dumps(data), replace=True)
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
+from dtype_engine.runtime.scan.scan import Scan
 
 
 def opened(name: str) -> Any:
@@ -191,6 +194,42 @@ def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
     other: list[ScanReport] = []
     assert sequences().scan(["int8"], draws=4, save=file, on_estimate=other.append).scores() == whole
     assert not other  # all of it was in the file
+
+
+def test_two_scans_to_one_file_never_share_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each writes under a name of its own and renames it when it is on the disk: the file is one of both, never a mixture."""
+    file, seen = tmp_path / "scan.json", []
+    replace = os.replace
+
+    def watched(source: str, target: Path) -> None:
+        seen.append((Path(source).name, json.loads(Path(source).read_text())["version"]))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", watched)
+    for _ in range(2):
+        sequences().scan(["int8"], draws=2, save=file)
+        file.unlink()
+    names = [name for name, _ in seen]
+    assert len(set(names)) == len(names) == 6
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scan_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "scan.json"
+    session = sequences()
+    session.scan(["int8"], draws=2, save=file)
+    before = file.read_text()
+
+    def full(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    scan = Scan(session.model, session.inputs, ("int8",), session.settings, 2, save=file)
+    scan.done.pop()
+    with pytest.raises(de.UserError, match="No space left"):
+        scan.run()
+    assert file.read_text() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 @pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
