@@ -12,6 +12,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint.source import DEMO, locate
 from dtype_engine.runtime.model.live import trim_heap
 from dtype_engine.runtime.process_memory import process_memory
 
@@ -64,7 +65,7 @@ def test_a_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., P
     assert stored["model.layers.1.mlp.up_proj.weight"] == "float16"
     assert stored["model.layers.0.mlp.up_proj.weight"] == "bfloat16"
     assert session.drift().reference == "float32"
-    checkpoint = de.model.source.locate(str(folder)).open()  # type: ignore[attr-defined]
+    checkpoint = locate(str(folder)).open()
     assert stored == {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
 
 
@@ -115,7 +116,7 @@ def test_perplexity_is_that_of_transformers_own_loss() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     text = "def add(first, second):\n    return first + second\n"
-    folder = de.model.source.DEMO  # type: ignore[attr-defined]
+    folder = DEMO
     ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
     with torch.no_grad():
         loss = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids, labels=ids).loss
