@@ -294,7 +294,8 @@ def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:
         file.truncate(8 + len(header) + (1 << 42))
     (path / "config.json").write_text('{"model_type": "llama"}')
     script = (
-        "import sys\nfrom dtype_engine import Options\nfrom dtype_engine.worker import events\nfrom dtype_engine.worker.worker import Worker\n"
+        "import sys\nfrom dtype_engine import Options\nfrom dtype_engine.worker import events\n"
+        "from dtype_engine.worker.worker import Worker\n"
         "from dtype_engine.checkpoint.source import locate\nimport time\nheard = []\n"
         "with_torch = []\n"
         "def hear(event):\n"
