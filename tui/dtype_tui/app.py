@@ -182,7 +182,7 @@ class DtypeApp(LastWords):
         self.engine.start()
 
     def _end_with_the_server(self) -> None:
-        from dtype_tui.state.session_saver import server_disconnected
+        from dtype_tui.process.terminal import server_disconnected
 
         if server_disconnected():
             self.exit()

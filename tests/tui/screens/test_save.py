@@ -30,9 +30,10 @@ from dtype_engine.worker.save_requests import (
 )
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
+from dtype_tui.cli.resume import with_saved_options
 from dtype_tui.screens.presets import PresetsScreen
 from dtype_tui.screens.save import KINDS, SaveScreen
-from dtype_tui.state.session_saver import SessionSaver, with_saved_options
+from dtype_tui.state.session_saver import SessionSaver
 from dtype_tui.state.session_store import SavedSession, newest_session, sessions_folder
 from dtype_tui.widgets.module_tree import ModuleTree
 

@@ -251,7 +251,7 @@ def planted(model: str, folder: Path, mode: int) -> None:
 
 @pytest.mark.parametrize("mode", [0o644, 0o606, 0o660])
 def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs(tmp_path: Path, mode: int) -> None:
-    from dtype_tui.state.session_saver import saved_session
+    from dtype_tui.cli.resume import saved_session
 
     (tmp_path / "planted_again.py").write_text("raise SystemExit('ran')")
     before = list(sys.path)
@@ -264,7 +264,7 @@ def test_a_session_that_others_could_have_written_does_not_choose_what_code_runs
 
 
 def test_our_own_session_takes_up_python_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dtype_tui.state.session_saver import saved_session
+    from dtype_tui.cli.resume import saved_session
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     planted("planted_again:Net", tmp_path, 0o600)
@@ -282,7 +282,7 @@ def test_a_session_in_a_folder_that_others_may_write_to_is_not_our_own(tmp_path:
 
 
 def test_a_planted_folder_is_no_place_to_import_from(tmp_path: Path) -> None:
-    from dtype_tui.state.session_saver import saved_session
+    from dtype_tui.cli.resume import saved_session
 
     before = list(sys.path)
     planted("org/name", tmp_path, 0o600)

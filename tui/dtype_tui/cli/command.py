@@ -68,7 +68,7 @@ def command(
     options = settled(options_from(**run_settings))
     saved = None
     if resume:
-        from dtype_tui.state.session_saver import explicit_options, saved_session, with_saved_options
+        from dtype_tui.cli.resume import explicit_options, saved_session, with_saved_options
 
         saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, explicit_options())
@@ -95,7 +95,8 @@ def command(
     app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
 
     def begin_keeping() -> SessionSaver:
-        from dtype_tui.state.session_saver import SessionSaver, exit_on_terminal_loss
+        from dtype_tui.process.terminal import exit_on_terminal_loss
+        from dtype_tui.state.session_saver import SessionSaver
 
         exit_on_terminal_loss(app.on_unmount)
         return SessionSaver(model, source.title, source.path, options)
