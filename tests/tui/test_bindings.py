@@ -155,7 +155,7 @@ def test_every_place_with_keys_is_in_the_help() -> None:
         if isinstance(found, type) and found.__module__.startswith("dtype_tui") and "BINDINGS" in vars(found)
     }
     shown, _ = sections(DtypeApp.BINDINGS, {}, ())
-    assert len(bound - {"StartApp", "SidePanes"}) == len(shown)
+    assert len(bound - {"ModelPicker", "SidePanes"}) == len(shown)
 
 
 WORDS: dict[str, tuple[Look, Any]] = {

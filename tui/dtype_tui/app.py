@@ -33,12 +33,10 @@ from dtype_tui import (
 from dtype_tui import (
     main_screen as screen_actions,
 )
-from dtype_tui.base_app import LastWords
-from dtype_tui.config.ascii import AsciiFilter, wants_ascii
+from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import DIGITS, KEYS
 from dtype_tui.config.config import Config
 from dtype_tui.config.key_names import keys_of, on_keyboard
-from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.rendering.job_names import WORDS, queue_words
 from dtype_tui.state.commands import Command
@@ -72,7 +70,7 @@ _ONLY_THE_NEWEST = (
 )
 
 
-class DtypeApp(LastWords):
+class DtypeApp(BaseApp[None]):
     """Explore a model, cast what a pattern takes, watch drift and memory."""
 
     CSS_PATH = "app.tcss"
@@ -90,13 +88,8 @@ class DtypeApp(LastWords):
         whole: bool = True,
         config: Config | None = None,
     ) -> None:
-        super().__init__()
         config = config or Config()
-        self.register_theme(HIGH_CONTRAST)
-        if config.theme is not None:
-            self.theme = config.theme
-        if wants_ascii(config.ascii):
-            self._filters.append(AsciiFilter())
+        super().__init__(config)
         self.chosen_keys = config.keys
         self.set_keymap(dict(config.keys))
         self.experiment = Experiment(

@@ -1,4 +1,4 @@
-"""An app that ends by an error that nobody thought of: the terminal is restored, and one sentence says what it was."""
+"""What the app and the model picker share: the colours, ASCII, and how an error that nobody thought of ends them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 from rich.text import Text
 from textual._context import active_message_pump
-from textual.app import App
+from textual.app import App, ReturnType
 from textual.command import CommandList
 from textual.events import MouseEvent
 from textual.message import Message
@@ -15,16 +15,28 @@ from textual.widget import Widget
 from textual.worker import WorkerFailed
 
 from dtype_engine.cli.options import TRACEBACK, unexpected
+from dtype_tui.config.ascii import AsciiFilter, wants_ascii
+from dtype_tui.config.config import Config
+from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
 
 
-class LastWords(App[None]):
-    """Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does.
+class BaseApp(App[ReturnType]):
+    """Draws in the theme and the characters of the configuration, and ends by an unexpected error with one sentence.
 
-    What goes wrong in Textual's own palette closes the palette, and a click that it can't make sense of is no click: neither is
-    worth the session's end. Both are said, and written to a file.
+    Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does. An error in Textual's own
+    palette closes the palette, and a click that Textual can't handle is ignored: neither is worth the session's end. Both are
+    reported, and written to a file.
     """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.register_theme(HIGH_CONTRAST)
+        if config.theme is not None:
+            self.theme = config.theme
+        if wants_ascii(config.ascii):
+            self._filters.append(AsciiFilter())
 
     async def _dispatch_message(self, message: Message) -> None:
         try:

@@ -11,7 +11,7 @@ from textual.widgets import Input, OptionList
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import events
-from dtype_tui.cli.model_picker import DEMO, Offer, StartApp, offer_line
+from dtype_tui.cli.model_picker import DEMO, ModelPicker, Offer, offer_line
 from dtype_tui.config.config import Config
 
 OFFERS = [
@@ -23,7 +23,7 @@ OFFERS = [
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
 async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
-    app = StartApp(OFFERS, locate)
+    app = ModelPicker(OFFERS, locate)
     async with app.run_test(size=size) as pilot:
         await pilot.pause()
         text = screen(app)
@@ -34,14 +34,14 @@ async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
 
 
 async def test_enter_opens_what_is_chosen() -> None:
-    app = StartApp(OFFERS, lambda model: None)
+    app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:
         await pilot.press("j", "j", "enter")
     assert app.return_value == "demo"
 
 
 async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
-    app = StartApp(OFFERS, locate)
+    app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press("tab", *"nowhere/x", "enter")
         await pilot.pause()
@@ -52,7 +52,7 @@ async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
 
 
 async def test_keys_to_and_fro_and_leaving() -> None:
-    app = StartApp(OFFERS, locate)
+    app = ModelPicker(OFFERS, locate)
     async with app.run_test() as pilot:
         await pilot.press("j", "k", "k")
         assert app.query_one(OptionList).highlighted == 2
@@ -63,7 +63,7 @@ async def test_keys_to_and_fro_and_leaving() -> None:
 
 
 async def test_in_ascii() -> None:
-    app = StartApp(OFFERS, locate, Config(ascii="always"))
+    app = ModelPicker(OFFERS, locate, Config(ascii="always"))
     async with app.run_test() as pilot:
         await pilot.pause()
         assert screen(app).isascii()

@@ -128,7 +128,7 @@ def _chosen(config: Config) -> str | None:
     """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
     from dtype_engine.checkpoint.discovery import nearby
     from dtype_engine.checkpoint.source import locate
-    from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, Offer, StartApp
+    from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, ModelPicker, Offer
     from dtype_tui.state.session_store import recent_models
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in nearby(Path())]
@@ -139,7 +139,7 @@ def _chosen(config: Config) -> str | None:
     ]
     if not offers and not recent:
         return DEMO.model
-    return StartApp([*recent[:MOST_RECENT], *offers, DEMO], locate, config).run()
+    return ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], locate, config).run()
 
 
 @cache

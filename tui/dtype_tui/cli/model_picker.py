@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import App, ComposeResult
+from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.widgets import Input, OptionList, Static
 from textual.widgets.option_list import Option
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_tui.config.ascii import AsciiFilter, wants_ascii
+from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
-from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.cells import fit, short_bytes
 
@@ -38,7 +37,7 @@ class Offer:
 DEMO = Offer("demo", "built in, 708 k parameters")
 
 
-class StartApp(App[str]):
+class ModelPicker(BaseApp[str]):
     """Choose a model, or type what the command line takes. Returns it; None when left."""
 
     TITLE = "dtype-tui"
@@ -59,13 +58,7 @@ class StartApp(App[str]):
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
         """check: raises UserError for a model that can't be found."""
-        super().__init__()
-        config = config or Config()
-        self.register_theme(HIGH_CONTRAST)
-        if config.theme is not None:
-            self.theme = config.theme
-        if wants_ascii(config.ascii):
-            self._filters.append(AsciiFilter())
+        super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
 

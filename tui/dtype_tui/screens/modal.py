@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
@@ -22,7 +22,7 @@ from textual.screen import Screen
 Result = TypeVar("Result")
 
 
-def asked_of_a_closed_window(error: Exception, app: App[None]) -> bool:
+def asked_of_a_closed_window(error: Exception, app: App[Any]) -> bool:
     """Whether something was looked for in a window that was closed meanwhile, or has nothing in it yet, or in the app when all its
     windows were closed: what was to be done there, as after one burst of keys that opens and closes it, is not worth an end.
     """
