@@ -22,6 +22,7 @@ from unittest import mock
 
 import dtype_engine
 import dtype_tui
+from dtype_engine.core.cancellation import never
 
 from .rows import Row, most_anonymous
 from .table import table
@@ -178,7 +179,7 @@ def reference(folder: Path) -> list[Row]:
             return None
 
     def run() -> None:
-        with ForwardRunner(session.model, RunSettings(), lambda: False) as passes:
+        with ForwardRunner(session.model, RunSettings(), never) as passes:
             passes.reference(batch, Deaf())
 
     def plain() -> None:

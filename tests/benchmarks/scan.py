@@ -136,6 +136,7 @@ def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> No
     """The scan's time in forward passes over the same inputs, both timed several times in turn."""
     import torch
 
+    from dtype_engine.core.cancellation import never
     from dtype_engine.core.options import RunSettings
     from dtype_engine.runtime.passes.runner import ForwardRunner
     from dtype_engine.runtime.scan.scan import Scan
@@ -144,7 +145,7 @@ def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> No
     torch.set_num_threads(1)  # on a shared machine threads that wait for each other drown what is measured
     model, inputs = session.model, session.inputs
     forwards, scans = [], []
-    with ForwardRunner(model, RunSettings(), lambda: False, watch=False) as passes:
+    with ForwardRunner(model, RunSettings(), never, watch=False) as passes:
         batches = [passes.reference_batch(batch) for batch in inputs.batches]
         for _ in range(5):
             started = time.perf_counter()

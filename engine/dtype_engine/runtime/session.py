@@ -16,6 +16,7 @@ from torch import nn
 from dtype_engine.checkpoint import refuse_unreadable, unchanged
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core import dtypes as dtype_table
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, OutOfReach, UserError
 from dtype_engine.core.input_args import typed
 from dtype_engine.core.options import Options, RunSettings
@@ -59,13 +60,8 @@ from dtype_engine.runtime.scan.scan import OnProgress as OnScan
 from dtype_engine.search.pareto import Constraints, Front, make_items
 from dtype_engine.search.sensitivity import predict, scalar_drift
 
-Cancelled = Callable[[], bool]
 P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _never() -> bool:
-    return False
 
 
 def _reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
@@ -137,7 +133,7 @@ class Session:
         self,
         recipe: Recipe,
         on_progress: Callable[[int, int], None] | None = None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
     ) -> None:
         """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see
         `plan.unmatched`). Raises TooSlow, and changes nothing, for a pattern that takes too long to match.
@@ -160,13 +156,13 @@ class Session:
         self._cast()
         return moved
 
-    def _cast(self, on_progress: Callable[[int, int], None] | None = None, cancelled: Cancelled = _never) -> None:
+    def _cast(self, on_progress: Callable[[int, int], None] | None = None, cancelled: IsCancelled = never) -> None:
         if self._plan.recipe != self.recipe:
             self._plan = make_plan(self.tree, self.recipe)
         self.model.apply(self._plan.dtypes, on_progress, cancelled)
 
     @_reading_weights
-    def lost_values(self, cancelled: Cancelled = _never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
+    def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
         """The weights that lose values, besides rounding them, under the recipe in force or another plan. Raises Cancelled."""
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
 
@@ -175,7 +171,7 @@ class Session:
         self,
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
     ) -> DriftReport:
         """Run reference and candidate over the inputs and compare.
 
@@ -210,14 +206,14 @@ class Session:
 
     @_reading_weights
     def causes(
-        self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+        self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> AttributionReport:
         """Which modules the drift of the recipe in force arises in; see `causes`. Raises as `drift` does, and UserError."""
         causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
         return causes.report(on_progress, cancelled)
 
     @_reading_weights
-    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: Cancelled = _never) -> Floor:
+    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> Floor:
         """The drift of the reference against itself, measured once for the inputs; see `floor`. Raises as `drift` does."""
         inputs = self._need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
@@ -226,7 +222,7 @@ class Session:
 
     @_reading_weights
     def nonfinite(
-        self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+        self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
         """Where values stop being finite and what mends it, for a report of the recipe in force; None where all are finite.
 
@@ -243,7 +239,7 @@ class Session:
 
     @_reading_weights
     def loss_remedy(
-        self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: Cancelled = _never
+        self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
         """The rules that keep the values which the recipe in force loses, tried out where there is a report of it; None where
         nothing is lost but by rounding. Raises Cancelled.
@@ -262,7 +258,7 @@ class Session:
             self.model.apply(self._plan.dtypes)
 
     @_reading_weights
-    def flow(self, cancelled: Cancelled = _never) -> tuple[ImplicitCastStats, ...]:
+    def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
         """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
         inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled) as passes:
@@ -273,7 +269,7 @@ class Session:
         self,
         tokens: int = 32,
         on_tokens: OnTokens = lambda which, done, most: None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
     ) -> tuple[Generation, ...]:
         """Text or captions of reference and candidate, written greedily; see `generation.generate`."""
         inputs = self._need_inputs()
@@ -284,7 +280,7 @@ class Session:
     def speed(
         self,
         on_passes: OnPasses = lambda what, done, total: None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
         """Time whole forward passes in the reference's dtype, as stored, and as cast; see `speed.measure_speed`."""
@@ -306,7 +302,7 @@ class Session:
         folder: str | Path,
         max_shard_size: int | str = "5GB",
         on_bytes: Callable[[int, int], None] = lambda done, total: None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
         force: bool = False,
     ) -> ExportReport:
         """Write a checkpoint in the dtypes of the recipe in force; see `export.export`."""
@@ -324,7 +320,7 @@ class Session:
         save: Path | None = None,
         on_progress: OnScan = lambda what, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
     ) -> ScanReport:
         """How much every weight matters in each of `dtypes`, everything else as in the reference.
 
@@ -377,7 +373,7 @@ class Session:
         max_drift: float | None = None,
         constraints: Constraints | None = None,
         measure: bool = False,
-        cancelled: Cancelled = _never,
+        cancelled: IsCancelled = never,
     ) -> SearchReport:
         """The recipe of the lowest predicted drift within `budget` bytes (of the whole model), or the smallest whose
         predicted drift is at most `max_drift`; by the last scan.
@@ -423,7 +419,7 @@ class Session:
         )
 
     @_reading_weights
-    def use_inputs(self, options: Options, cancelled: Cancelled = _never) -> None:
+    def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
         """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
 
         They are tried with the reference: one call, of given tensors one of each shape. Raises UserError when they can't be
@@ -442,7 +438,7 @@ class Session:
         return reading(self.inputs) if self.inputs is not None else None
 
     @_reading_weights
-    def verify(self, recipes: Sequence[Recipe], cancelled: Cancelled = _never) -> list[float]:
+    def verify(self, recipes: Sequence[Recipe], cancelled: IsCancelled = never) -> list[float]:
         """The measured drift of each, in the unit that scans and searches go by; the recipe in force stays. Evaluated by
         `executor`. Raises as `drift` does.
         """

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, make_plan
@@ -33,7 +34,7 @@ class PlannedLosses:
         tree: Tree,
         recipe: Recipe,
         emit: Callable[[events.Event], None],
-        cancelled: Callable[[], bool],
+        cancelled: IsCancelled,
         asked: bool = False,
     ) -> None:
         """Emit what the recipe loses, and the rules that keep it. More than `MOST_UNASKED` bytes are read only where `asked`, and

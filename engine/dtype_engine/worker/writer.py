@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.atomic_write import check_target, write_text_atomic
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
@@ -46,7 +47,7 @@ class Workshop:
     session: Session | None
     checkpoint: Checkpoint | None
     on_bytes: OnBytes
-    cancelled: Callable[[], bool]
+    cancelled: IsCancelled
     counting: PlannedLosses = field(default_factory=PlannedLosses)
     """What was counted before, without a live model."""
     known_tree: Tree | None = None

@@ -11,6 +11,7 @@ from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
+from dtype_engine.core.cancellation import never
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules, main_output
 
@@ -27,7 +28,7 @@ class Heard:
 
 def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
     assert session.inputs is not None
-    with ForwardRunner(session.model, settings, lambda: False) as passes:
+    with ForwardRunner(session.model, settings, never) as passes:
         for _ in range(2):
             try:
                 return main_output(passes.candidate(session.inputs.batches[0], Heard(), 0).output)[1]

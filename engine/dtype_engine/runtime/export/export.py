@@ -10,6 +10,7 @@ from pathlib import Path
 
 from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
 from dtype_engine.checkpoint.folder import SCALED_KEY
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
@@ -40,7 +41,7 @@ def export_checkpoint(
     max_shard_size: int | str = SHARD_SIZE,
     options: Options | None = None,
     on_bytes: OnBytes = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
     force: bool = False,
 ) -> ExportReport:
     """Export a checkpoint under a recipe without loading it; see `export`."""
@@ -53,7 +54,7 @@ def export(
     folder: Path,
     max_shard_size: int | str = SHARD_SIZE,
     on_bytes: OnBytes = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
     force: bool = False,
     lost: Sequence[ValueLoss] | None = None,
 ) -> ExportReport:

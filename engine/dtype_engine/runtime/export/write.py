@@ -20,6 +20,7 @@ import torch
 
 from dtype_engine.checkpoint import ByteRange, FileIdentity, Watch
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import Item, Piece, as_bytes
@@ -42,7 +43,7 @@ class Progress:
         self,
         total: int,
         told: Callable[[int, int], None],
-        cancelled: Callable[[], bool],
+        cancelled: IsCancelled,
         files: Iterable[FileIdentity] = (),
     ) -> None:
         self.done = 0

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Cause
@@ -63,7 +64,7 @@ class Causes:
     _done: int = 0
 
     def report(
-        self, on_progress: OnProgress = lambda done, total: None, cancelled: Callable[[], bool] = lambda: False
+        self, on_progress: OnProgress = lambda done, total: None, cancelled: IsCancelled = never
     ) -> AttributionReport:
         """Run every part. `on_progress` hears parts done and parts in all.
 

@@ -11,6 +11,7 @@ from functools import partial
 import psutil
 import torch
 
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.drift import ModuleDrift, OutputDrift
@@ -95,7 +96,7 @@ class DriftMeter:
         self,
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: IsCancelled = never,
     ) -> Measurement:
         """Run what has to be run and compare. `on_progress` hears ("reference" | "candidate", module calls done,
         of how many, None while unknown); `on_modules` the readings that changed, at most ten times a second.

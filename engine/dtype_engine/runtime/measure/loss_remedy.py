@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, generalisations, make_plan, select
@@ -39,7 +40,7 @@ def tried_remedy(
     before: OutputDrift,
     count: Count,
     on_trial: OnTrial = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
     """The same, with the drift that the model has under them. Where the nearest dtypes do not make it less than `before`, the
     tensors as they are stored are tried too, and the better of both is what comes back.
@@ -117,7 +118,7 @@ def _with(recipe: Recipe, rules: Iterable[Rule]) -> Recipe:
 
 
 def _tried(
-    meter: DriftMeter, tree: Tree, plan: Plan, found: LossRemedy, before: OutputDrift, cancelled: Callable[[], bool]
+    meter: DriftMeter, tree: Tree, plan: Plan, found: LossRemedy, before: OutputDrift, cancelled: IsCancelled
 ) -> LossRemedy:
     recipe = _with(plan.recipe, map(Rule.parse, found.rules))
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)

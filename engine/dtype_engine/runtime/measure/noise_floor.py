@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import Floor
@@ -32,7 +33,7 @@ def measure_floor(
     model: LiveModel,
     inputs: Inputs,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> Floor:
     """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
     one batch, and compare. Ways that the model does not have are left out. Raises NoForward when the reference fails.

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan
@@ -118,7 +119,7 @@ def diagnose_nonfinite(
     modules: Iterable[ModuleDrift],
     reference_bad: bool,
     on_trial: OnTrial = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> NonFiniteDiagnosis:
     """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
 
@@ -216,7 +217,7 @@ def _blame(
     return None, None, first
 
 
-def _mends(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: Callable[[], bool]) -> bool:
+def _mends(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: IsCancelled) -> bool:
     """Whether the output is finite under a recipe."""
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:

@@ -9,6 +9,7 @@ import torch
 
 from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
 from dtype_engine.checkpoint.names_in_files import names_in_files
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -23,7 +24,7 @@ def round_trips(
     tree: Tree,
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> Iterator[WeightError]:
     """The error of every tensor that the plan changes, in the tree's order. `on_progress` hears (tensors done, of how many).
 
@@ -52,7 +53,7 @@ def round_trips_of_live(
     model: LiveModel,
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> Iterator[WeightError]:
     """The same of a model that is open, for one that was made by code. Raises Cancelled."""
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
@@ -72,9 +73,7 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
     ]
 
 
-def look_at(
-    checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
-) -> WeightStats:
+def look_at(checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never) -> WeightStats:
     """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
@@ -82,9 +81,7 @@ def look_at(
     return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
 
 
-def look_at_live(
-    model: LiveModel, name: str, targets: tuple[str, ...], cancelled: Callable[[], bool] = lambda: False
-) -> WeightStats:
+def look_at_live(model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never) -> WeightStats:
     """The same of a tensor of an open model, as it was before any cast: from its file where that has it as one tensor.
 
     Raises UserError, Cancelled.
@@ -100,7 +97,7 @@ def look_at_live(
 
 
 def _reading(
-    name: str, tensor: torch.Tensor, stored: str, targets: tuple[str, ...], cancelled: Callable[[], bool]
+    name: str, tensor: torch.Tensor, stored: str, targets: tuple[str, ...], cancelled: IsCancelled
 ) -> WeightStats:
     if not tensor.is_floating_point() or tensor.element_size() < 2:
         raise UserError(f"{printable(name)} is stored as {stored}, which is never cast")

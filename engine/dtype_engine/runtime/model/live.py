@@ -21,6 +21,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint, FileIdentity
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
@@ -63,7 +64,7 @@ class Weight:
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 
-    def count_loss(self, dtype: str, cancelled: Callable[[], bool], cast: bool = False) -> ValueLoss | None:
+    def count_loss(self, dtype: str, cancelled: IsCancelled, cast: bool = False) -> ValueLoss | None:
         """What a cast of the stored values to `dtype` loses; counted at most once. `cast`: it is in this dtype now, and stays so
         while it is counted. Raises Cancelled.
         """
@@ -166,7 +167,7 @@ class LiveModel:
         self,
         planned: Mapping[str, str],
         on_progress: Callable[[int, int], None] | None = None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: IsCancelled = never,
     ) -> None:
         """Bring every tensor into its planned dtype; those that already are stay untouched.
 
@@ -211,7 +212,7 @@ class LiveModel:
         return [tensor for key, tensor in held.items() if key not in self.by_id]
 
     def lost_values(
-        self, planned: Mapping[str, str] | None = None, cancelled: Callable[[], bool] = lambda: False
+        self, planned: Mapping[str, str] | None = None, cancelled: IsCancelled = never
     ) -> tuple[ValueLoss, ...]:
         """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan, for which only
         the stored values are read. Counts each tensor in each dtype once. Raises Cancelled.

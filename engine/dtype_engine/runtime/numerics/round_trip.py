@@ -7,13 +7,13 @@ channel need a chunk to hold whole rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.drift import ExponentHistogram, WeightError
 from dtype_engine.runtime.numerics.metrics import sqnr_db
@@ -31,9 +31,7 @@ CHUNK = 1 << 19
 """Elements of a chunk: 2 MiB in float32, so that what is made of it stays in the cache, and Python's share stays small."""
 
 
-def round_trip(
-    name: str, tensor: torch.Tensor, dtype: str, cancelled: Callable[[], bool] = lambda: False
-) -> WeightError:
+def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
     """The error of casting `tensor` to `dtype` and back; see `readings.WeightError`. Raises Cancelled."""
     pieces = _Pieces(tensor, dtype)
     sums = _Sums()
@@ -121,7 +119,7 @@ class _Pieces:
         return max(float(finite_amax(self[number][None].to(torch.float32))) for number in numbers)
 
 
-def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: Callable[[], bool], numbers: range) -> _Sums:
+def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: IsCancelled, numbers: range) -> _Sums:
     """The sums over some of the pieces, in buffers of their own. Raises Cancelled."""
     wide = torch.float64 if stored == torch.float64 or dtype == "float64" else torch.float32
     shape = pieces[numbers[0]].shape
@@ -228,7 +226,7 @@ def _nonzero(bits: torch.Tensor) -> int:
 
 
 @single_intraop_thread()
-def exponents(name: str, tensor: torch.Tensor, cancelled: Callable[[], bool] = lambda: False) -> ExponentHistogram:
+def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -> ExponentHistogram:
     """How many values lie in each power of two: floor(log2 |x|). Zeros and what is not finite are counted apart."""
     counts: dict[int, int] = {}
     zeros = nonfinite = 0

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
@@ -62,9 +63,7 @@ class ForwardRunner:
     watch: without it the only hook is the one that stops a pass; nothing is watched, and nothing costs time.
     """
 
-    def __init__(
-        self, model: LiveModel, settings: RunSettings, cancelled: Callable[[], bool], watch: bool = True
-    ) -> None:
+    def __init__(self, model: LiveModel, settings: RunSettings, cancelled: IsCancelled, watch: bool = True) -> None:
         self.model = model
         self.settings = settings
         self.compute = torch_dtype(settings.compute)

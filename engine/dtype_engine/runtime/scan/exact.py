@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from concurrent.futures import Executor
 
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.drift import (
@@ -42,7 +42,7 @@ def exact_sensitivities(
     settings: RunSettings,
     on_progress: OnProgress = lambda what, done, total: None,
     on_estimate: OnEstimate = lambda report: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
     executor: Executor | None = None,
 ) -> ScanReport:
     """Measure them all; what comes before the weight is not run again. Leaves the model cast in its own way: the caller

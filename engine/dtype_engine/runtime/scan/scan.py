@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import tensor_bytes
@@ -105,7 +106,7 @@ class Scan:
         self,
         on_progress: OnProgress = lambda what, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
-        cancelled: Callable[[], bool] = lambda: False,
+        cancelled: IsCancelled = never,
     ) -> ScanReport:
         """Let the remaining sequences go by. `on_progress` hears (what, operations done, of how many, None while unknown),
         `on_estimate` the report after every sequence.

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.runtime.inputs import Batch
@@ -48,7 +49,7 @@ class SequenceScan:
     local: LocalErrors
     copies: dict[int, frozenset[int]]
     on_measured: Callable[[int, int], None]
-    cancelled: Callable[[], bool]
+    cancelled: IsCancelled
     unit: str = ""
     elements: int = 1
     """Of the main output."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -12,6 +11,7 @@ from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
 from dtype_engine.checkpoint.folder import SCALED_KEY
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
+from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
@@ -35,7 +35,7 @@ def verify(
     drift: bool = False,
     options: Options | None = None,
     on_bytes: OnBytes = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> VerifyReport:
     """Compare an exported folder with the recipe in it applied to `source`, both read by loaders that the exporter does not use.
 
@@ -88,7 +88,7 @@ def compare(
     source: SourceValues,
     folder: Path,
     on_bytes: OnBytes = lambda done, total: None,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> tuple[TensorDifference, ...]:
     """What is different in the export from what `contents` plans to make of the source's values.
 
@@ -230,7 +230,7 @@ def drift_of_export(
     source: Source,
     exported: Checkpoint,
     options: Options,
-    cancelled: Callable[[], bool] = lambda: False,
+    cancelled: IsCancelled = never,
 ) -> OutputDrift:
     """The drift of an export's weights, loaded back, against the reference of the session on its source.
 

@@ -20,6 +20,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.options import run
+from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward
 
 
@@ -388,7 +389,7 @@ def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
     for folder, files, loader in ((pipeline, 2, "StableDiffusionPipeline"), (adapter, 1, "PeftModel")):
         source, out = locate(str(folder)), tmp_path / f"{folder.name}-app"
         workshop = Workshop(
-            source, de.Options(), RunSettings(), recipe, None, source.open(), lambda done, total: None, lambda: False
+            source, de.Options(), RunSettings(), recipe, None, source.open(), lambda done, total: None, never
         )
         planned = workshop.plan_export()
         assert planned.files == files
