@@ -5,8 +5,6 @@ from __future__ import annotations
 import shlex
 from typing import TYPE_CHECKING
 
-from dtype_tui.widgets.panes import worst_modules
-
 if TYPE_CHECKING:
     from dtype_tui.app import DtypeApp
 
@@ -26,7 +24,7 @@ def values(app: DtypeApp) -> None:
 
 def go_to_worst(app: DtypeApp) -> None:
     """Go to the module that drifts most; from there to the next worst, and round."""
-    names = [reading.name for reading in worst_modules(app.experiment)]
+    names = [reading.name for reading in app.experiment.worst_modules()]
     if not names:
         app.say("no module drifts yet", "information")
         return

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
-
-from dtype_tui.state.scan import figure
 
 if TYPE_CHECKING:
     from dtype_engine.recipe import Recipe
     from dtype_tui.app import DtypeApp
-    from dtype_tui.state.experiment import Experiment
 
 
 def scan(app: DtypeApp) -> None:
@@ -18,7 +14,7 @@ def scan(app: DtypeApp) -> None:
     experiment, view = app.experiment, app.experiment.scan
     if experiment.no_forward:
         app.say(experiment.no_forward, "warning")
-    elif of_other_inputs(experiment):
+    elif experiment.scan_is_of_other_inputs:
         app.say("the inputs are others than those of the scan: scan anew", "information")
         view.forget()
         _ask(app)
@@ -38,12 +34,6 @@ def _ask(app: DtypeApp) -> None:
     from dtype_tui.screens.scan import ScanSetup
 
     app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
-
-
-def of_other_inputs(experiment: Experiment) -> bool:
-    """Whether the model runs on other inputs now than the scan did."""
-    report = experiment.scan.report
-    return report is not None and report.inputs != experiment.inputs
 
 
 def start(app: DtypeApp, dtypes: tuple[str, ...]) -> None:
@@ -91,7 +81,7 @@ def optimise(app: DtypeApp) -> None:
     if app.experiment.scan.report is None and app.experiment.no_forward:
         app.say(f"the front comes from a scan, and none can be made: {app.experiment.no_forward}", "warning")
         return
-    if app.experiment.scan.report is None or of_other_inputs(app.experiment):
+    if app.experiment.scan.report is None or app.experiment.scan_is_of_other_inputs:
         app.say("the front comes from a scan: s starts one", "information")
         return
     from dtype_tui.screens.optimise import OptimiseScreen  # plots are imported when one is drawn
@@ -103,13 +93,3 @@ def optimise(app: DtypeApp) -> None:
         return True
 
     app.push_screen(OptimiseScreen(app.experiment, put_in_force), lambda _: app.show_all())
-
-
-def predicted(experiment: Experiment) -> str:
-    """`predicted 1.2e-03 nats per token, by the sum of its weights`; empty where there is nothing to say."""
-    view = experiment.scan
-    found = view.prediction(experiment.tree, experiment.plan)
-    if found is None or not experiment.recipe.rules or of_other_inputs(experiment):
-        return ""
-    figures = "not finite" if math.isinf(found.value) else figure(found.value)
-    return f"{figures} {found.unit}" + ("" if view.finished else ", scan under way")

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import ancestors
 from dtype_engine.reports.text_losses import headline, loss_sentences, remedy_words
-from dtype_engine.results.losses import ValueLoss, severe
-
-if TYPE_CHECKING:
-    from dtype_tui.state.experiment import Experiment
+from dtype_engine.results.losses import LossRemedy, ValueLoss, severe
 
 _MOST_SENTENCES = 3
 
@@ -34,29 +30,28 @@ def loss_mark(overflowed: int, vanished: int, saturated: int = 0) -> str:
     return f"⚠ {words}" if words else ""
 
 
-def loss_rows(experiment: Experiment) -> list[tuple[str, str]]:
-    """Rows of the Drift pane, (label, words): the tensors that lose values, and what keeps them."""
-    if experiment.lost is None:
-        return [("values", experiment.lost_reason)] if experiment.lost_reason else []
-    rows = [("⚠ lost" if not place else "", line) for place, line in enumerate(_sentences(experiment.lost))]
-    found = experiment.loss_remedy
-    if found is not None and rows:
-        applies = _mends_next(experiment)
-        rows.append(("a applies" if applies else "then a", ", ".join(printable(rule, 200) for rule in found.rules)))
-        rows.append(("", remedy_words(found)))
+def loss_rows(
+    lost: Sequence[ValueLoss] | None, reason: str, remedy: LossRemedy | None, remedy_next: bool
+) -> list[tuple[str, str]]:
+    """Rows of the Drift pane, (label, words): the tensors that lose values, and what keeps them.
+
+    lost: None while that is not known, for `reason`. remedy_next: whether the key for what mends applies `remedy` next.
+    """
+    if lost is None:
+        return [("values", reason)] if reason else []
+    rows = [("⚠ lost" if not index else "", line) for index, line in enumerate(_sentences(lost))]
+    if remedy is not None and rows:
+        rules = ", ".join(printable(rule, 200) for rule in remedy.rules)
+        rows.append(("a applies" if remedy_next else "then a", rules))
+        rows.append(("", remedy_words(remedy)))
     return rows
-
-
-def _mends_next(experiment: Experiment) -> bool:
-    """Whether the key for what mends applies the rules that keep values: what makes an output finite comes before them."""
-    return experiment.nonfinite is None or experiment.nonfinite.remedy is None
 
 
 def _sentences(losses: Sequence[ValueLoss]) -> list[str]:
     return loss_sentences(losses, _MOST_SENTENCES) if severe(losses) else []
 
 
-def loss_status(experiment: Experiment) -> str:
+def loss_status(losses: Sequence[ValueLoss]) -> str:
     """For the status line: `⚠ 64 values became infinite, in 1 tensor`."""
-    words = headline(experiment.lost or ())
+    words = headline(losses)
     return f"⚠ {words}" if words else ""

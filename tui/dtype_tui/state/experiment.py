@@ -5,6 +5,7 @@ No widgets here and no torch: everything is looked up in, or asked of, the engin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan, select, tensor_bytes
 from dtype_engine.results.thresholds import Thresholds
 from dtype_tui.rendering.loss_text import loss_marks
-from dtype_tui.state.scan import ScanView
+from dtype_tui.state.scan import ScanView, figure
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
@@ -117,6 +118,34 @@ class Experiment:
         """Go on with the recipes of a session that was kept."""
         self.history = history
         self._replan()
+
+    def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
+        """Modules that drift most, by SQNR, those with non-finite outputs first; none where nothing differs."""
+        drifting = [
+            reading
+            for reading in self.modules.values()
+            if reading.nonfinite or (reading.sqnr_db is not None and reading.sqnr_db != math.inf)
+        ]
+        return sorted(drifting, key=lambda reading: (-reading.nonfinite, reading.sqnr_db or -math.inf))[:count]
+
+    @property
+    def loss_remedy_next(self) -> bool:
+        """Whether the key for what mends applies the rules that keep values: what makes an output finite comes before them."""
+        return self.nonfinite is None or self.nonfinite.remedy is None
+
+    @property
+    def scan_is_of_other_inputs(self) -> bool:
+        """Whether the model runs on other inputs now than the scan did."""
+        report = self.scan.report
+        return report is not None and report.inputs != self.inputs
+
+    def predicted(self) -> str:
+        """`1.2e-03 nats per token`: the drift of the recipe by the sum of its weights' scores; "" where there is nothing to say."""
+        prediction = self.scan.prediction(self.tree, self.plan)
+        if prediction is None or not self.recipe.rules or self.scan_is_of_other_inputs:
+            return ""
+        drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
+        return f"{drift} {prediction.unit}" + ("" if self.scan.finished else ", scan under way")
 
     def push(self, recipe: Recipe) -> bool:
         """Put a recipe in force; False when it already was."""

@@ -23,7 +23,6 @@ from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.cells import colour, fit, short_bytes
 from dtype_tui.rendering.loss_text import loss_rows
-from dtype_tui.scan_actions import predicted
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
@@ -108,9 +107,9 @@ class DriftPane(Pane):
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
             words = activity or "Not measured: press m."
             text = Text(words, style="dim")
-            if guess := predicted(experiment):
+            if guess := experiment.predicted():
                 text.append(f"\npredicted {guess}", style="not dim bold")
-            worst = worst_modules(experiment, 5)
+            worst = experiment.worst_modules(5)
             if worst:
                 text.append("\nso far, worst modules\n")
                 _append_modules(text, worst, self.columns)
@@ -119,9 +118,13 @@ class DriftPane(Pane):
 
     def _with_losses(self, text: Text) -> Text:
         """What the casts lose is known before a drift is, and where there will be none."""
-        for label, words in reversed(loss_rows(self.experiment)):
+        for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
+
+    def _loss_rows(self) -> list[tuple[str, str]]:
+        experiment = self.experiment
+        return loss_rows(experiment.lost, experiment.lost_reason, experiment.loss_remedy, experiment.loss_remedy_next)
 
     def _report(self, report: DriftReport) -> Table:
         output = report.output
@@ -134,7 +137,7 @@ class DriftPane(Pane):
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
         grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
-        for label, words in loss_rows(self.experiment):
+        for label, words in self._loss_rows():
             grid.add_row(label, Text(words, style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
         grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
@@ -149,7 +152,7 @@ class DriftPane(Pane):
             grid.add_row("KL tail", "  ".join(tail))
         if floor is not None and floor.ways:
             grid.add_row("floor", floor_text(floor))
-        if guess := predicted(self.experiment):
+        if guess := self.experiment.predicted():
             grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:
             error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
@@ -163,7 +166,7 @@ class DriftPane(Pane):
             partly = "the changed part: " if report.seconds.reused else ""
             words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
             grid.add_row("time", words)
-        worst = worst_modules(self.experiment, 3)
+        worst = self.experiment.worst_modules(3)
         if worst:
             text = Text()
             _append_modules(text, worst, self.columns - 11)
@@ -182,16 +185,6 @@ def _add_nonfinite(grid: Table, found: NonFiniteDiagnosis) -> None:
         grid.add_row("a applies", Text(words, style="bold"))
     else:
         grid.add_row("no remedy", printable(found.reason, 300))
-
-
-def worst_modules(experiment: Experiment, count: int | None = None) -> list[ModuleDrift]:
-    """Modules that drift most, by SQNR, those with non-finite outputs first; none where nothing differs."""
-    drifting = [
-        reading
-        for reading in experiment.modules.values()
-        if reading.nonfinite or (reading.sqnr_db is not None and reading.sqnr_db != math.inf)
-    ]
-    return sorted(drifting, key=lambda reading: (-reading.nonfinite, reading.sqnr_db or -math.inf))[:count]
 
 
 def _append_modules(text: Text, readings: list[ModuleDrift], width: int) -> None:

@@ -52,7 +52,7 @@ def status_line(
         line.append("  Esc stops", style="dim")
     else:
         line.append("no engine: planning only" if planning_only else "ready")
-    if lost := loss_status(experiment):
+    if lost := loss_status(experiment.lost or ()):
         line.append(f"  {lost}", style="bold")
     parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]
     while len(parts) > 1 and line.cell_len + len(" · ".join(parts)) + 2 > width:
