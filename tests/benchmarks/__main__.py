@@ -20,11 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from unittest import mock
 
+from tests.helpers.peak_memory import peak_anonymous
+
 import dtype_engine
 import dtype_tui
 from dtype_engine.core.cancellation import never
 
-from .rows import Row, most_anonymous
+from .rows import Row
 from .table import table
 from .watched import EMPTY_APP, first_paints, keys, p99
 from .weights import round_trips
@@ -186,9 +188,11 @@ def reference(folder: Path) -> list[Row]:
         with torch.no_grad():
             session.model.module(*batch.args, **batch.kwargs)
 
-    grown = most_anonymous(run)
+    run()
+    grown = peak_anonymous(run)
     session.cast("*", "float32")
-    activations = most_anonymous(plain)
+    plain()
+    activations = peak_anonymous(plain)
     session.undo()
     trim_heap()
     return [
@@ -365,7 +369,7 @@ def exporting(folder: Path) -> list[Row]:
         ratios.append(ours_took / seconds(save))
         plain.append(ours_took / seconds(partial(save, scaled=False)))
         rates.append(sum(file.stat().st_size for file in ours.iterdir()) / 2**20 / ours_took)
-    grown, held = most_anonymous(export), most_anonymous(save)
+    grown, held = peak_anonymous(export), peak_anonymous(save)
     return [
         Row("exporting a checkpoint in three dtypes", statistics.median(rates), "MiB/s"),
         Row("the same / from_pretrained, cast and save_pretrained", statistics.median(ratios), "x", 1.0),

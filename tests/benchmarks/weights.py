@@ -5,7 +5,9 @@ from __future__ import annotations
 import statistics
 import time
 
-from .rows import Row, most_anonymous
+from tests.helpers.peak_memory import peak_anonymous
+
+from .rows import Row
 
 
 def round_trips() -> list[Row]:
@@ -28,7 +30,7 @@ def round_trips() -> list[Row]:
             middle = time.perf_counter()
             round_trip("w", tensor, dtype)
             ratios.append((middle - started) / (time.perf_counter() - middle))
-        most = most_anonymous(lambda dtype=dtype: round_trip("w", tensor, dtype))  # type: ignore[misc]
+        most = peak_anonymous(lambda dtype=dtype: round_trip("w", tensor, dtype))  # type: ignore[misc]
         rows.append(
             Row(
                 f"bare cast to {dtype} / its round-trip error, at least {_SHARE.get(dtype, 0):g}",

@@ -1,6 +1,6 @@
 """How much memory the metrics take beyond the logits that they are given.
 
-    python tests/helpers/metrics_memory.py [POSITIONS] [VOCABULARY] [SEQUENCE]
+    python -m tests.helpers.metrics_memory [POSITIONS] [VOCABULARY] [SEQUENCE]
 
 Compares POSITIONS (4096) logits over VOCABULARY (128000) classes, in sequences of SEQUENCE (512), float32 against bfloat16,
 and prints the peak of the resident set beyond what it was when the first two tensors of logits were there, in MB.
@@ -18,8 +18,8 @@ from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 def main() -> None:
     positions, vocabulary, sequence = (
-        int(sys.argv[place]) if len(sys.argv) > place else default
-        for place, default in ((1, 4096), (2, 128_000), (3, 512))
+        int(sys.argv[index]) if len(sys.argv) > index else default
+        for index, default in ((1, 4096), (2, 128_000), (3, 512))
     )
     reference = torch.empty(sequence, vocabulary).normal_()
     candidate = reference.bfloat16()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import dtype_engine
 
-HELPERS = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 MODELS = Path(__file__).parent.parent / "engine" / "models"
 """Models as Python files."""
 TINYNET = MODELS / "tinynet.py"

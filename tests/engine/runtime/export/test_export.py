@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tests.helpers.paths import MODELS, TINYNET
+from tests.helpers.paths import ROOT, TINYNET
 from torch import nn
 
 import dtype_engine as de
@@ -531,7 +531,7 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
 
 def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
     """Anonymous memory while 128 MiB are cast and copied, in a process of its own, so that nothing else counts."""
-    script = MODELS / "export_memory.py"
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tests.helpers.export_memory", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     grown, scaled, tensor = map(int, done.stdout.split())
     assert max(grown, scaled) < 2 * tensor  # pieces of some MiB for each of at most four threads; 128 MiB are cast

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.helpers.paths import MODELS
+from tests.helpers.paths import ROOT
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
@@ -24,9 +24,8 @@ def test_memory_of_loading_back(make_llama: Any, tmp_path: Path, recipe: Recipe)
     large = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 4, "num_attention_heads": 8}
     for name, source in (("small", make_llama()), ("large", make_llama("big", dtype="bfloat16", **large))):
         export_checkpoint(open_checkpoint(source), name, recipe, tmp_path / name)
-    script = MODELS / "load_memory.py"
-    arguments = [sys.executable, str(script), str(tmp_path / "small"), str(tmp_path / "large")]
-    done = subprocess.run(arguments, capture_output=True, text=True, check=True)
+    command = [sys.executable, "-m", "tests.helpers.load_memory", str(tmp_path / "small"), str(tmp_path / "large")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     highest, left, weights = map(int, done.stdout.split())
     if recipe is MIXED:
         assert weights > 100 << 20

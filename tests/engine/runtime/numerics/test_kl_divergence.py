@@ -16,7 +16,7 @@ import pytest
 import torch
 from scipy import spatial
 from tests.helpers.kl_divergence import logits_of, statistics
-from tests.helpers.paths import DEMO, HELPERS
+from tests.helpers.paths import DEMO, ROOT
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics.metrics import OutputComparison
@@ -104,13 +104,12 @@ def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
 
 
 def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
-    script = HELPERS / "metrics_memory.py"
-    command = [sys.executable, str(script), "128", "256000", "64"]
+    command = [sys.executable, "-m", "tests.helpers.metrics_memory", "128", "256000", "64"]
     single_intraop_thread = {
         **os.environ,
         "OMP_NUM_THREADS": "1",
     }  # as much memory, and quick where processors are shared
-    done = subprocess.run(command, capture_output=True, text=True, check=True, env=single_intraop_thread)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=single_intraop_thread)
     assert float(done.stdout) < 50
 
 

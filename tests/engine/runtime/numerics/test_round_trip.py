@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
@@ -142,36 +142,19 @@ def test_float8_codes_come_back_as_torch_says() -> None:
         )
 
 
-def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
-    import threading
-
+def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path) -> None:
     path = tmp_path / "large"
     path.write_bytes(b"")
     with open(path, "r+b") as file:
         file.truncate(400_000_000)
     tensor = torch.from_file(str(path), shared=False, size=100_000_000, dtype=torch.float32).view(1000, 100_000)
 
-    def anonymous() -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(status.split("RssAnon:")[1].split()[0])
-
     round_trip("w", tensor[:10], "float8_e4m3fn")
-    before = most = anonymous()
-    done = threading.Event()
 
-    def look() -> None:
-        nonlocal most
-        while not done.wait(0.002):
-            most = max(most, anonymous())
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
+    def run() -> None:
         assert round_trip("w", tensor, "float8_e4m3fn").sqnr_db == math.inf
-    finally:
-        done.set()
-        watcher.join()
-    assert most - before < 64 * 2**20
+
+    assert peak_anonymous(run) < 64 * 2**20
 
 
 def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
