@@ -22,7 +22,7 @@ from dtype_engine.runtime.inputs.processors import (
 )
 from dtype_engine.runtime.inputs.text import prompt_texts, sequence_length
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.mixed import ReferenceMode
+from dtype_engine.runtime.modes.reference import ReferenceMode
 
 CAPTION = "a picture of"
 QUESTION = "What is in the picture?"

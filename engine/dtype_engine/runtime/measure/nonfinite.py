@@ -28,7 +28,9 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import _METADATA, Arguments, MixedDtypeMode, ReferenceMode, _tensors
+from dtype_engine.runtime.modes.dispatch import METADATA, Arguments, tensors_in
+from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -64,16 +66,16 @@ class _Listener(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         name: str = func.__name__
-        if name in _METADATA or name in ("__get__", "__set__") or name.startswith(("is_", "empty", "new_empty")):
+        if name in METADATA or name in ("__get__", "__set__") or name.startswith(("is_", "empty", "new_empty")):
             return func(*args, **kwargs)
-        given = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
+        given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
         bad_weights = tuple(weight.info.name for tensor in given if (weight := self._beyond(tensor)) is not None)
         others = [tensor for tensor in given if id(tensor) not in self.weights]
         sound = not bad_weights and all(bool(torch.isfinite(tensor).all()) for tensor in others)
         before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
         floor = min((float(tensor.min()) for tensor in others), default=0.0) if sound else 0.0
         result = func(*args, **kwargs)
-        outputs = [tensor for tensor in _tensors((result,), {}) if tensor.is_floating_point() and tensor.numel()]
+        outputs = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point() and tensor.numel()]
         module = self.heard_of.module if self.heard_of is not None else ""
         key = module, name
         for tensor in outputs:

@@ -8,14 +8,9 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import (
-    _EXPLICIT,
-    _METADATA,
-    Arguments,
-    MixedDtypeMode,
-    ReferenceMode,
-    _tensors,
-)
+from dtype_engine.runtime.modes.dispatch import EXPLICIT, METADATA, Arguments, tensors_in
+from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.reference import ReferenceMode
 
 
 class PartialCastMode(ReferenceMode):
@@ -44,8 +39,8 @@ class PartialCastMode(ReferenceMode):
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name: str = func.__name__
-        known = [key for tensor in _tensors(args, kwargs or {}) if (key := self._known(tensor)) is not None]
-        computes = name == "__matmul__" or not (name in _METADATA or name in _EXPLICIT or name.startswith("__"))
+        known = [key for tensor in tensors_in(args, kwargs or {}) if (key := self._known(tensor)) is not None]
+        computes = name == "__matmul__" or not (name in METADATA or name in EXPLICIT or name.startswith("__"))
         if computes and any(key in self.drifting for key in known):
             self.uses.setdefault(self.module, self.finished)
         self.rules.module = self.module

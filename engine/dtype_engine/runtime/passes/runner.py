@@ -18,15 +18,11 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.mixed import (
-    AutocastCastRecorder,
-    FirstUseRecorder,
-    ImplicitCast,
-    MixedDtypeMode,
-    ReferenceMode,
-    recurrent_arguments,
-)
+from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
+from dtype_engine.runtime.modes.dispatch import recurrent_arguments
+from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
+from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.passes.trace import Trace, copied, finished
 

@@ -13,16 +13,11 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import (
-    MixedDtypeMode,
-    _call,
-    _in_place,
-    _reference_dtype,
-    _replaced,
-    _tensors,
-)
+from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.reference import reference_dtype
 from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
-from dtype_engine.runtime.scan.weight_ops import Operation, Source, _outputs
+from dtype_engine.runtime.scan.weight_ops import Operation, Source
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
 # without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
@@ -67,7 +62,7 @@ class LocalErrors:
     def stored(self, name: str) -> torch.Tensor:
         """A weight's values in the reference."""
         weight = self.weights[name]
-        return weight.original.to(self.device, _reference_dtype(weight))
+        return weight.original.to(self.device, reference_dtype(weight))
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
         """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
@@ -80,7 +75,7 @@ class LocalErrors:
         if dtype in dtypes.STORAGE_DTYPES:
             data, scale = convert(original, dtype)
             assert scale is not None
-            values = dequantize(data, scale, _reference_dtype(weight))
+            values = dequantize(data, scale, reference_dtype(weight))
         else:
             values = original.to(torch_dtype(dtype), copy=True)
         self._cast[key] = values
@@ -99,7 +94,7 @@ class _Again:
         self.weight = weight
         self.errors = errors
         activations = [
-            tensor for tensor in _tensors(operation.args, operation.kwargs) if id(tensor) not in operation.sources
+            tensor for tensor in tensors_in(operation.args, operation.kwargs) if id(tensor) not in operation.sources
         ]
         self.floating = any(tensor.is_floating_point() for tensor in activations)
         self.func = operation.func
@@ -130,29 +125,27 @@ class _Again:
             if dtype in dtypes.STORAGE_DTYPES and not (source.itself and self.floating):
                 value = value.to(errors.compute)  # rule 4: no activation says which dtype it comes back to
             taken.append(self._take(key, source, value, dtype))
-        args, kwargs = _replaced(operation.args, operation.kwargs, self.new)
-        if _in_place(operation.name) and isinstance(args[0], torch.Tensor):
+        args, kwargs = replace_tensors(operation.args, operation.kwargs, self.new)
+        if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
             args = (args[0].clone(), *args[1:])
-        found: list[torch.Tensor] = []
-        if len({tensor.dtype for tensor in _tensors(args, kwargs) if tensor.is_floating_point()}) < 2:
-            again = _call(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
+        if len({tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}) < 2:
+            again = call_torch(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
         else:
             again = self.rules.__torch_function__(self.func, (), args, kwargs)
-        _outputs(again, found)
         for made in taken:
             self.known.pop(made, None)
-        return [tensor for tensor in found if tensor.is_floating_point()]
+        return [tensor for tensor in tensors_in((again,), {}) if tensor.is_floating_point()]
 
 
 def summed_in_float32(func: Any) -> Any:
     """A matrix product or convolution whose 16-bit arguments are multiplied in float32 and whose result is rounded back."""
 
     def product(*args: Any, **kwargs: Any) -> Any:
-        floats = [tensor for tensor in _tensors(args, kwargs) if tensor.is_floating_point()]
+        floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
         if not floats or floats[0].dtype not in _SIXTEEN_BITS:
             return func(*args, **kwargs)
         dtype = floats[0].dtype
-        args, kwargs = _replaced(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
+        args, kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.float() for tensor in floats})
         return func(*args, **kwargs).to(dtype)
 
     product.__name__ = func.__name__

@@ -23,7 +23,8 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import Arguments, ReferenceMode
+from dtype_engine.runtime.modes.dispatch import Arguments
+from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SELECTIONS = 16

@@ -15,7 +15,7 @@ from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.drift import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.mixed import ReferenceMode
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.passes.runner import main_output
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import Directions

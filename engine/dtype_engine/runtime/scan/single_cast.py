@@ -12,14 +12,9 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import (
-    Arguments,
-    MixedDtypeMode,
-    ReferenceMode,
-    _call,
-    _replaced,
-    _tensors,
-)
+from dtype_engine.runtime.modes.dispatch import Arguments, call_torch, replace_tensors, tensors_in
+from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
@@ -62,7 +57,7 @@ class SingleWeightCastMode(ReferenceMode):
             return func(self.value, *args[1:])
         if func.__name__ in ("__get__", "__set__", "is_floating_point"):
             return super().__torch_function__(func, types, args, kwargs)
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         values: dict[int, torch.Tensor] = {}
         known = dict(self.own)  # the others have their say, too: of several weights the largest dtype decides
         for tensor in tensors:
@@ -70,13 +65,13 @@ class SingleWeightCastMode(ReferenceMode):
             if weight is not None and weight.info.name == self.name:
                 values[id(tensor)] = self.value
             elif weight is not None:
-                value = values[id(tensor)] = self._values(weight)
+                value = values[id(tensor)] = self.value_of(weight)
                 known[id(value)] = Weight(weight.info, value, value, "float32")
         if self.device.type == "cpu" and func.__name__ in PRODUCTS:
             func = summed_in_float32(func)
         if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
-            return _call(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
-        args, kwargs = _replaced(args, kwargs, values)
+            return call_torch(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
+        args, kwargs = replace_tensors(args, kwargs, values)
         self.rules.module, self.rules.weights = self.module, known
         return self.rules.__torch_function__(func, types, args, kwargs)
 

@@ -13,19 +13,18 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.mixed import (
-    _EXPLICIT,
-    _METADATA,
-    _TENSOR_VALUED_PROPERTIES,
+from dtype_engine.runtime.modes.dispatch import (
+    EXPLICIT,
+    METADATA,
+    TENSOR_PROPERTIES,
     Arguments,
-    ReferenceMode,
-    _call,
-    _in_place,
-    _promoted,
-    _reference_dtype,
-    _replaced,
-    _tensors,
+    call_torch,
+    is_in_place,
+    promote_floats,
+    replace_tensors,
+    tensors_in,
 )
+from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.scan.routing import Selection, noted
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
@@ -68,7 +67,7 @@ class Operation:
         return [tensor._version for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
-        return [*_tensors(self.args, self.kwargs), *self.outputs]
+        return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
         """From here on, `overwritten` tells."""
@@ -121,29 +120,29 @@ class WeightOpRecorder(ReferenceMode):
         name: str = func.__name__
         if name == "__get__":
             return self._get(func, args)
-        if name in _METADATA or name == "__set__":
+        if name in METADATA or name == "__set__":
             return func(*args, **kwargs)
         if name == "is_floating_point" and self._weight(args[0]) is not None:
             return True
-        tensors = _tensors(args, kwargs)
+        tensors = tensors_in(args, kwargs)
         sources = {}
         for tensor in tensors:
             if (id(tensor) in self._made or id(tensor) in self.weights) and (
                 source := self._source(tensor)
             ) is not None:
                 sources[id(tensor)] = source
-        values = {key: self._values(self.weights[key]) for key, source in sources.items() if source.itself}
-        given, named = _replaced(args, kwargs, values) if values else (args, kwargs)
-        if name not in _EXPLICIT and not _in_place(name):
+        values = {key: self.value_of(self.weights[key]) for key, source in sources.items() if source.itself}
+        given, named = replace_tensors(args, kwargs, values) if values else (args, kwargs)
+        if name not in EXPLICIT and not is_in_place(name):
             floats = [made for tensor in tensors if (made := values.get(id(tensor), tensor)).is_floating_point()]
             if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
-                given, named = _promoted(name, floats, given, named)
+                given, named = promote_floats(name, floats, given, named)
         if not sources:
             if name == "topk":
                 selection = noted(self._selected, given, named)
                 self.selections += [selection] if selection is not None else []
                 self._selected += 1
-            return _call(func, name, given, named, self)
+            return call_torch(func, name, given, named, self)
         return self._weighted(func, name, args, kwargs, given, named, sources)
 
     def _get(self, func: Any, args: Arguments) -> Any:
@@ -154,11 +153,11 @@ class WeightOpRecorder(ReferenceMode):
             return func(*args)
         if func.__self__ is torch.Tensor.dtype:
             weight = self._weight(args[0])
-            return _reference_dtype(weight) if weight is not None else func(*args)
-        if func.__self__ in _TENSOR_VALUED_PROPERTIES:
+            return reference_dtype(weight) if weight is not None else func(*args)
+        if func.__self__ in TENSOR_PROPERTIES:
             parent = source.remake
             weight = self._weight(args[0])
-            made = func(self._values(weight) if weight is not None else args[0], *args[1:])
+            made = func(self.value_of(weight) if weight is not None else args[0], *args[1:])
             self._made[id(made)] = made, Source(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
             return made
         return func(*args)
@@ -181,14 +180,13 @@ class WeightOpRecorder(ReferenceMode):
         sources: dict[int, Source],
     ) -> Any:
         place = len(self.operations)
-        in_place = _in_place(name) and isinstance(args[0], torch.Tensor)
+        in_place = is_in_place(name) and isinstance(args[0], torch.Tensor)
         written = id(args[0]) if in_place else None
         if in_place and written not in sources:
             # It is run again on what the destination was before.
             args = (args[0].detach().clone(), *args[1:])
-        output = _call(func, name, given, named, self)
-        found: list[torch.Tensor] = []
-        _outputs(output, found)
+        output = call_torch(func, name, given, named, self)
+        found = tensors_in((output,), {})
         if not in_place and self._of_one_weight(args, kwargs, found, sources):
             self._note_made(func, args, kwargs, output, sources)
             return output
@@ -208,8 +206,8 @@ class WeightOpRecorder(ReferenceMode):
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
         if place in self.copies:
             keep = _copied
-        activations = {id(tensor): keep(tensor) for tensor in _tensors(args, kwargs) if id(tensor) not in sources}
-        held, held_named = _replaced(args, kwargs, activations)
+        activations = {id(tensor): keep(tensor) for tensor in tensors_in(args, kwargs) if id(tensor) not in sources}
+        held, held_named = replace_tensors(args, kwargs, activations)
         operation = Operation(
             func, name, self.module, held, held_named, sources, [keep(tensor) for tensor in tapped],
             gradients=[[] for _ in tapped],
@@ -226,7 +224,7 @@ class WeightOpRecorder(ReferenceMode):
         self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, Source]
     ) -> bool:
         """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
-        alone = all(id(tensor) in sources for tensor in _tensors(args, kwargs))
+        alone = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
         return alone and one and bool(found) and not any(tensor.requires_grad for tensor in found)
 
@@ -237,7 +235,7 @@ class WeightOpRecorder(ReferenceMode):
 
         def remade(tensor: torch.Tensor, place: int | None) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
-            with_parents, named = _replaced(args, kwargs, parents)
+            with_parents, named = replace_tensors(args, kwargs, parents)
             made = func(*with_parents, **named)
             result = made if place is None else made[place]
             assert isinstance(result, torch.Tensor)
@@ -267,14 +265,6 @@ def _hook(
         heard(operation, index, gradient)
 
     return hook
-
-
-def _outputs(value: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(value, torch.Tensor):
-        found.append(value)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            _outputs(item, found)
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:

@@ -163,7 +163,7 @@ def test_a_missing_kernel_names_module_operation_dtype_device_and_what_works() -
 
 def test_the_reference_makes_no_second_set_of_weights() -> None:
     """The widened weights live one at a time: the largest number alive at once is counted by a hook on allocation."""
-    from dtype_engine.runtime.modes.mixed import ReferenceMode
+    from dtype_engine.runtime.modes.reference import ReferenceMode
 
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(8))).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))
@@ -171,7 +171,7 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
 
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    widen = ReferenceMode._values
+    widen = ReferenceMode.value_of
 
     def counted(self: Any, weight: Any) -> torch.Tensor:
         nonlocal most
@@ -180,12 +180,12 @@ def test_the_reference_makes_no_second_set_of_weights() -> None:
         most = max(most, sum(ref() is not None for ref in alive))
         return made
 
-    ReferenceMode._values = counted  # type: ignore[method-assign]
+    ReferenceMode.value_of = counted  # type: ignore[method-assign]
     try:
         with torch.no_grad(), ReferenceMode(live.by_id, torch.device("cpu")):
             out = model(torch.randn(1, 256))
     finally:
-        ReferenceMode._values = widen  # type: ignore[method-assign]
+        ReferenceMode.value_of = widen  # type: ignore[method-assign]
     assert out.dtype == torch.float32
     assert len(alive) == 8
     assert most <= 2
@@ -215,7 +215,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
 
 
 def test_embedding_rows_are_widened_not_the_table() -> None:
-    from dtype_engine.runtime.modes.mixed import ReferenceMode
+    from dtype_engine.runtime.modes.reference import ReferenceMode
 
     model = nn.Embedding(100, 4).bfloat16()
     live = LiveModel.wrap(model, "test", torch.device("cpu"))

@@ -1,0 +1,46 @@
+"""The casts that `torch.autocast` makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtype_engine.runtime.modes.dispatch import Arguments
+from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
+from dtype_engine.runtime.numerics.quantize import dtype_name
+
+
+class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hears the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
+
+    def __init__(self, rules: MixedDtypeMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.rules = rules
+
+    def __torch_dispatch__(
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        rules, target = self.rules, kwargs.get("dtype")
+        if func is torch.ops.aten._to_copy.default and rules.operation and rules.record is not None:
+            source = args[0]
+            if (
+                target is not None
+                and target != source.dtype
+                and source.is_floating_point()
+                and target.is_floating_point
+            ):
+                rules.record(
+                    ImplicitCast(
+                        rules.module,
+                        rules.operation,
+                        dtype_name(source.dtype),
+                        dtype_name(target),
+                        source.numel(),
+                        False,
+                    )
+                )
+        return func(*args, **kwargs)
