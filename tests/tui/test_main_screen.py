@@ -27,10 +27,13 @@ from dtype_engine.results.drift import (
 )
 from dtype_engine.worker import events
 from dtype_tui.app import DIGITS, DtypeApp
-from dtype_tui.screens.overlay import Overlay, _exponents, _mark
+from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
+from dtype_tui.screens.weight_values import exponent_histogram, range_mark
 from dtype_tui.widgets.module_tree import ModuleTree
-from dtype_tui.widgets.panes import DriftPane, MemoryPane, RecipePane
+from dtype_tui.widgets.panes.drift import DriftPane
+from dtype_tui.widgets.panes.memory import MemoryPane
+from dtype_tui.widgets.panes.recipe import RecipePane
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 
 WIDE, SMALL = (120, 36), (80, 24)
@@ -630,7 +633,7 @@ async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size
 def test_every_value_is_in_the_histogram_and_every_power_of_two_has_its_line() -> None:
     for counts in (((-30, 20), (-10, 900), (20, 3)), ((0, 96),), ((-3, 1), (-2, 2), (-1, 3))):
         reading = WeightStats(ExponentHistogram("w", counts, 0, 0), ())
-        rows = [line.split() for line in _exponents(reading).plain.splitlines() if line.startswith("2^")]
+        rows = [line.split() for line in exponent_histogram(reading).plain.splitlines() if line.startswith("2^")]
         shown = [int(row[1]) for row in rows if row[1] != "-"]
         assert sorted(shown) == sorted(count for _, count in counts)
         assert len(rows) <= 26
@@ -638,5 +641,5 @@ def test_every_value_is_in_the_histogram_and_every_power_of_two_has_its_line() -
 
 def test_marks_of_the_histogram_say_how_a_dtype_keeps_a_power_of_two() -> None:
     half = dtypes.BY_NAME["float16"]
-    marks = {first: _mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
+    marks = {first: range_mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
     assert marks == {16: "∞", 15: "|", -14: "|", -15: ":", -24: ":", -25: ":", -26: "0"}

@@ -7,7 +7,7 @@ from tests.helpers.screen_text import screen
 from textual.widgets import Input
 
 from dtype_engine.recipe import Rule
-from dtype_tui.widgets.panes import SidePanes
+from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt
 
 SLOW = "re:" + "(.*?)*?" * 6 + "[YZ]"

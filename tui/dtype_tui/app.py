@@ -44,7 +44,7 @@ from dtype_tui.state.engine import Engine
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
-from dtype_tui.widgets.panes import SidePanes
+from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
 

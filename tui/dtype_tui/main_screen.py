@@ -87,15 +87,14 @@ def leave_with(app: DtypeApp) -> None:
 
 def details(app: DtypeApp) -> None:
     """All that is known of the node under the cursor."""
-    from dtype_tui.screens import overlay as screens
+    from dtype_tui.screens.details import details_screen
 
-    app.push_screen(screens.details(app.experiment, app.tree_view.current.name))
+    app.push_screen(details_screen(app.experiment, app.tree_view.current.name))
 
 
 def help(app: DtypeApp) -> None:
     """Every key, and what the panes' words mean."""
-    from dtype_tui.screens.help import sections
-    from dtype_tui.screens.overlay import help_screen
+    from dtype_tui.screens.help import help_screen, sections
 
     words = [(str(pane.border_title), pane.HELP) for pane in app.side.panes]
     app.push_screen(help_screen(*sections(app.BINDINGS, app.chosen_keys, words)))

@@ -31,7 +31,7 @@ def scan(app: DtypeApp) -> None:
 
 
 def _ask(app: DtypeApp) -> None:
-    from dtype_tui.screens.scan import ScanSetup
+    from dtype_tui.screens.scan_setup import ScanSetup
 
     app.push_screen(ScanSetup(), lambda dtypes: start(app, dtypes) if dtypes else None)
 

@@ -20,7 +20,8 @@ from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
-from dtype_tui.screens.scan import PRESET, ScanScreen, ScanSetup, short_kinds
+from dtype_tui.screens.scan import ScanScreen, short_kinds
+from dtype_tui.screens.scan_setup import PRESET, ScanSetup
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")

@@ -1,4 +1,4 @@
-"""The keys of the main screen, wherever its cursor is."""
+"""The keys of the main screen, wherever its cursor is, and those of the optimise screen."""
 
 from __future__ import annotations
 
@@ -51,3 +51,20 @@ KEYS: list[BindingType] = with_ids(
         Binding("q", "quit", "Quit"),
     ]
 )
+
+
+FRONT_KEYS: list[BindingType] = [
+    Binding("left,h", "walk(-1)", "Smaller"),
+    Binding("right,l", "walk(1)", "Less drift"),
+    Binding("pageup,ctrl+b", "walk(-10)", "Ten points smaller"),
+    Binding("pagedown,ctrl+f", "walk(10)", "Ten points less drift"),
+    Binding("home,less_than_sign", "end(-1)", "The smallest"),
+    Binding("end,greater_than_sign", "end(1)", "The least drift"),
+    Binding("down,j", "scroll(1)", "Scroll the rules", show=False),
+    Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
+    Binding("enter", "apply", "Put the point in force and measure it"),
+    Binding("slash,colon,i", "type", "Type a limit: keep, alike, only, budget, clear"),
+    Binding("u", "app.undo", "Undo"),
+    Binding("escape,q", "leave", "Leave"),
+]
+"""The keys of the optimise screen. Here, since the help names every key and that screen imports plots."""

@@ -22,10 +22,10 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.search.constraints import Limits
 from dtype_engine.search.pareto import Front, Solution
+from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.cells import colour, fit
 from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.screens.scan import FRONT_KEYS
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
 

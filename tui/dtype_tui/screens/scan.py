@@ -1,4 +1,4 @@
-"""The scan's two screens: which dtypes to scan, and what was found: a ranking, and a map of layers and kinds of modules."""
+"""What a scan found: a ranking of weights, and a map of layers and kinds of modules."""
 
 from __future__ import annotations
 
@@ -22,85 +22,9 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import figure
 
-SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
-PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 MOST_ROWS = 1000
 _SHADES = " ·░▒▓█"
 _LOOK_EVERY_S = 0.2
-FRONT_KEYS: list[BindingType] = [
-    Binding("left,h", "walk(-1)", "Smaller"),
-    Binding("right,l", "walk(1)", "Less drift"),
-    Binding("pageup,ctrl+b", "walk(-10)", "Ten points smaller"),
-    Binding("pagedown,ctrl+f", "walk(10)", "Ten points less drift"),
-    Binding("home,less_than_sign", "end(-1)", "The smallest"),
-    Binding("end,greater_than_sign", "end(1)", "The least drift"),
-    Binding("down,j", "scroll(1)", "Scroll the rules", show=False),
-    Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
-    Binding("enter", "apply", "Put the point in force and measure it"),
-    Binding("slash,colon,i", "type", "Type a limit: keep, alike, only, budget, clear"),
-    Binding("u", "app.undo", "Undo"),
-    Binding("escape,q", "leave", "Leave"),
-]
-"""Of the optimise screen; here because that one imports plots, and the help names every key."""
-
-
-class ScanSetup(ModalScreen[tuple[str, ...] | None]):
-    """Which dtypes to scan; the result is these, or None when left."""
-
-    DEFAULT_CSS = """
-    ScanSetup { align: center middle; }
-    ScanSetup > VerticalScroll { width: 90%; max-width: 72; height: auto; max-height: 90%; border: round $accent; padding: 0 1;
-        background: $surface; }
-    ScanSetup Static { height: auto; }
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("up,k", "move(-1)", "Dtype above"),
-        Binding("down,j", "move(1)", "Dtype below"),
-        Binding("space", "choose", "Scan in it, or not"),
-        Binding("enter", "start", "Scan"),
-        Binding("escape,q", "leave", "Leave"),
-    ]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._at = 0
-        self._chosen = set(PRESET)
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(can_focus=False) as box:
-            box.border_title = "Scan: how much does every weight matter?"
-            box.border_subtitle = "↑↓ Space choose  Enter scans  Esc leaves"
-            yield Static(markup=False)
-
-    def on_mount(self) -> None:
-        self._draw()
-
-    def _draw(self) -> None:
-        text = Text("Every weight in each of these dtypes, estimated from a few backward passes:\n", style="dim")
-        for place, dtype in enumerate(SCANNED):
-            here = place == self._at
-            text.append("\n› " if here else "\n  ", style="bold")
-            text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
-            text.append(f"{dtypes.badge(dtype):<9}", style=f"bold {colour(dtype)}")
-            text.append(dtype, style="bold" if here else "dim")
-        text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s goes on.", style="dim")
-        self.query_one(Static).update(text)
-
-    def action_move(self, step: int) -> None:
-        self._at = (self._at + step) % len(SCANNED)
-        self._draw()
-
-    def action_choose(self) -> None:
-        self._chosen ^= {SCANNED[self._at]}
-        self._draw()
-
-    def action_start(self) -> None:
-        if self._chosen:
-            self.dismiss(tuple(dtype for dtype in SCANNED if dtype in self._chosen))
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
 
 
 class ScanScreen(ModalScreen[str | None]):

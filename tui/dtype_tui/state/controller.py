@@ -8,9 +8,12 @@ from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.job_names import stopped_sentence
+from dtype_tui.screens.flow import flow_screen
+from dtype_tui.screens.generation import generation_screen
 from dtype_tui.screens.inputs import InputsScreen
-from dtype_tui.screens.overlay import flow_screen, generation_screen, speed_screen, weight_screen
 from dtype_tui.screens.save import SaveScreen
+from dtype_tui.screens.speed import speed_screen
+from dtype_tui.screens.weight_values import weight_screen
 from dtype_tui.state import measurement_log as history
 
 if TYPE_CHECKING:

@@ -1,0 +1,89 @@
+"""All that is known of one module or tensor."""
+
+from __future__ import annotations
+
+from rich.table import Table
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Totals
+from dtype_engine.core.units import decibels, human_bytes
+from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text_losses import loss_words
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.experiment import Experiment
+
+
+def details_screen(experiment: Experiment, node: str) -> Overlay:
+    """All that is known of one module or tensor."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    grid.add_row("name", printable(node, 2000) or "the whole model")
+    module = experiment.tree.modules.get(node)
+    if module is not None:
+        stored = experiment.tree.totals()[node]
+        planned = experiment.totals[node]
+        grid.add_row("class", module.class_name or _no_class(experiment))
+        exact = "" if planned.unknown else f"{planned.parameters:,} ("
+        grid.add_row("parameters", f"{exact}{parameters_text(planned)}{')' if exact else ''}")
+        if planned.buffers:
+            grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")
+        if tied := experiment.tree.tied_into(node):
+            names = ", ".join(printable(found.name, 500) for found in tied)
+            grid.add_row("tied", f"{names}: counted there, not here")
+        grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
+        grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
+        if module.island:
+            grid.add_row("keep float32", module.island)
+        reading = experiment.modules.get(node)
+        if reading is not None:
+            grid.add_row(
+                "drift",
+                f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}",
+            )
+    tensor = experiment.tensor(node) if module is None else None
+    if tensor is not None:
+        planned_dtype = experiment.plan.dtypes[tensor.name]
+        if tensor.aliases:
+            grid.add_row("tied", ", ".join(printable(name, 500) for name in tensor.names) + ": one tensor, one dtype")
+        grid.add_row("kind", tensor.kind)
+        grid.add_row("shape", " × ".join(map(str, tensor.shape)) or "scalar")
+        grid.add_row("elements", f"{tensor.numel:,}")
+        grid.add_row("stored", f"{tensor.dtype}, {human_bytes(tensor.nbytes)}")
+        grid.add_row("planned", f"{planned_dtype}, {human_bytes(experiment.planned_bytes(tensor))}")
+        row = dtypes.BY_NAME.get(planned_dtype)
+        if row is not None and row.kind == "float":
+            grid.add_row(
+                "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
+            )
+        if not tensor.castable:
+            grid.add_row("never cast", tensor.fixed or f"{tensor.dtype} is not a dtype that one computes in")
+        for loss in experiment.lost or ():
+            if loss.tensor == tensor.name:
+                before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
+                rounding = ", which is rounding" if loss.is_rounding else ""
+                grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
+    for place, rule, won, taken in experiment.explain(node):
+        verdict = (
+            "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
+        )
+        grid.add_row(f"rule {place + 1}", f"{printable(str(rule), 500)}  {verdict}")
+    if not experiment.explain(node):
+        grid.add_row("rules", "none: as stored")
+    return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
+
+
+def _bytes_by_dtype(totals: Totals) -> str:
+    of = " of the bytes" if len(totals.mix()) > 1 else ""
+    return f"{human_bytes(totals.total_bytes)}  {mix_text(totals)}{of}" if totals.mix() else human_bytes(0)
+
+
+def _no_class(experiment: Experiment) -> str:
+    if experiment.no_forward is None and not experiment.live:
+        return "known when the model is loaded"
+    return (
+        "none: it only holds others"
+        if experiment.tree.has_classes
+        else "not known: nothing says which architecture this is"
+    )

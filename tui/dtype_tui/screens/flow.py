@@ -1,0 +1,51 @@
+"""The implicit casts of one forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_count
+from dtype_engine.results.drift import ImplicitCastStats
+from dtype_tui.rendering.cells import fit, wrap_dotted
+from dtype_tui.screens.overlay import Overlay
+
+_NAME_WIDTH = 26
+"""Cells that a module's name has beside what it did, as far as cutting the operation gives them."""
+
+
+def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
+    """The implicit casts of one forward pass, those to float64 first, on a screen of this width."""
+    if not casts:
+        return Overlay("Dtype flow", Text("No implicit casts: every operation was given one dtype."))
+    repeated = any(cast.count > 1 for cast in casts)
+    words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
+    rows: list[list[Text]] = []
+    for cast in casts:
+        change = Text(f"{dtypes.badge(cast.source)} → ")
+        change.append(dtypes.badge(cast.target), style="bold" if cast.target == "float64" else "")
+        raises = Text("raises", style="bold") if cast.torch_raises else Text("promotes", style="dim")
+        times = [Text(str(cast.count))] if repeated else []
+        rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])
+    widths = [
+        max(len(word), *(cell.cell_len for cell in column))
+        for word, column in zip(words, zip(*rows, strict=True), strict=True)
+    ]
+    room = Overlay.room(width) - sum(widths) - 2 * len(widths)
+    # One long operation must not take the room of all the names.
+    longest = max(len(words[0]), widths[0] - max(0, _NAME_WIDTH - room))
+    room += widths[0] - min(widths[0], longest)
+    for row in rows:
+        row[0] = Text(fit(row[0].plain, longest))
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(overflow="fold")
+    for word in words:
+        grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")
+    grid.add_row("module", *words, style="dim")
+    for cast, row in zip(casts, rows, strict=True):
+        grid.add_row(wrap_dotted(printable(cast.module, 500) or "the model", room), *row)
+    return Overlay("Dtype flow of one forward pass", grid)

@@ -1,0 +1,36 @@
+"""Times of forward passes, each against the reference's."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core.units import seconds_text
+from dtype_engine.results.drift import SpeedReport
+from dtype_tui.screens.overlay import Overlay
+
+
+def speed_screen(report: SpeedReport) -> Overlay:
+    """Times of forward passes, each against the reference's."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for _ in range(4):
+        grid.add_column(no_wrap=True, justify="right")
+    tokens = any(row.tokens_per_second for row in report.rows)
+    grid.add_row("", "dtypes", "median", "fastest to slowest", "tokens/s" if tokens else "", "speed", style="dim")
+    first = report.rows[0] if report.rows else None
+    for row in report.rows:
+        rate = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second is not None else ""
+        ratio = f"{first.seconds / row.seconds:.2f} x" if first is not None and row.seconds else ""
+        spread = f"{seconds_text(row.fastest)} to {seconds_text(row.slowest)}"
+        grid.add_row(Text(row.what, style="bold"), row.dtypes, seconds_text(row.seconds), spread, rate, ratio)
+    words = Text(f"\nafter a warm-up; {report.inputs}; {report.device}, {report.threads} threads", style="dim")
+    if any(row.under_rules for row in report.rows):
+        words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
+    for notice in report.notices:
+        words.append(f"\n{notice}")
+    whole = Table.grid()
+    whole.add_row(grid)
+    whole.add_row(words)
+    return Overlay("Forward passes over all inputs, timed", whole)

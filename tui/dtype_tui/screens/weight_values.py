@@ -1,0 +1,85 @@
+"""The values of one tensor: exponents, and the error of a cast to each dtype."""
+
+from __future__ import annotations
+
+import math
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels, human_count, share_text
+from dtype_engine.results.drift import WeightStats
+from dtype_tui.rendering.cells import bar
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.experiment import Experiment
+
+
+def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Overlay:
+    """The exponents of a tensor's values over the range of every dtype, and what a cast to each would do."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    for _ in range(6):
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row("cast to", "SQNR", "max |Δ|", "→ inf", "clipped", "→ 0", "subnormal", style="dim")
+    for error in reading.errors:
+        counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
+        cells = [share_text(count, error.elements) for count in counts]
+        table.add_row(
+            Text(dtypes.badge(error.dtype), style="bold"),
+            "-" if error.sqnr_db is None else decibels(error.sqnr_db),
+            f"{error.max_abs:.2e}",
+            *cells,
+        )
+    whole = Table.grid()
+    whole.add_row(table)
+    whole.add_row(Text(""))
+    whole.add_row(exponent_histogram(reading))
+    tensor = experiment.tensor(name)
+    stored = f", stored {dtypes.badge(tensor.dtype)}" if tensor else ""
+    return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
+
+
+_HISTOGRAM_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+def exponent_histogram(reading: WeightStats) -> Text:
+    """A histogram, a line for each power of two, with marks where a dtype has normal values (|) or subnormal ones (:)."""
+    counts = dict(reading.exponents.counts)
+    text = Text()
+    if not counts:
+        return Text("no values but zeros" if reading.exponents.zeros else "no values")
+    low, high = min(counts), max(counts)
+    step = max(1, -(-(high - low + 1) // 24))
+    text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
+    text.append("  ".join(dtypes.badge(name) for name in _HISTOGRAM_DTYPES) + "\n", style="dim")
+    grouped = [
+        (first, sum(counts.get(power, 0) for power in range(first, first + step)))
+        for first in range(low + (high - low) // step * step, low - 1, -step)
+    ]
+    tallest = max(count for _, count in grouped)
+    for first, count in grouped:
+        text.append(f"2^{first:<8}{human_count(count) if count else '-':>10}  ")
+        text.append(bar(count / tallest, 24), style="cyan")
+        for name in _HISTOGRAM_DTYPES:
+            row = dtypes.BY_NAME[name]
+            mark = range_mark(first, step, row)
+            text.append(f"  {mark:<{len(row.badge)}}", style="bold" if mark not in ("|", ":") else "dim")
+        text.append("\n")
+    text.append(
+        "| in range  : subnormal, fewer bits  0 vanishes  ∞ overflows (fp8 and int8 are scaled first)", style="dim"
+    )
+    if reading.exponents.zeros or reading.exponents.nonfinite:
+        text.append(f"\nzeros {reading.exponents.zeros:,}, not finite {reading.exponents.nonfinite:,}", style="dim")
+    return text
+
+
+def range_mark(first: int, step: int, row: dtypes.DType) -> str:
+    """How a dtype keeps values from 2^first up to 2^(first + step), unscaled: the worst of them."""
+    if first + step - 1 > math.frexp(row.max)[1] - 1:
+        return "∞"
+    smallest = math.frexp(row.tiny)[1] - 1
+    if first < smallest - row.mantissa - 1:
+        return "0"
+    return ":" if first < smallest else "|"

@@ -1,0 +1,1 @@
+"""The side panes: Drift, Memory, Recipe."""

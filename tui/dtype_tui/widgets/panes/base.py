@@ -1,0 +1,68 @@
+"""What the side panes have in common."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.segment import Segment
+from rich.table import Table
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+if TYPE_CHECKING:
+    from dtype_tui.state.experiment import Experiment
+
+
+class Pane(VerticalScroll, can_focus=False):
+    """A titled box around one text. `HELP` says in the help screen what its words mean."""
+
+    HELP = ""
+
+    DEFAULT_CSS = """
+    Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 1; height: auto; scrollbar-size-vertical: 1; }
+    Pane > Static { height: auto; }
+    """
+
+    def __init__(self, experiment: Experiment, title: str, id: str) -> None:
+        super().__init__(id=id)
+        self.experiment = experiment
+        self.border_title = title
+        self._shown: list[list[Segment]] = []
+        self._asked = ("", "")
+
+    def compose(self) -> ComposeResult:
+        yield Static(id=f"{self.id}-text", markup=False)
+
+    def show(self, activity: str = "", node: str = "") -> None:
+        """Draw anew, where that looks otherwise. `activity`: what the engine does, in a few words; `node`: the node under the
+        cursor.
+        """
+        self._asked = (activity, node)
+        if not self.is_mounted or not self.display:
+            return
+        drawn = self.draw(activity, node)
+        console = self.app.console
+        lines = console.render_lines(drawn, console.options.update(width=self.columns, height=None))
+        if lines != self._shown:
+            self._shown = lines
+            self.query_one(Static).update(drawn)
+
+    def on_resize(self) -> None:
+        self.show(*self._asked)
+
+    def draw(self, activity: str, node: str) -> Text | Table:
+        raise AssertionError("each pane draws itself")
+
+    @property
+    def columns(self) -> int:
+        """Cells of text that fit in a line."""
+        return max(20, self.size.width)
+
+
+def figures_grid() -> Table:
+    grid = Table.grid(padding=(0, 1))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    return grid

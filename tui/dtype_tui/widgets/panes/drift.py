@@ -1,0 +1,138 @@
+"""The Drift pane: how far the output is from the float32 reference."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels
+from dtype_engine.recipe import Rule
+from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
+from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
+from dtype_engine.results.thresholds import verdicts
+from dtype_tui.rendering.loss_text import loss_rows
+from dtype_tui.widgets.panes.base import Pane, figures_grid
+
+if TYPE_CHECKING:
+    from dtype_engine.results.attribution import NonFiniteDiagnosis
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
+
+
+class DriftPane(Pane):
+    """How far the output is from the float32 reference, for the recipe in force and no other."""
+
+    HELP = (
+        "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
+        "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same. "
+        "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
+        "two; a drift no larger is noise. Causes (d): each module with weights is run as cast by itself, all else as the "
+        "reference; its share is the drift of the output then over that of the whole recipe. Shares need not add up to "
+        "100 %: errors interact, and the rounding of sums and activations between modules belongs to none. "
+        + HELP_LOSSES
+    )
+
+    def draw(self, activity: str, node: str) -> Text | Table:
+        experiment = self.experiment
+        if experiment.failure:
+            return self._with_losses(Text(experiment.failure, style="bold"))
+        if experiment.no_forward:
+            return self._with_losses(Text(f"No drift: {experiment.no_forward}"))
+        if experiment.report is None:
+            if not experiment.live:
+                return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
+            words = activity or "Not measured: press m."
+            text = Text(words, style="dim")
+            if guess := experiment.predicted():
+                text.append(f"\npredicted {guess}", style="not dim bold")
+            worst = experiment.worst_modules(5)
+            if worst:
+                text.append("\nso far, worst modules\n")
+                _append_modules(text, worst, self.columns)
+            return self._with_losses(text)
+        return self._report(experiment.report)
+
+    def _with_losses(self, text: Text) -> Text:
+        """What the casts lose is known before a drift is, and where there will be none."""
+        for label, words in reversed(self._loss_rows()):
+            text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
+        return text
+
+    def _loss_rows(self) -> list[tuple[str, str]]:
+        experiment = self.experiment
+        return loss_rows(experiment.lost, experiment.lost_reason, experiment.loss_remedy, experiment.loss_remedy_next)
+
+    def _report(self, report: DriftReport) -> Table:
+        output = report.output
+        grid = figures_grid()
+        floor = self.experiment.floor
+        if floor is not None and floor.hides(output):
+            grid.add_row("noise", Text("no more than its floor", style="bold"))
+        for verdict in verdicts(self.experiment.thresholds, output):
+            grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
+        if self.experiment.nonfinite is not None:
+            _add_nonfinite(grid, self.experiment.nonfinite)
+        grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
+        for label, words in self._loss_rows():
+            grid.add_row(label, Text(words, style="bold"))
+        grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
+        grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
+        grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
+        if output.nonfinite:
+            grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
+        if output.kl_mean is not None and not math.isnan(output.kl_mean):
+            error = f" ± {output.kl_mean_se:.0e}" if output.kl_mean_se is not None else ""
+            grid.add_row("KL mean", Text(f"{output.kl_mean:.3e}{error} nats", style="bold"))
+            tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
+            tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
+            grid.add_row("KL tail", "  ".join(tail))
+        if floor is not None and floor.ways:
+            grid.add_row("floor", floor_text(floor))
+        if guess := self.experiment.predicted():
+            grid.add_row("predicted", f"{guess}, sum of singles")
+        if output.top1_agreement is not None:
+            error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
+            grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")
+        if output.perplexity_reference is not None and output.perplexity_candidate is not None:
+            grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
+        if report.settings != str(RunSettings()):
+            grid.add_row("settings", report.settings)
+        grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
+        if report.seconds.reference is not None and report.seconds.candidate is not None:
+            partly = "the changed part: " if report.seconds.reused else ""
+            words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
+            grid.add_row("time", words)
+        worst = self.experiment.worst_modules(3)
+        if worst:
+            text = Text()
+            _append_modules(text, worst, self.columns - 11)
+            grid.add_row("worst (w)", text)
+        return grid
+
+
+def _add_nonfinite(grid: Table, found: NonFiniteDiagnosis) -> None:
+    """Where values stop being finite, and the rule that one key applies."""
+    grid.add_row("not finite", Text(first_sentence(found), style="bold"))
+    if values := value_sentence(found):
+        grid.add_row("because", values)
+    if found.remedy is not None:
+        rule = Rule.parse(found.remedy)
+        words = f"{printable(rule.pattern, 200)} → {dtypes.badge(rule.dtype)}"
+        grid.add_row("a applies", Text(words, style="bold"))
+    else:
+        grid.add_row("no remedy", printable(found.reason, 300))
+
+
+def _append_modules(text: Text, readings: list[ModuleDrift], width: int) -> None:
+    for index, reading in enumerate(readings):
+        number = "not finite" if reading.nonfinite else decibels(reading.sqnr_db)
+        name = printable(reading.name, 300)
+        room = max(8, width - 11)
+        name = name if len(name) <= room else "…" + name[-(room - 1) :]
+        text.append(("\n" if index else "") + f"{number:>10} ", style="bold" if reading.nonfinite else "")
+        text.append(name, style="dim")

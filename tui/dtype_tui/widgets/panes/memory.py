@@ -1,0 +1,84 @@
+"""The Memory pane: bytes of the checkpoint, the plan, the live tensors and the process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.units import human_bytes, percent
+from dtype_tui.rendering.cells import colour, short_bytes
+from dtype_tui.widgets.panes.base import Pane, figures_grid
+
+if TYPE_CHECKING:
+    pass
+
+
+class MemoryPane(Pane):
+    """Bytes: of the checkpoint, of the plan, of the live tensors, of the process."""
+
+    HELP = (
+        "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once; "
+        "percentages are shares of these bytes. "
+        "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
+        "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
+        "measurement began."
+    )
+
+    def draw(self, activity: str, node: str) -> Text | Table:
+        experiment = self.experiment
+        plan, reading = experiment.plan, experiment.memory
+        if experiment.partial:
+            return Text("Bytes appear when all headers are read.", style="dim")
+        grid = figures_grid()
+        change = ""
+        if plan.stored_bytes and plan.planned_bytes != plan.stored_bytes:
+            change = f"  {100 * (plan.planned_bytes / plan.stored_bytes - 1):+.1f} %"
+        grid.add_row("stored", human_bytes(plan.stored_bytes))
+        grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), change))
+        grid.add_row("", self._mix())
+        if reading is None:
+            return grid
+        if reading.resident_bytes is not None:
+            devices = ", ".join(f"{name} {human_bytes(size)}" for name, size in reading.resident_by_device if size)
+            grid.add_row("resident", devices or human_bytes(reading.resident_bytes))
+        if reading.rss_bytes is not None:
+            peak = f", peak {short_bytes(reading.peak_rss_bytes)}" if reading.peak_rss_bytes is not None else ""
+            grid.add_row("process", f"{short_bytes(reading.rss_bytes)}{peak}")
+            if reading.anonymous_bytes is not None:
+                grid.add_row("anonymous", human_bytes(reading.anonymous_bytes))
+            if reading.mapped_bytes is not None:
+                grid.add_row("mapped", f"{human_bytes(reading.mapped_bytes)} of the checkpoint")
+        if reading.device_allocated_bytes is not None:
+            grid.add_row(
+                "device",
+                f"allocated {human_bytes(reading.device_allocated_bytes)}, reserved "
+                f"{human_bytes(reading.device_reserved_bytes or 0)}, peak {human_bytes(reading.device_peak_bytes or 0)}",
+            )
+        return grid
+
+    def _mix(self) -> Text:
+        """The planned bytes as a bar, one letter-marked stretch a dtype, against the stored bytes' full length."""
+        shares = self.experiment.totals[""].mix()
+        plan = self.experiment.plan
+        width = max(10, self.columns - 12)
+        whole = max(plan.stored_bytes, plan.planned_bytes)
+        text = Text()
+        drawn = 0
+        for index, (dtype, share) in enumerate(shares):
+            cells = round(width * share * plan.planned_bytes / whole) if whole else 0
+            cells = max(cells, 1 if share else 0)
+            text.append("█▓▒░"[min(index, 3)] * cells, style=colour(dtype))
+            drawn += cells
+        text.append("·" * max(0, width - drawn), style="dim")
+        used = width  # the legend starts on a line of its own, and none of its entries is broken
+        for index, (dtype, share) in enumerate(shares):
+            entry = f" {dtypes.badge(dtype)} {percent(share)} %"
+            fits = used + 3 + len(entry) <= width
+            text.append("  " if fits else "\n")
+            text.append("█▓▒░"[min(index, 3)], style=colour(dtype))
+            text.append(entry)
+            used = (used + 2 if fits else 0) + 1 + len(entry)
+        return text

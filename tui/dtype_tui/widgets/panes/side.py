@@ -1,0 +1,79 @@
+"""The three side panes: Drift, Memory, Recipe. Each draws the experiment as it is; none keeps anything of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding
+from textual.containers import Vertical
+from textual.widgets import Static
+
+from dtype_tui.widgets.panes.base import Pane
+from dtype_tui.widgets.panes.drift import DriftPane
+from dtype_tui.widgets.panes.memory import MemoryPane
+from dtype_tui.widgets.panes.recipe import RecipePane
+
+if TYPE_CHECKING:
+    from dtype_tui.state.experiment import Experiment
+
+
+class SidePanes(Vertical):
+    """The panes: one above the other where there is room, else one at a time below a line of tabs."""
+
+    DEFAULT_CSS = """
+    SidePanes { width: 1fr; min-width: 38; }
+    SidePanes > #tabs { display: none; height: 1; }
+    SidePanes > DriftPane { max-height: 50%; }
+    SidePanes > MemoryPane { max-height: 34%; }
+    SidePanes > RecipePane { height: 1fr; min-height: 4; }
+    SidePanes.narrow { width: 100%; height: 11; min-width: 0; }
+    SidePanes.narrow > #tabs { display: block; }
+    SidePanes.narrow > Pane { display: none; height: 1fr; max-height: 100%; border: none; }
+    SidePanes.narrow > Pane.active { display: block; }
+    """
+
+    BINDINGS = [Binding("tab", "next", "Next pane", show=False)]  # noqa: RUF012 - Textual's own idiom
+
+    def __init__(self, experiment: Experiment) -> None:
+        super().__init__(id="side")
+        self.panes: list[Pane] = [
+            DriftPane(experiment, "Drift", "drift"),
+            MemoryPane(experiment, "Memory", "memory"),
+            RecipePane(experiment, "Recipe", "recipe"),
+        ]
+        self._active = 0
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="tabs", markup=False)
+        yield from self.panes
+
+    def on_mount(self) -> None:
+        self._mark()
+
+    def set_narrow(self, narrow: bool) -> None:
+        self.set_class(narrow, "narrow")
+
+    def next_pane(self) -> None:
+        """Bring the next pane to the front (seen only where they take turns)."""
+        self._active = (self._active + 1) % len(self.panes)
+        self._mark()
+
+    def _mark(self) -> None:
+        tabs = Text(" ")
+        for place, pane in enumerate(self.panes):
+            pane.set_class(place == self._active, "active")
+            title = str(pane.border_title)
+            tabs.append(
+                f"[{title}]" if place == self._active else f" {title} ",
+                style="bold" if place == self._active else "dim",
+            )
+            tabs.append(" ")
+        tabs.append("  tab: next", style="dim")
+        self.query_one("#tabs", Static).update(tabs)
+
+    def show(self, activity: str, node: str) -> None:
+        """Draw all panes anew."""
+        for pane in self.panes:
+            pane.show(activity, node)
