@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 from . import outside
 from .forms import Made, distinct, entered

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 from textual.pilot import Pilot
 
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli import command as cli
 

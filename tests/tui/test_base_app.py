@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 from tests.helpers.recording_engine import make_app
 
-from dtype_engine.cli.options import TRACEBACK
+from dtype_engine.cli.program import TRACEBACK
 from dtype_tui.app import DtypeApp
 
 

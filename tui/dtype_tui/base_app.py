@@ -14,7 +14,7 @@ from textual.message import Message
 from textual.widget import Widget
 from textual.worker import WorkerFailed
 
-from dtype_engine.cli.options import TRACEBACK, unexpected
+from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dtype_engine.checkpoint.pickle_size import TooManyOpcodes, some_opcodes
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
@@ -67,7 +67,7 @@ def check_archive(path: Path, trust: bool) -> Archive:
                 for key, size in claims.items():
                     _check_claim(path, key, size, by_name.get(f"{root}/data/{key}"))
     except (OSError, EOFError, RuntimeError, NotImplementedError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        reason = getattr(error, "strerror", None) or printable(" ".join(str(error).split()), 200)
+        reason = getattr(error, "strerror", None) or one_line(error)
         raise UserError(f"can't read {path}: {reason}") from None
     return Archive(compressed, scripted)
 
@@ -160,7 +160,7 @@ def _claims(path: Path, pickled: bytes, trust: bool) -> dict[str, int]:
     except Exception as error:  # a pickle is a program; a damaged one can fail in any way
         if trust:
             return {}
-        reason = printable(" ".join(str(error).split()), 100) or type(error).__name__
+        reason = one_line(error, 100)
         raise UserError(
             f"{path} is no PyTorch file, or it is damaged: its data.pkl can't be followed ({reason})"
         ) from None

@@ -19,7 +19,7 @@ from dtype_engine.checkpoint.pickle_size import check_legacy
 from dtype_engine.checkpoint.pickle_zip import check_archive
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
@@ -172,8 +172,7 @@ def load_pickle(path: Path, trust: bool) -> Any:
     except pickle.UnpicklingError as error:
         raise UserError(_refused(path, error)) from None
     except Exception as error:  # torch.load meets damage in many places, each with an error of its own
-        reason = printable(" ".join(str(error).split()), 200)
-        raise UserError(f"{path} is no PyTorch file, or it is damaged: {type(error).__name__}: {reason}") from None
+        raise UserError(f"{path} is no PyTorch file, or it is damaged: {one_line(error, with_type=True)}") from None
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from dtype_engine.checkpoint import PICKLES, Checkpoint, needs_torch, open_checkpoint, peek_first_shard
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
@@ -158,8 +158,7 @@ def _downloaded(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_WANTED))
     except (HfHubHTTPError, HFValidationError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise UserError(f"{printable(model)} could not be fetched: {reason}") from None
+        raise UserError(f"{printable(model)} could not be fetched: {one_line(error, 300)}") from None
 
 
 def hub_cache() -> Path:

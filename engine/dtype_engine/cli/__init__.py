@@ -11,7 +11,7 @@ from importlib import import_module
 
 import click
 
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 _PLACES = {
     "inspect": "drift", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "drift", "scan": "scan",

@@ -15,16 +15,14 @@ from dtype_engine.cli.options import (
     model_options,
     opened,
     options_from,
-    print_json,
     read_rules,
     rule_options,
     run_options,
-    say,
-    say_progress,
     with_options,
     with_preset,
 )
 from dtype_engine.cli.planning import planned
+from dtype_engine.cli.program import print_json, say, say_progress
 from dtype_engine.cli.saving import may_save, save_measured, save_recipe_options
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.options import Options

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from dtype_engine.cli.options import say
+from dtype_engine.cli.program import say
 from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, as_json
 from dtype_engine.results.losses import LossRemedy, severe

@@ -18,14 +18,13 @@ from dtype_engine.cli.options import (
     opened,
     options_from,
     preset_asked,
-    print_json,
     read_rules,
     rule_options,
     run_options,
-    say,
     with_options,
     with_preset,
 )
+from dtype_engine.cli.program import print_json, say
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
-import signal
-import sys
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import click
 
-from dtype_engine.cli.signals import ended_by, raised_signals
+from dtype_engine.cli.program import say
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
@@ -27,8 +22,6 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.session import Session
 
-BAD_INPUT = 2
-TRACEBACK = "DTYPE_TUI_TRACEBACK"
 _PRESET = f"{__name__}.preset"
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 
@@ -296,82 +289,3 @@ def options_from(
     )
     check_files(options)
     return options
-
-
-def print_json(value: Any) -> None:
-    """One object on standard output."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
-
-
-def say(step: str) -> None:
-    """Progress for a person; nothing when standard error is not a terminal."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"\r\x1b[K{step}")
-        sys.stderr.flush()
-
-
-def say_progress(run: str, done: int, total: int | None) -> None:
-    share = f" {100 * done // total} %" if total else ""
-    say(f"{run}: {done} module calls{share}")
-
-
-def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
-    """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
-    a signal.
-    """
-    try:
-        with raised_signals():
-            result = command.main(args=arguments, prog_name=program, standalone_mode=False)
-        return result if isinstance(result, int) else 0
-    except (UserError, click.ClickException) as error:
-        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
-        return BAD_INPUT
-    except (KeyboardInterrupt, click.Abort) as error:
-        return _told_interrupted(program, error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    except Exception as error:
-        # One that strikes while a lock is taken makes the lock fail on the way out.
-        interrupt = next((link for link in _chain(error) if isinstance(link, KeyboardInterrupt)), None)
-        return told_unexpected(program, error) if interrupt is None else _told_interrupted(program, interrupt)
-
-
-def _told_interrupted(program: str, error: BaseException) -> int:
-    """Say in one line which signal it was; the exit status."""
-    number = ended_by(error)
-    name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-    print(f"{program}: interrupted{name}", file=sys.stderr)
-    return 128 + number
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """An error and those that it came of."""
-    link: BaseException | None = error
-    while link is not None:
-        yield link
-        link = link.__cause__ or link.__context__
-
-
-def told_unexpected(program: str, error: BaseException) -> int:
-    """Say in one line that something happened which has no sentence of its own; the exit status.
-
-    With DTYPE_TUI_TRACEBACK set, where it happened comes before that line.
-    """
-    if os.environ.get(TRACEBACK):
-        traceback.print_exception(error)
-    print(f"{program}: {unexpected(error)}", file=sys.stderr)
-    return BAD_INPUT
-
-
-def unexpected(error: BaseException) -> str:
-    """An error that nobody thought of, in one line."""
-    if isinstance(error, MemoryError):
-        return "there is not enough memory for this"
-    if isinstance(error, OSError) and error.strerror and error.filename is not None:
-        return f"can't read or write {printable(str(error.filename), 200)}: {error.strerror}"
-    reason = printable(" ".join(str(error).split()), 300)
-    said = f"{type(error).__name__}: {reason}" if reason else type(error).__name__
-    return f"unexpected {said}; this is a fault of the program or of the file; {TRACEBACK}=1 shows where it arose"

@@ -67,7 +67,7 @@ def convert(
     if output is not None:
         write_text_atomic(output, written.text, replace=force)
     if as_object:
-        from dtype_engine.cli.options import print_json
+        from dtype_engine.cli.program import print_json
 
         print_json(
             {
@@ -116,7 +116,7 @@ def lint(
     context = _from_file(file, model, _options(model_settings))
     found = read_as(context, target_named(target))
     if as_object:
-        from dtype_engine.cli.options import print_json
+        from dtype_engine.cli.program import print_json
 
         print_json({"model": context.title, "differs": found.differs} | _lint_object(found))
     else:
@@ -178,7 +178,7 @@ def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
             entry["planned_bytes"] = make_plan(context.tree, made).planned_bytes
         entries.append(entry)
     if as_object:
-        from dtype_engine.cli.options import print_json
+        from dtype_engine.cli.program import print_json
 
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return

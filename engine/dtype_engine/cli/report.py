@@ -13,16 +13,14 @@ from dtype_engine.cli.options import (
     model_argument,
     opened,
     options_from,
-    print_json,
     read_rules,
     rule_options,
     run_options,
-    say,
-    say_progress,
     settled,
     with_options,
 )
 from dtype_engine.cli.planning import Planned, planned
+from dtype_engine.cli.program import print_json, say, say_progress
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.reports.text_losses import loss_notice

@@ -7,16 +7,8 @@ from typing import Any
 
 import click
 
-from dtype_engine.cli.options import (
-    json_option,
-    model_argument,
-    opened,
-    options_from,
-    print_json,
-    run_options,
-    say,
-    with_options,
-)
+from dtype_engine.cli.options import json_option, model_argument, opened, options_from, run_options, with_options
+from dtype_engine.cli.program import print_json, say
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ScanReport, as_json

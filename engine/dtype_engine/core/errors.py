@@ -2,6 +2,18 @@
 
 from __future__ import annotations
 
+from dtype_engine.core.text import printable
+
+
+def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> str:
+    """What an exception says, in one line of at most `most` characters that is safe to show; its type where it says nothing.
+
+    with_type: the type comes before what it says, as in "KeyError: 'weight'".
+    """
+    name = type(error).__name__
+    text = printable(" ".join(str(error).split()), most)
+    return f"{name}: {text}" if text and with_type else text or name
+
 
 class UserError(Exception):
     """Bad input. The message is shown as it is; on the command line the exit status is 2."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
-from dtype_engine.core.regular_files import open_regular
-from dtype_engine.core.text import printable, read_text
+from dtype_engine.core.regular_files import open_regular, read_text
+from dtype_engine.core.text import printable
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
 AUDIO = (".wav", ".flac", ".ogg", ".mp3")

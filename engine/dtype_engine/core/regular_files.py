@@ -4,6 +4,7 @@ imports torch.
 
 from __future__ import annotations
 
+import io
 import os
 import stat
 from pathlib import Path
@@ -40,3 +41,17 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
         raise UserError(f"{path} is a folder, not a file")
     if not stat.S_ISREG(status.st_mode):
         raise UserError(f"{path} is not a regular file")
+
+
+def read_text(path: Path) -> str:
+    """A text file. Raises UserError that says what is wrong with it."""
+    try:
+        with open_regular(path) as file:
+            text = io.TextIOWrapper(file, encoding="utf-8").read()
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is not text (UTF-8)") from None
+    if not text.strip():
+        raise UserError(f"{path} is empty")
+    return text

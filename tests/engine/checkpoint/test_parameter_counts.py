@@ -15,7 +15,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 IN, OUT, GROUP = 64, 96, 32
 WORDS: dict[str, Any] = {"dtype": torch.int32}

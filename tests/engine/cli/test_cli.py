@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import paths
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 TINYNET = f"{paths.TINYNET}:TinyNet"
 PROGRAM = str(Path(sys.executable).with_name("dtype-engine"))

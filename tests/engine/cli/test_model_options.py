@@ -6,7 +6,7 @@ import click
 import pytest
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_engine.cli.recipe import recipe as recipe_group
 from dtype_tui.cli.command import command as app_command
 

@@ -14,7 +14,7 @@ from tests.engine.runtime.model.test_same_plan import NET, answer, refusal
 from torch import nn
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 
 def every_command(model: str, out: Path, rules: list[str]) -> list[list[str]]:

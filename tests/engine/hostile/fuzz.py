@@ -332,7 +332,7 @@ def commands(kind: str, path: Path, folder: Path, seed: int) -> list[str]:
 def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, str]:
     """The exit status and what was said on standard error. Raises whatever comes out of the program."""
     from dtype_engine.cli import cli
-    from dtype_engine.cli.options import run
+    from dtype_engine.cli.program import run
 
     said, out = io.StringIO(), io.StringIO()
     suffix = {"gguf": ".gguf", "pth": ".pth", "recipe": ".yaml"}.get(kind, ".json")

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import BAD_INPUT, TRACEBACK, run
+from dtype_engine.cli.program import BAD_INPUT, TRACEBACK, run
 from dtype_engine.core.atomic_write import check_target
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
@@ -138,7 +138,7 @@ def test_nothing_waits_for_a_file_that_is_none(tmp_path: Path, reader: str, spec
 
 
 def test_lines_of_a_text_end_the_same_wherever_it_was_written(tmp_path: Path) -> None:
-    from dtype_engine.core.text import read_text
+    from dtype_engine.core.regular_files import read_text
 
     (tmp_path / "a.txt").write_bytes(b"one\r\ntwo\rthree\n")
     assert read_text(tmp_path / "a.txt") == (tmp_path / "a.txt").read_text()

@@ -23,7 +23,7 @@ from torch import nn
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_engine.cli.recipe import TARGETS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError

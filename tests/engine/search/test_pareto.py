@@ -237,7 +237,7 @@ def test_a_limit_that_cannot_be_met(scanned: Any) -> None:
 
 def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from dtype_engine.cli import cli
-    from dtype_engine.cli.options import run
+    from dtype_engine.cli.program import run
 
     folder, file, saved = str(make_llama()), tmp_path / "recipe.yaml", str(tmp_path / "scan.json")
     common = ["--dtypes", "bf16,int8", "--draws", "4", "--save", saved]

@@ -16,7 +16,6 @@ import click
 from textual.binding import Binding
 
 from dtype_engine.cli.options import (
-    BAD_INPUT,
     located,
     model_argument,
     options_from,
@@ -24,12 +23,11 @@ from dtype_engine.cli.options import (
     read_rules,
     refuse_unmatched,
     rule_options,
-    run,
     run_options,
     settled,
-    told_unexpected,
     with_options,
 )
+from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable

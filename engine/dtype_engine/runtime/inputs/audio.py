@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -165,8 +165,7 @@ def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument:
     try:
         found = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        said = printable(" ".join(str(error).split()), 200)
-        raise UserError(f"the feature extractor of {model.title} refuses the sound: {said}") from None
+        raise UserError(f"the feature extractor of {model.title} refuses the sound: {one_line(error)}") from None
     if argument not in found:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
     return found

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -159,8 +159,7 @@ def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]
     try:
         found = accepted(model, processor(images=image, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
-        said = printable(" ".join(str(error).split()), 200)
-        raise UserError(f"the image processor of {model.title} refuses the picture: {said}") from None
+        raise UserError(f"the image processor of {model.title} refuses the picture: {one_line(error)}") from None
     if "pixel_values" not in found:
         raise NoForward(f"{model.title}: its {type(processor).__name__} makes no pixel_values for the forward pass")
     return found

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -184,8 +184,9 @@ def _features(model: LiveModel, picture: Picture) -> int:
         with torch.no_grad(), ReferenceMode(model.by_id, model.device):
             found = ask(**given)
     except Exception as error:  # the model's own code
-        said = " ".join(str(error).split())[:200]
-        raise NoForward(f"{model.title}: its picture features can't be made: {type(error).__name__}: {said}") from None
+        raise NoForward(
+            f"{model.title}: its picture features can't be made: {one_line(error, with_type=True)}"
+        ) from None
     features = getattr(found, "pooler_output", found)
     tensors = features if isinstance(features, (list, tuple)) else [features]
     return sum(tensor.shape[:-1].numel() for tensor in tensors)

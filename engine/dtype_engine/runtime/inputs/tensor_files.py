@@ -13,7 +13,7 @@ import torch
 
 from dtype_engine.checkpoint.pickle_size import check_legacy
 from dtype_engine.checkpoint.pickle_zip import check_archive, refuse_too_large
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.text import with_next_tokens
@@ -81,8 +81,7 @@ def _npz(path: Path) -> dict[str, torch.Tensor]:
     except UserError:
         raise
     except Exception as error:  # numpy and zipfile meet damage in many places, each with an error of its own
-        reason = printable(" ".join(str(error).split()), 200) or type(error).__name__
-        raise UserError(f"can't read the tensors of {path}: {reason}") from None
+        raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
     return found
 
 
@@ -102,8 +101,7 @@ def _pickle(path: Path) -> Any:
             f"{path} holds more than tensors, lists, tuples and dictionaries, so it is not read: unpickling can run any code"
         ) from None
     except Exception as error:  # so does torch.load
-        reason = printable(" ".join(str(error).split()), 200) or type(error).__name__
-        raise UserError(f"can't read the tensors of {path}: {reason}") from None
+        raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
 
 
 def _calls(path: Path, tensors: dict[str, torch.Tensor]) -> Any:

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options
-from dtype_engine.core.text import printable, read_text
+from dtype_engine.core.regular_files import read_text
+from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
 from dtype_engine.runtime.inputs.processors import (
@@ -173,8 +174,7 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], title: str, where:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
     except Exception as error:  # a template is a program of the model's: it raises what it likes
-        said = printable(" ".join(str(error).split()), 200)
-        raise UserError(f"{where}: the chat template of {title} refuses this conversation: {said}") from None
+        raise UserError(f"{where}: the chat template of {title} refuses this conversation: {one_line(error)}") from None
 
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:

@@ -33,7 +33,7 @@ from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
@@ -334,7 +334,7 @@ def _load_weights(
     try:
         found = module.load_state_dict(values, strict=False, assign=True)
     except RuntimeError as error:
-        reason = _first_line(error).replace("RuntimeError: ", "")
+        reason = one_line(error, 300, with_type=True).replace("RuntimeError: ", "")
         raise UserError(f"{file} does not fit {title}: {reason}") from None
     if len(found.missing_keys) == len(own):
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
@@ -391,7 +391,9 @@ def _from_python(source: Source, options: Options, device: torch.device, say: Sa
         try:
             module = made_by if isinstance(made_by, nn.Module) else made_by()
         except Exception as error:
-            raise UserError(f"{source.title}: calling {source.attribute}() failed: {_first_line(error)}") from error
+            raise UserError(
+                f"{source.title}: calling {source.attribute}() failed: {one_line(error, 300, with_type=True)}"
+            ) from error
     if not isinstance(module, nn.Module):
         raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
     notices: tuple[str, ...] = ()
@@ -442,7 +444,7 @@ def _import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(name, None)
-        raise UserError(f"{path}: importing it failed: {_first_line(error)}") from error
+        raise UserError(f"{path}: importing it failed: {one_line(error, 300, with_type=True)}") from error
     return module
 
 
@@ -452,14 +454,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except Exception as error:
-        raise UserError(f"{name}: importing it failed: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    """An exception in one line: its name where the text alone would not say what it is."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else f"{text[:297]}..."
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        raise UserError(f"{name}: importing it failed: {one_line(error, 300, with_type=True)}") from error
 
 
 @contextmanager

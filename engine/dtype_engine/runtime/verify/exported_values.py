@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 
 
@@ -62,9 +62,7 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                 if name not in found.handles
             }
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{folder}: safetensors can't read this export: {printable(' '.join(str(error).split()), 200)}"
-        ) from None
+        raise UserError(f"{folder}: safetensors can't read this export: {one_line(error)}") from None
     if not found.handles:
         raise UserError(f"{folder} has no safetensors files, so there is nothing to verify")
     return found

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from dtype_engine.core.errors import UserError
-from dtype_engine.core.text import printable
+from dtype_engine.core.errors import UserError, one_line
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +40,7 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
             return _of_gguf(files)
         return _of_pickles(files, wanted, trust)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        reason = printable(" ".join(str(error).split()), 200)
-        raise UserError(f"the source can't be read to compare with it: {type(error).__name__}: {reason}") from None
+        raise UserError(f"the source can't be read to compare with it: {one_line(error, with_type=True)}") from None
 
 
 def of_module(module: torch.nn.Module) -> SourceValues:

@@ -19,7 +19,7 @@ from tests.helpers import checkpoint_folders
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward
 

@@ -14,7 +14,7 @@ from tests.helpers import checkpoint_folders
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 PROMPT = "a picture of"
 

@@ -20,7 +20,7 @@ from tests.helpers.paths import TINYNET
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_engine.core.input_args import typed
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.inputs.audio import open_sound

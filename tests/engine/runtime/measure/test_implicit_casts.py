@@ -9,7 +9,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 
 class Net(nn.Module):

@@ -14,7 +14,7 @@ import transformers
 from tests.helpers import checkpoint_folders
 
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 
 RECIPES = {
     "nothing": [],

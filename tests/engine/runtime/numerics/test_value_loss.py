@@ -19,7 +19,7 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
-from dtype_engine.cli.options import run
+from dtype_engine.cli.program import run
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.core.options import Options
