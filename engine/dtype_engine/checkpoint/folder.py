@@ -38,6 +38,7 @@ from dtype_engine.checkpoint.safetensors_header import (
 )
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
@@ -423,11 +424,7 @@ def inside(folder: Path, name: str, index: str = INDEX) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises UserError that names the file."""
     try:
-        if not path.is_file():
-            raise UserError(f"{path} is not a regular file")
-        if os.path.getsize(path) > _LARGEST_JSON:
-            raise UserError(f"{path}: over {_LARGEST_JSON} bytes are too many for this file")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(read_regular(path, _LARGEST_JSON).decode())
     except OSError as error:
         raise UserError(f"can't read {path}: {error.strerror}") from None
     except (ValueError, RecursionError):
