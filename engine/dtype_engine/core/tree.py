@@ -228,7 +228,7 @@ class Tree:
         self.order: list[TensorInfo] = []
         if by_number:
             for module in self.modules.values():
-                if len(module.children) > 1 and all(label.isdecimal() and len(label) < 19 for label in module.children):
+                if len(module.children) > 1 and all(is_number(label) and len(label) < 19 for label in module.children):
                     module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
         self._put_in_order()
 
@@ -326,6 +326,11 @@ class Tree:
     def totals(self, planned: Mapping[str, str] | None = None) -> NodeTotals:
         """Sums per module of parameters and persistent buffers, under planned dtypes by tensor name, else as stored."""
         return NodeTotals(self, planned)
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a name between dots counts layers, experts or the like: `3` in `model.layers.3.mlp`."""
+    return part.isdecimal()
 
 
 def ancestors(name: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.tree import Module, Tree, ancestors
+from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import NO_CLASSES, select
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -139,7 +139,7 @@ def heads(tree: Tree) -> list[str]:
         [
             name
             for name in tree.modules
-            if name.rpartition(".")[2] in HEADS and not any(part.isdigit() for part in name.split("."))
+            if name.rpartition(".")[2] in HEADS and not any(is_number(part) for part in name.split("."))
         ],
     )
 

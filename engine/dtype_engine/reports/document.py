@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import Module, Totals, Tree
+from dtype_engine.core.tree import Module, Totals, Tree, is_number
 from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, with_error
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
@@ -251,7 +251,7 @@ def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]
     """The modules below a line of the outline, as lines."""
     prefix = f"{name}." if name else ""
     labels = list(modules[0].children)
-    if len(labels) > 1 and all(label.isdecimal() for label in labels):
+    if len(labels) > 1 and all(is_number(label) for label in labels):
         together = [child for module in modules for child in module.children.values()]
         if len({child.class_name for child in together}) == 1:
             return [(f"{prefix}{{{labels[0]}..{labels[-1]}}}", together)]

@@ -308,6 +308,17 @@ NATS_PER_EXAMPLE = "nats per example"
 SQUARED = "relative squared error"
 
 
+def unit_for(distribution: bool, dimensions: int) -> str:
+    """The unit of the one figure that drift is ranked by.
+
+    distribution: whether the main output holds logits of one; dimensions: how many the output has, 3 or more where every token
+    has a distribution of its own.
+    """
+    if not distribution:
+        return SQUARED
+    return NATS if dimensions > 2 else NATS_PER_EXAMPLE
+
+
 @dataclass(frozen=True, slots=True)
 class ScanReport:
     """How much every castable weight matters, in every dtype asked for.

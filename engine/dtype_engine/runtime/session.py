@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -53,7 +52,6 @@ from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import Say, load, pick_device
 from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
-from dtype_engine.runtime.scan.evaluation import InLine
 from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan
@@ -91,7 +89,6 @@ class Session:
         self._floor: tuple[Inputs, Floor] | None = None
         self._scan: Scan | None = None
         self.scanned: ScanReport | None = None
-        self.executor: Executor = InLine()
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -336,7 +333,7 @@ class Session:
         if exact:
             try:
                 self.scanned = exact_sensitivities(
-                    self.model, inputs, asked, settings, on_progress, on_estimate, cancelled, self.executor
+                    self.model, inputs, asked, settings, on_progress, on_estimate, cancelled
                 )
             finally:
                 self.model.apply(self._plan.dtypes)
@@ -436,21 +433,6 @@ class Session:
     def inputs_reading(self) -> InputsSummary | None:
         """What the model is run on, call by call; None where it can't be run."""
         return reading(self.inputs) if self.inputs is not None else None
-
-    @_reading_weights
-    def verify(self, recipes: Sequence[Recipe], cancelled: IsCancelled = never) -> list[float]:
-        """The measured drift of each, in the unit that scans and searches go by; the recipe in force stays. Evaluated by
-        `executor`. Raises as `drift` does.
-        """
-
-        def evaluate(recipe: Recipe) -> float:
-            self.model.apply(make_plan(self.tree, recipe).dtypes, cancelled=cancelled)
-            return scalar_drift(self.drift(cancelled=cancelled).output)
-
-        try:
-            return list(self.executor.map(evaluate, recipes))
-        finally:
-            self.model.apply(self._plan.dtypes)
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

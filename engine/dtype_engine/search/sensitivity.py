@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.tree import Tree, ancestors
+from dtype_engine.core.tree import Tree, ancestors, is_number
 from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import OutputDrift, Prediction, ScanReport, WeightScore
 
@@ -112,12 +112,12 @@ def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -
         if score is None:
             continue
         parts = name.split(".")
-        place = next((place for place, part in enumerate(parts) if part.isdigit()), None)
-        if place is None or place == len(parts) - 1:
+        index = next((index for index, part in enumerate(parts) if is_number(part)), None)
+        if index is None or index == len(parts) - 1:
             rest.append((name, score))
             continue
-        layer = ".".join(parts[: place + 1])
-        kind = ".".join("*" if part.isdigit() else part for part in parts[place + 1 :]).removesuffix(".weight")
+        layer = ".".join(parts[: index + 1])
+        kind = ".".join("*" if is_number(part) else part for part in parts[index + 1 :]).removesuffix(".weight")
         layers[layer] = kinds[kind] = None
         cells[layer, kind] = cells.get((layer, kind), 0.0) + score
     return LayerMap(tuple(layers), tuple(kinds), cells, tuple(rest))

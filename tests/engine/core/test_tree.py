@@ -1,9 +1,10 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors, is_number
 
 NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
     lambda parts: ".".join(parts) + ".t"
@@ -63,3 +64,11 @@ def test_mixes_are_shares_of_the_bytes() -> None:
     tree = Tree([TensorInfo("a.x", (3,), "float32"), TensorInfo("a.y", (2,), "bfloat16")])
     assert tree.totals()[""].mix() == [("float32", 0.75), ("bfloat16", 0.25)]
     assert tree.totals({"a.x": "bfloat16"})[""].mix() == [("bfloat16", 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("part", "counts"),
+    [("0", True), ("17", True), ("", False), ("-1", False), ("3b", False), ("²", False), ("*", False)],
+)
+def test_what_counts_layers_is_a_decimal_number(part: str, counts: bool) -> None:
+    assert is_number(part) is counts

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable
 
 from dtype_engine.core.errors import PatternError, UserError
-from dtype_engine.core.tree import TensorInfo
+from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -104,7 +104,7 @@ def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
 def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
     """The GGUF names of every tensor that rules can change; none where it has none. Raises UserError."""
     blocks = 1 + max(
-        (int(part) for name in context.tree.modules for part in name.split(".") if part.isdigit()), default=0
+        (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
     try:
         lookup = name_map(context.model_type, blocks)

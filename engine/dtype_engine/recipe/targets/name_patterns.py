@@ -11,6 +11,8 @@ import itertools
 import re
 from collections.abc import Collection, Iterable
 
+from dtype_engine.core.tree import is_number
+
 Choice = frozenset[str] | None
 """The texts that may stand in one place of a name; None for any number."""
 Product = tuple[Choice, ...]
@@ -40,7 +42,7 @@ def _merged(found: list[Product], place: int, numbers: bool) -> list[Product]:
     whole: dict[object, Product] = {}
     for product in found:
         choice = product[place] if place < len(product) else None
-        if choice is None or all(text.isdigit() for text in choice) is not numbers:
+        if choice is None or all(is_number(text) for text in choice) is not numbers:
             key: object = product
         else:
             key = (place, product[:place], product[place + 1 :])
@@ -55,7 +57,7 @@ def _merged(found: list[Product], place: int, numbers: bool) -> list[Product]:
 def _widened(product: Product, others: list[list[str]]) -> Product:
     """With any number in place of a list of numbers, wherever that takes no further name."""
     for place, choice in enumerate(product):
-        if choice is not None and len(choice) > 1 and all(text.isdigit() for text in choice):
+        if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
             wider = (*product[:place], None, *product[place + 1 :])
             if not any(_covers(wider, parts) for parts in others):
                 product = wider
@@ -64,7 +66,7 @@ def _widened(product: Product, others: list[list[str]]) -> Product:
 
 def _covers(product: Product, parts: list[str]) -> bool:
     return all(
-        part.isdigit() if choice is None else part in choice for choice, part in zip(product, parts, strict=True)
+        is_number(part) if choice is None else part in choice for choice, part in zip(product, parts, strict=True)
     )
 
 
@@ -81,7 +83,7 @@ def _as_regex(choice: Choice) -> str:
 
 
 def _sorted(choice: frozenset[str]) -> list[str]:
-    return sorted(choice, key=lambda text: (int(text) if text.isdigit() else -1, text))
+    return sorted(choice, key=lambda text: (int(text) if is_number(text) else -1, text))
 
 
 def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
@@ -107,7 +109,7 @@ def _as_globs(choice: Choice) -> list[str]:
     if choice is None:
         return ["*"]
     texts = _sorted(choice)
-    if len(texts) > 1 and all(len(text) == 1 and text.isdigit() for text in texts):
+    if len(texts) > 1 and all(len(text) == 1 and is_number(text) for text in texts):
         return [f"[{''.join(texts)}]"]
     return [_literal(text) for text in texts]
 

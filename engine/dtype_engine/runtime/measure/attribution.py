@@ -21,7 +21,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Cause
-from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
+from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.drift import _compared, _Recorder, is_distribution
 from dtype_engine.runtime.model.live import LiveModel
@@ -177,9 +177,8 @@ class Causes:
             comparison.add(base.output, candidate, None)
         assert comparison is not None
         found = comparison.result()
-        unit = SQUARED if found.kl_mean is None else NATS if candidate.ndim > 2 else NATS_PER_EXAMPLE
         local = sqnr_db(listener.energy, listener.noise) if listener.heard else None
-        return unit, scalar_drift(found), local
+        return unit_for(comparison.distribution, candidate.ndim), scalar_drift(found), local
 
 
 class _Local:

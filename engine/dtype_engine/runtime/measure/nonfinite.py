@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -21,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
-from dtype_engine.core.tree import Tree
+from dtype_engine.core.tree import Tree, is_number
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift
@@ -241,8 +240,8 @@ def _scopes(tree: Tree, strange: _Strange | None) -> Iterator[Rule]:
             patterns.append(name)
             above, _, last = name.rpartition(".")
             node = tree.modules.get(above)
-            if re.fullmatch(r"\d+", last) and node is not None:
-                numbers = [int(label) for child in node.children.values() if (label := child.label).isdecimal()]
+            if is_number(last) and node is not None:
+                numbers = [int(label) for child in node.children.values() if is_number(label := child.label)]
                 if numbers and max(numbers) > int(last):
                     patterns.append(f"{above + '.' if above else ''}{{{last}..{max(numbers)}}}")
             name = above

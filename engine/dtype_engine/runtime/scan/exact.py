@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Executor
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.drift import (
-    NATS,
-    NATS_PER_EXAMPLE,
-    SQUARED,
-    OutputDrift,
-    ScanReport,
-    WeightScore,
-)
+from dtype_engine.results.drift import ScanReport, WeightScore, unit_for
 from dtype_engine.runtime.inputs import Inputs
-from dtype_engine.runtime.measure.drift import DriftMeter, Measurement
+from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import reference_name
-from dtype_engine.runtime.scan.evaluation import InLine
 from dtype_engine.runtime.scan.scan import OnEstimate, OnProgress, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
+_REPORT_EVERY = 64
+"""Measurements between two reports of what is known so far."""
 
-def alone(model: LiveModel) -> dict[str, str]:
-    """The dtypes in which nothing drifts: as stored, those narrower than the reference in its dtype."""
+
+def reference_dtypes(model: LiveModel) -> dict[str, str]:
+    """The dtypes in which nothing drifts: float32, and as stored what is not cast or not narrower than the reference."""
     return {
         name: weight.info.dtype
         if not weight.info.castable or is_lossless(weight.info.dtype, weight.info.dtype) or not weight.info.persistent
@@ -43,19 +37,18 @@ def exact_sensitivities(
     on_progress: OnProgress = lambda what, done, total: None,
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
-    executor: Executor | None = None,
 ) -> ScanReport:
-    """Measure them all; what comes before the weight is not run again. Leaves the model cast in its own way: the caller
-    puts its recipe back. `executor` evaluates the plans; by default in line.
+    """Measure every weight in each dtype, everything else as in the reference; what comes before the weight in a pass is
+    not run again.
 
-    Raises NoForward, KernelError, Cancelled.
+    `on_progress("scan", done, total)` counts measurements; `on_estimate(report)` has those done so far. The model is left
+    cast as last measured: the caller puts its recipe back. Raises NoForward, KernelError, Cancelled.
     """
     meter = DriftMeter(model, inputs, settings)
-    base = alone(model)
+    base = reference_dtypes(model)
     started = time.perf_counter()
     model.apply(base, cancelled=cancelled)
-    first: Measurement = meter.measure(cancelled=cancelled)
-    forward = first.candidate_seconds
+    first = meter.measure(cancelled=cancelled)
     wanted = [
         (name, dtype)
         for name, weight in model.weights.items()
@@ -70,38 +63,27 @@ def exact_sensitivities(
             device=str(model.device),
             reference=reference_name(model),
             inputs=inputs.description,
-            unit=_unit(first),
+            unit=unit_for(first.output.kl_mean is not None, first.dimensions),
             exact=True,
             draws=0,
             sequences=len(inputs.batches),
             all_sequences=len(inputs.batches),
             dtypes=dtypes,
-            forward_seconds=forward,
+            forward_seconds=first.candidate_seconds,
             scan_seconds=time.perf_counter() - started,
             weights=tuple(scores),
             notices=model.notices,
         )
 
-    def evaluate(key: tuple[str, str]) -> OutputDrift:
-        model.apply(base | dict([key]), cancelled=cancelled)
-        return meter.measure(cancelled=cancelled).output
-
-    costly = [(name, dtype) for name, dtype in wanted if not is_lossless(model.weights[name].info.dtype, dtype)]
-    outputs = (executor or InLine()).map(evaluate, costly)
     for done, (name, dtype) in enumerate(wanted):
         info = model.weights[name].info
         if is_lossless(info.dtype, dtype):
             scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), 0.0, 0.0))
             continue
-        output = next(outputs)
+        model.apply(base | {name: dtype}, cancelled=cancelled)
+        output = meter.measure(cancelled=cancelled).output
         scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), scalar_drift(output), output.kl_mean_se))
         on_progress("scan", done + 1, len(wanted))
-        if done % 64 == 63:
+        if (done + 1) % _REPORT_EVERY == 0:
             on_estimate(report())
     return report()
-
-
-def _unit(measured: Measurement) -> str:
-    if measured.output.kl_mean is None:
-        return SQUARED
-    return NATS if measured.dimensions > 2 else NATS_PER_EXAMPLE

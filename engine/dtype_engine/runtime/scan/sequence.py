@@ -11,7 +11,7 @@ import torch
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
-from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
+from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.drift import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
@@ -72,7 +72,7 @@ class SequenceScan:
         self.elements = max(1, main.numel())
         distribution = is_distribution(name, main)
         drawn = Directions(main.detach(), distribution, self.draws, seed=index)
-        self.unit = (NATS if main.ndim > 2 else NATS_PER_EXAMPLE) if distribution else SQUARED
+        self.unit = unit_for(distribution, main.ndim)
         looked = chosen(mode.selections, index, sequences)
         self._samples = [
             SelectionSample(each.place, len(mode.selections) / len(looked), each.margins.detach().tolist())

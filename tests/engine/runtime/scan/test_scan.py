@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
+from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
 from dtype_engine.runtime.scan.scan import Scan
 
@@ -194,6 +196,36 @@ def test_a_cancelled_scan_goes_on_where_it_was(tmp_path: Path) -> None:
     other: list[ScanReport] = []
     assert sequences().scan(["int8"], draws=4, save=file, on_estimate=other.append).scores() == whole
     assert not other  # all of it was in the file
+
+
+def test_a_paused_scan_waits_and_loses_nothing() -> None:
+    whole = opened("llama").scan(["int8"], draws=4).scores()
+    token, one, found = CancelToken(), opened("llama"), []
+    seen = threading.Event()
+
+    def progress(what: str, done: int, total: int | None) -> None:
+        if done == 3:
+            token.pause()
+            seen.set()
+
+    thread = threading.Thread(
+        target=lambda: found.append(one.scan(["int8"], draws=4, on_progress=progress, cancelled=token))
+    )
+    thread.start()
+    assert seen.wait(60)
+    assert token.paused
+    assert not found
+    token.resume()
+    thread.join(60)
+    assert found[0].scores() == whole
+
+
+def test_a_paused_scan_can_be_cancelled() -> None:
+    token, one = CancelToken(), opened("llama")
+    token.pause()
+    threading.Timer(0.05, token.cancel).start()
+    with pytest.raises(de.Cancelled):
+        one.scan(["int8"], draws=4, cancelled=token)
 
 
 def test_two_scans_to_one_file_never_share_what_they_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
