@@ -45,7 +45,7 @@ def overflowing(app: DtypeApp) -> Iterator[str]:
             if words and cell_len(str(words)) > widget.region.width - 4:
                 yield f"{name}: {words!r} is cut"
         words = widget.content if isinstance(widget, Static) and widget.region.height == 1 else None
-        if widget.id == "command-says":
+        if widget.id == "command-hint":
             continue  # completions, as many as there is room for
         if isinstance(words, Text) and words.cell_len > widget.region.width:
             yield f"{name}: {words.plain!r} is cut"

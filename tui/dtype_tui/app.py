@@ -42,6 +42,7 @@ from dtype_tui.rendering.job_names import WORDS, queue_words
 from dtype_tui.state.commands import Command
 from dtype_tui.state.engine import Engine
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
@@ -541,33 +542,26 @@ class DtypeApp(BaseApp[None]):
         self._cursor_wanted = None
         self.side.panes[2].show("", message.name)
 
-    def on_cast_prompt_previewed(self, message: CastPrompt.Previewed) -> None:
+    def on_bottom_prompt_previewed(self, message: BottomPrompt.Previewed) -> None:
         self.tree_view.show_preview(message.preview)
 
-    def on_cast_prompt_applied(self, message: CastPrompt.Applied) -> None:
+    def on_bottom_prompt_cancelled(self) -> None:
+        self.tree_view.focus()
+        self.show_all()
+
+    def on_cast_prompt_submitted(self, message: CastPrompt.Submitted) -> None:
         self.tree_view.focus()
         self.add_rule(message.rule)
 
-    def on_command_line_previewed(self, message: CommandLine.Previewed) -> None:
-        self.tree_view.show_preview(message.preview)
-
-    def on_command_line_left(self) -> None:
-        self.tree_view.focus()
-
-    async def on_command_line_entered(self, message: CommandLine.Entered) -> None:
+    async def on_command_line_submitted(self, message: CommandLine.Submitted) -> None:
         self.tree_view.focus()
         await self._do(message.command, message.arguments)
-
-    def on_cast_prompt_left(self) -> None:
-        self.tree_view.focus()
 
     def on_filter_prompt_changed(self, message: FilterPrompt.Changed) -> None:
         self.tree_view.set_filter(message.text)
 
-    def on_filter_prompt_done(self, message: FilterPrompt.Done) -> None:
-        if not message.keep:
-            self.tree_view.set_filter("")
-        elif self.tree_view.matches:
+    def on_filter_prompt_submitted(self) -> None:
+        if self.tree_view.matches:
             self.tree_view.next_match(1)
         self.tree_view.focus()
         self.show_all()

@@ -1,4 +1,4 @@
-"""The two prompts at the bottom: cast, with its live preview, and filter."""
+"""Two prompts at the bottom: cast, with its live preview, and filter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Vertical
 from textual.message import Message
 from textual.timer import Timer
 from textual.widgets import Input, Static
@@ -19,48 +18,35 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes, human_count
 from dtype_engine.recipe import Rule, generalisations
 from dtype_tui.state.experiment import Experiment, Preview
+from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
 
 
-class CastPrompt(Vertical):
-    """`PATTERN=DTYPE`, filled with the node under the cursor. What it would take is said, and lit up in the tree, as
-    it is typed.
+class CastPrompt(BottomPrompt):
+    """`PATTERN=DTYPE`, filled with the node under the cursor. While it is typed, the hint says what it would take, and the tree
+    lights that up.
     """
 
     HELP = "Tab walks from the node itself to its kind: model.layers.3.mlp, model.layers.*.mlp, *.mlp, type:LlamaMLP."
 
-    DEFAULT_CSS = """
-    CastPrompt { dock: bottom; height: 3; display: none; background: $surface; }
-    CastPrompt.open { display: block; }
-    CastPrompt Input { margin: 0 1; }
-    CastPrompt Static { height: 1; }
-    """
+    DEFAULT_CSS = "CastPrompt { height: 3; }"
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("tab", "generalise(1)", "More general", priority=True, show=False),
         Binding("shift+tab", "generalise(-1)", "Less general", priority=True, show=False),
-        Binding("escape", "leave", "Leave", priority=True, show=False),
+        Binding("escape", "cancel", "Leave", priority=True, show=False),
     ]
 
     @dataclass
-    class Previewed(Message):
-        """What the rule in the prompt would take; None while it can't be read."""
-
-        preview: Preview | None
-
-    @dataclass
-    class Applied(Message):
+    class Submitted(Message):
         """Enter: this rule is to be put in force."""
 
         rule: Rule
 
-    class Left(Message):
-        """Esc."""
-
     def __init__(self, experiment: Experiment) -> None:
-        super().__init__(id="cast")
+        super().__init__("cast")
         self.experiment = experiment
         self._steps: list[str] = []
         self._step = 0
@@ -69,8 +55,7 @@ class CastPrompt(Vertical):
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: leave", style="dim"))
-        yield Input(id="cast-input", select_on_focus=False, compact=True)
-        yield Static(id="cast-preview", markup=False)
+        yield from super().compose()
 
     def open(self, node: str) -> None:
         """Show the prompt for a node."""
@@ -79,35 +64,26 @@ class CastPrompt(Vertical):
         # Each is more general than the one before: where the first takes something, all do.
         self._steps = steps if self._takes_something(steps[0]) else steps[:1]
         self._step = 0
-        self.add_class("open")
-        self._fill()
-        self.screen.set_focus(self.query_one(Input))
+        self.show_with(self._rule_text)
 
     def close(self) -> None:
-        """Hide it; what it lit up goes dark."""
         if self._timer is not None:
             self._timer.stop()
-        self.remove_class("open")
-        self.post_message(self.Previewed(None))
+        super().close()
 
     def _takes_something(self, pattern: str) -> bool:
         return bool(self.experiment.preview(Rule(pattern, dtypes.STORED)).tensors)
 
-    def _fill(self) -> None:
-        field = self.query_one(Input)
-        field.value = f"{self._steps[self._step]}={self._dtype}"
-        field.cursor_position = len(field.value)
+    @property
+    def _rule_text(self) -> str:
+        return f"{self._steps[self._step]}={self._dtype}"
 
     def action_generalise(self, step: int) -> None:
-        _, equals, dtype = self.query_one(Input).value.rpartition("=")
+        _, equals, dtype = self.field.value.rpartition("=")
         if equals and dtype.strip():
             self._dtype = dtype.strip()
         self._step = (self._step + step) % len(self._steps)
-        self._fill()
-
-    def action_leave(self) -> None:
-        self.close()
-        self.post_message(self.Left())
+        self.put(self._rule_text)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
@@ -116,16 +92,15 @@ class CastPrompt(Vertical):
         self._timer = self.set_timer(_PREVIEW_AFTER_S, self._preview)
 
     def _preview(self) -> None:
-        if not self.has_class("open"):
+        if not self.is_open:
             return
         preview: Preview | None = None
         try:
-            preview = self.experiment.preview(Rule.parse(self.query_one(Input).value))
+            preview = self.experiment.preview(Rule.parse(self.field.value))
         except UserError as error:
-            words = Text(f" {error}", style="bold")
+            self.hint(Text(f" {error}", style="bold"))
         else:
-            words = Text(f" {describe(preview)}")
-        self.query_one("#cast-preview", Static).update(words)
+            self.hint(Text(f" {preview_words(preview)}"))
         self.post_message(self.Previewed(preview))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
@@ -138,14 +113,14 @@ class CastPrompt(Vertical):
         if refused is not None:
             if self._timer is not None:
                 self._timer.stop()  # the preview would say less
-            self.query_one("#cast-preview", Static).update(Text(f" {refused}", style="bold"))
+            self.hint(Text(f" {refused}", style="bold"))
             return
         self._dtype = event.value.rpartition("=")[2].strip()
         self.close()
-        self.post_message(self.Applied(rule))
+        self.post_message(self.Submitted(rule))
 
 
-def describe(preview: Preview) -> str:
+def preview_words(preview: Preview) -> str:
     """`takes 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
         if preview.fixed:
@@ -160,17 +135,10 @@ def describe(preview: Preview) -> str:
     )
 
 
-class FilterPrompt(Vertical):
-    """`/`: shows only the nodes whose names match, as it is typed. Enter keeps the filter, Esc clears it."""
+class FilterPrompt(BottomPrompt):
+    """`/`: shows only the nodes whose names match, while the text is typed. Enter keeps the filter, Esc clears it."""
 
-    DEFAULT_CSS = """
-    FilterPrompt { dock: bottom; height: 2; display: none; background: $surface; }
-    FilterPrompt.open { display: block; }
-    FilterPrompt Static { height: 1; }
-    FilterPrompt Input { margin: 0 1; }
-    """
-
-    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "clear", "Clear", priority=True, show=False)]
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Clear", priority=True, show=False)]
 
     @dataclass
     class Changed(Message):
@@ -178,45 +146,36 @@ class FilterPrompt(Vertical):
 
         text: str
 
-    @dataclass
-    class Done(Message):
-        """Back to the tree; `keep` says whether the filter stays."""
-
-        keep: bool
+    class Submitted(Message):
+        """Enter: the filter stays."""
 
     def __init__(self, count: Callable[[], int]) -> None:
-        super().__init__(id="filter")
+        """`count` gives the number of nodes that the filter in force lets through."""
+        super().__init__("filter", "part of a name, or a glob")
         self._count = count
-
-    def compose(self) -> ComposeResult:
-        yield Input(placeholder="part of a name, or a glob", id="filter-input", select_on_focus=False, compact=True)
-        yield Static(id="filter-count", markup=False)
 
     def open(self, text: str) -> None:
         """Show the prompt with the filter in force."""
-        self.add_class("open")
-        field = self.query_one(Input)
-        field.value = text
-        self.screen.set_focus(field)
-        self._say()
+        self.show_with(text)
+        self._show_count()
 
-    def _say(self) -> None:
+    def _show_count(self) -> None:
         count = self._count()
         shown = f", the first {MOST_MATCHES:,} shown" if count > MOST_MATCHES else ""
         words = f" {count:,} matches{shown} · Enter keeps the filter, then n and N walk · Esc clears"
-        self.query_one("#filter-count", Static).update(Text(words, style="dim"))
+        self.hint(Text(words, style="dim"))
 
     def on_input_changed(self, event: Input.Changed) -> None:
         event.stop()
-        if self.has_class("open"):
+        if self.is_open:
             self.post_message(self.Changed(event.value))
-            self.call_after_refresh(self._say)
+            self.call_after_refresh(self._show_count)
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
         event.stop()
-        self.remove_class("open")
-        self.post_message(self.Done(True))
+        self.close()
+        self.post_message(self.Submitted())
 
-    def action_clear(self) -> None:
-        self.remove_class("open")
-        self.post_message(self.Done(False))
+    def action_cancel(self) -> None:
+        self.post_message(self.Changed(""))
+        super().action_cancel()
