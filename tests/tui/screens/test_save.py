@@ -61,7 +61,7 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         before = app.experiment.recipe
         await pilot.press("p")
         await until(pilot, lambda: "modelopt" in screen(app) and "…\n" not in screen(app) and "-50.0 %" in screen(app))
-        await until(pilot, lambda: len(app.screen._found) == len(PRESETS))  # type: ignore[attr-defined]
+        await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.press("down", "down")
         text = screen(app)
         made = PRESETS["fp8-linears"].recipe(app.experiment.tree)
@@ -82,7 +82,7 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
 async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("p", "up", "up")
-        await until(pilot, lambda: len(app.screen._found) == len(PRESETS))  # type: ignore[attr-defined]
+        await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.press("enter")
         await pilot.pause()
         assert isinstance(app.screen, PresetsScreen)

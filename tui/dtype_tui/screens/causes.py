@@ -144,9 +144,6 @@ class CausesScreen(ModalScreen[None]):
         if self.is_mounted:
             self._look()
 
-    def action_scroll(self, lines: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
-
 
 def _short(name: str) -> str:
     """The numbered part of a name where there is one, else its end: `layers.3`."""

@@ -111,9 +111,6 @@ class InputsScreen(ModalScreen[None]):
             return
         self.query_one("#inputs-said", Static).update(Text(words, style=style))
 
-    def action_scroll(self, lines: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
-
 
 def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
 from textual.command import CommandPalette as _CommandPalette
+from textual.containers import VerticalScroll
 from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.screen import ModalScreen as _ModalScreen
@@ -62,6 +63,9 @@ class ModalScreen(_ModalScreen[Result]):
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         """Close it with a result, unless it is closed."""
         return _close_once(self, super().dismiss, result)
+
+    def action_scroll(self, lines: int) -> None:
+        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
 
 
 class CommandPalette(_CommandPalette):

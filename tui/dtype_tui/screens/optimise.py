@@ -259,9 +259,6 @@ class OptimiseScreen(ModalScreen[None]):
         if self.front is not None:
             self.action_walk(direction * len(self.front.points))
 
-    def action_scroll(self, lines: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
-
     def action_apply(self) -> None:
         recipe = self.recipe
         if recipe is None:

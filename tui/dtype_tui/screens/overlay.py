@@ -45,6 +45,3 @@ class Overlay(ModalScreen[None]):
             box.border_title = Text(self._title)
             box.border_subtitle = "Esc closes"
             yield Static(self._body, markup=False)
-
-    def action_scroll(self, lines: int) -> None:
-        self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)

@@ -6,9 +6,7 @@ import textwrap
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core import dtypes
@@ -18,19 +16,14 @@ from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.outcomes import Outcome, outcomes
 from dtype_engine.recipe.presets import PRESETS
-from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.choice import ChoiceScreen
 
 
-class PresetsScreen(ModalScreen[Recipe | None]):
+class PresetsScreen(ChoiceScreen[Recipe | None]):
     """Up and down choose; the result is the recipe of the preset, or None when left."""
 
-    DEFAULT_CSS = """
-    PresetsScreen { align: center middle; }
-    PresetsScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 90%; border: round $accent;
-        padding: 0 1; background: $surface; }
-    PresetsScreen Static { height: auto; }
-    """
-
+    HEADING = "Presets"
+    KEYS = "↑↓ choose  Enter puts in force  Esc leaves"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Preset above"),
         Binding("down,j,tab", "move(1)", "Preset below"),
@@ -39,87 +32,70 @@ class PresetsScreen(ModalScreen[Recipe | None]):
     ]
 
     def __init__(self, tree: Tree) -> None:
-        super().__init__()
+        super().__init__(len(PRESETS))
         self._tree = tree
-        self._found: list[Outcome] = []
-        self._at = 0
-
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(can_focus=False) as box:
-            box.border_title = "Presets"
-            box.border_subtitle = "↑↓ choose  Enter puts in force  Esc leaves"
-            yield Static(markup=False)
+        self.effects: list[Outcome] = []
+        """Of the first presets, as far as they are computed."""
 
     def on_mount(self) -> None:
-        self._draw()
-        self.run_worker(self._work_out, thread=True, exit_on_error=False)
+        self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
 
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._draw)
-
-    def _work_out(self) -> None:
-        for outcome in outcomes(self._tree):
+    def _compute_effects(self) -> None:
+        for effect in outcomes(self._tree):
             if not self.is_attached:
                 return
-            self.app.call_from_thread(self._add, outcome)
+            self.app.call_from_thread(self._add, effect)
 
-    def _add(self, outcome: Outcome) -> None:
-        self._found.append(outcome)
+    def _add(self, effect: Outcome) -> None:
+        self.effects.append(effect)
         if self.is_attached:
-            self._draw()
+            self.redraw()
 
-    def _draw(self) -> None:
+    def draw(self) -> Text:
         width = max(40, self.query_one(Static).size.width)
         text = Text()
-        for place, name in enumerate(PRESETS):
-            outcome = self._found[place] if place < len(self._found) else None
-            here = place == self._at
-            text.append("› " if here else "  ", style="bold")
-            text.append(f"{name:<16}", style="bold" if here else "")
-            text.append(f"{_effect(outcome)}\n", style="" if outcome and outcome.recipe else "dim")
-            if here:
+        for index, name in enumerate(PRESETS):
+            effect = self.effects[index] if index < len(self.effects) else None
+            chosen = index == self.index
+            text.append(*self.marker(index))
+            text.append(f"{name:<16}", style="bold" if chosen else "")
+            text.append(f"{_effect_words(effect)}\n", style="" if effect and effect.recipe else "dim")
+            if chosen:
                 for line in textwrap.wrap(PRESETS[name].sentence, width - 4):
                     text.append(f"    {line}\n", style="dim")
-                _append_rules(text, outcome, width - 6)
+                _append_rules(text, effect, width - 6)
         text.append("\nA preset takes the place of all rules in force.", style="dim")
-        self.query_one(Static).update(text)
-
-    def action_move(self, step: int) -> None:
-        self._at = (self._at + step) % len(PRESETS)
-        self._draw()
+        return text
 
     def action_apply(self) -> None:
-        if self._at >= len(self._found):
-            return  # not worked out yet
-        outcome = self._found[self._at]
-        if outcome.recipe is None:
-            self.notify(printable(outcome.reason, 500), severity="warning", markup=False)
+        if self.index >= len(self.effects):
+            return
+        effect = self.effects[self.index]
+        if effect.recipe is None:
+            self.notify(printable(effect.reason, 500), severity="warning", markup=False)
         else:
-            self.dismiss(outcome.recipe)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
+            self.dismiss(effect.recipe)
 
 
-def _effect(outcome: Outcome | None) -> str:
-    if outcome is None:
+def _effect_words(effect: Outcome | None) -> str:
+    if effect is None:
         return "…"
-    if outcome.recipe is None:
-        return "needs the module classes, which are not known" if outcome.needs_classes else "nothing to do here"
-    stored, planned = outcome.stored_bytes, outcome.planned_bytes
+    if effect.recipe is None:
+        return "needs the module classes, which are not known" if effect.needs_classes else "nothing to do here"
+    stored, planned = effect.stored_bytes, effect.planned_bytes
     change = f"{100 * (planned / stored - 1):+.1f} %" if stored else ""
-    return f"{outcome.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>8}"
+    return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>8}"
 
 
-def _append_rules(text: Text, outcome: Outcome | None, width: int) -> None:
-    if outcome is None:
+def _append_rules(text: Text, effect: Outcome | None, width: int) -> None:
+    if effect is None:
         return
-    if outcome.recipe is None:
-        for line in textwrap.wrap(printable(outcome.reason, 500), width):
+    if effect.recipe is None:
+        for line in textwrap.wrap(printable(effect.reason, 500), width):
             text.append(f"    {line}\n")
         return
-    shown = outcome.recipe.rules[:8]
+    shown = effect.recipe.rules[:8]
     for rule in shown:
         text.append(f"    {printable(rule.pattern, width - 8)} → {dtypes.badge(rule.dtype)}\n")
-    if len(outcome.recipe.rules) > len(shown):
-        text.append(f"    and {len(outcome.recipe.rules) - len(shown)} more rules\n", style="dim")
+    if len(effect.recipe.rules) > len(shown):
+        text.append(f"    and {len(effect.recipe.rules) - len(shown)} more rules\n", style="dim")

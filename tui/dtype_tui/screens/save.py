@@ -11,7 +11,6 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
 from textual.widgets import Input, Static
 
 from dtype_engine.core import dtypes
@@ -30,7 +29,7 @@ from dtype_engine.worker.save_requests import (
     ReportRequest,
     SaveRequest,
 )
-from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.choice import ChoiceScreen
 
 Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (
@@ -41,14 +40,13 @@ KINDS: tuple[tuple[str, str], ...] = (
 )
 
 
-class SaveScreen(ModalScreen[SaveRequest | None]):
+class SaveScreen(ChoiceScreen[SaveRequest | None]):
     """Up and down choose what, the field says where; the result is the wish, or None when left."""
 
+    HEADING = "Leave with"
+    KEYS = "↑↓ choose  Enter writes  Esc leaves"
     DEFAULT_CSS = """
-    SaveScreen { align: center middle; }
-    SaveScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 94%; border: round $accent;
-        padding: 0 1; background: $surface; scrollbar-size-vertical: 1; }
-    SaveScreen Static { height: auto; }
+    SaveScreen > VerticalScroll { max-height: 94%; scrollbar-size-vertical: 1; }
     SaveScreen Input { margin: 0; }
     """
 
@@ -63,43 +61,36 @@ class SaveScreen(ModalScreen[SaveRequest | None]):
         self, title: str, rules: int, drift: DriftReport | None, lost: Callable[[], Losses | None] = lambda: None
     ) -> None:
         """`lost`: the weights whose cast loses values, as soon as they are known."""
-        super().__init__()
+        super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
         self._drift = drift
-        self._at = 0
         self._planned: ExportPlanned | None = None
         self._warned: str | None = None
         self._lost = lost
 
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(can_focus=False) as box:
-            box.border_title = "Leave with"
-            box.border_subtitle = "↑↓ choose  Enter writes  Esc leaves"
-            yield Static(id="kinds", markup=False)
-            yield Input(id="where", select_on_focus=False, compact=True)
-            yield Static(id="about", markup=False)
+    def compose_box(self) -> ComposeResult:
+        yield Static(id="kinds", markup=False)
+        yield Input(id="where", select_on_focus=False, compact=True)
+        yield Static(id="about", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(Input).focus()
         self.action_move(0)
 
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._draw)
-
     def show_plan(self, planned: ExportPlanned) -> None:
         """What an export would write is known."""
         self._planned = planned
         if self.is_mounted:
-            self._draw()
+            self.redraw()
 
     def show_losses(self) -> None:
         """What the casts lose is known."""
-        self._draw()
+        self.redraw()
 
     @property
     def _kind(self) -> str:
-        return KINDS[self._at][0]
+        return KINDS[self.index][0]
 
     def _free_name(self) -> str:
         """A name that is not taken, in the folder that the program runs in."""
@@ -112,22 +103,25 @@ class SaveScreen(ModalScreen[SaveRequest | None]):
                 return name
             number += 1
 
-    def _draw(self) -> None:
-        kinds = Text()
-        for place, (name, what) in enumerate(KINDS):
-            here = place == self._at
-            kinds.append("› " if here else "  ", style="bold")
-            kinds.append(f"{name:<15}", style="bold" if here else "")
-            shown = what if here or name not in TARGET_SUFFIXES else ""
-            kinds.append(f"{shown}\n", style="" if here else "dim")
-        kinds.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}", style="dim")
-        self.query_one("#kinds", Static).update(kinds)
-        width = max(30, self.query_one("#about", Static).size.width - 1)
-        about = Text()
+    def draw(self) -> Text:
+        text = Text()
+        for index, (name, meaning) in enumerate(KINDS):
+            chosen = index == self.index
+            text.append(*self.marker(index))
+            text.append(f"{name:<15}", style="bold" if chosen else "")
+            shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
+            text.append(f"{shown}\n", style="" if chosen else "dim")
+        text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}", style="dim")
+        return text
+
+    def redraw(self) -> None:
+        super().redraw()
+        about = self.query_one("#about", Static)
+        text = Text()
         for line, style in self._about():
-            for part in textwrap.wrap(printable(line, 1200), width):
-                about.append(f"{part}\n", style=style)
-        self.query_one("#about", Static).update(about)
+            for part in textwrap.wrap(printable(line, 1200), max(30, about.size.width - 1)):
+                text.append(f"{part}\n", style=style)
+        about.update(text)
 
     def _about(self) -> list[tuple[str, str]]:
         if self._warned is not None:
@@ -165,17 +159,16 @@ class SaveScreen(ModalScreen[SaveRequest | None]):
         return [*lines, (plan.loading, "dim")]
 
     def action_move(self, step: int) -> None:
-        self._at = (self._at + step) % len(KINDS)
         self._warned = None
+        super().action_move(step)
         field = self.query_one(Input)
         field.value = self._free_name()
         field.cursor_position = len(field.value)
-        self._draw()
 
     def on_input_changed(self) -> None:
         if self._warned is not None and self._warned != self.query_one(Input).value.strip():
             self._warned = None
-            self._draw()
+            self.redraw()
 
     def action_write(self) -> None:
         said = self.query_one(Input).value.strip()
@@ -188,12 +181,9 @@ class SaveScreen(ModalScreen[SaveRequest | None]):
             return
         if taken and self._warned != said:
             self._warned = said
-            self._draw()
+            self.redraw()
             return
         self.dismiss(wish_for(self._kind, path, taken, self._drift))
-
-    def action_leave(self) -> None:
-        self.dismiss(None)
 
 
 def where(said: str) -> tuple[Path, bool]:

@@ -217,7 +217,7 @@ class ScanScreen(ModalScreen[str | None]):
 
     def action_move(self, step: int) -> None:
         if self.has_class("map"):
-            self.query_one(VerticalScroll).scroll_relative(y=step, animate=False)
+            self.action_scroll(step)
         elif step > 0:
             self.query_one(DataTable).action_cursor_down()
         else:

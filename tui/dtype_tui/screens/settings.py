@@ -7,14 +7,12 @@ import textwrap
 from typing import ClassVar
 
 from rich.text import Text
-from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
-from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.screens.choice import ChoiceScreen
 
 CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
     (
@@ -40,15 +38,12 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
 )
 
 
-class SettingsScreen(ModalScreen[RunSettings | None]):
+class SettingsScreen(ChoiceScreen[RunSettings | None]):
     """Up and down choose a setting, left and right change it; the result is the settings, or None when left."""
 
-    DEFAULT_CSS = """
-    SettingsScreen { align: center middle; }
-    SettingsScreen > VerticalScroll { width: 90%; max-width: 76; height: auto; max-height: 90%; border: round $accent;
-        padding: 0 1; background: $surface; }
-    SettingsScreen Static { height: auto; }
-    """
+    HEADING = "Settings of a run"
+    KEYS = "↑↓ ←→ choose  Enter applies  Esc leaves"
+    DEFAULT_CSS = "SettingsScreen > VerticalScroll { width: 90%; max-width: 76; }"
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Setting above"),
@@ -60,51 +55,31 @@ class SettingsScreen(ModalScreen[RunSettings | None]):
     ]
 
     def __init__(self, settings: RunSettings) -> None:
-        super().__init__()
+        super().__init__(len(CHOICES))
         self._settings = settings
-        self._at = 0
 
-    def compose(self) -> ComposeResult:
-        with VerticalScroll(can_focus=False) as box:
-            box.border_title = "Settings of a run"
-            box.border_subtitle = "↑↓ ←→ choose  Enter applies  Esc leaves"
-            yield Static(markup=False)
-
-    def on_mount(self) -> None:
-        self._draw()
-
-    def on_resize(self) -> None:
-        self.call_after_refresh(self._draw)
-
-    def _draw(self) -> None:
+    def draw(self) -> Text:
         text = Text()
-        for place, (field, title, choices, meaning) in enumerate(CHOICES):
-            here = place == self._at
-            text.append("\n› " if here else "\n  ", style="bold")
-            text.append(f"{title:<22}", style="bold" if here else "")
+        for index, (field, title, choices, meaning) in enumerate(CHOICES):
+            text.append("\n")
+            text.append(*self.marker(index))
+            text.append(f"{title:<22}", style="bold" if index == self.index else "")
             for value, name in choices:
                 chosen = getattr(self._settings, field) == value
                 text.append(f"[{name}]" if chosen else f" {name} ", style="bold" if chosen else "dim")
                 text.append(" ")
             text.append("\n")
-            if here:
+            if index == self.index:
                 for line in textwrap.wrap(meaning, max(20, self.query_one(Static).size.width - 4)):
                     text.append(f"    {line}\n", style="dim")
-        self.query_one(Static).update(text)
-
-    def action_move(self, step: int) -> None:
-        self._at = (self._at + step) % len(CHOICES)
-        self._draw()
+        return text
 
     def action_change(self, step: int) -> None:
-        field, _, choices, _ = CHOICES[self._at]
+        field, _, choices, _ = CHOICES[self.index]
         values = [value for value, _ in choices]
-        place = (values.index(getattr(self._settings, field)) + step) % len(values)
-        self._settings = dataclasses.replace(self._settings, **{field: values[place]})  # type: ignore[arg-type]
-        self._draw()
+        value = values[(values.index(getattr(self._settings, field)) + step) % len(values)]
+        self._settings = dataclasses.replace(self._settings, **{field: value})  # type: ignore[arg-type]
+        self.redraw()
 
     def action_apply(self) -> None:
         self.dismiss(self._settings)
-
-    def action_leave(self) -> None:
-        self.dismiss(None)

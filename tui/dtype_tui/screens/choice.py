@@ -1,0 +1,70 @@
+"""A box of lines over the main screen, one of which is chosen."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.containers import VerticalScroll
+from textual.widgets import Static
+
+from dtype_tui.screens.modal import ModalScreen, Result
+
+
+class ChoiceScreen(ModalScreen[Result]):
+    """Up and down move the choice. A subclass draws its lines in `draw` and has the bindings."""
+
+    HEADING: ClassVar[str]
+    """The title in the border of the box."""
+    KEYS: ClassVar[str]
+    """The line in its lower border: the keys that count here."""
+
+    DEFAULT_CSS = """
+    ChoiceScreen { align: center middle; }
+    ChoiceScreen > VerticalScroll { width: 94%; max-width: 100; height: auto; max-height: 90%; border: round $accent;
+        padding: 0 1; background: $surface; }
+    ChoiceScreen Static { height: auto; }
+    """
+
+    def __init__(self, count: int) -> None:
+        """`count`: the lines that there are to choose from."""
+        super().__init__()
+        self._count = count
+        self.index = 0
+        """Of the chosen line."""
+
+    def compose(self) -> ComposeResult:
+        with VerticalScroll(can_focus=False) as box:
+            box.border_title = self.HEADING
+            box.border_subtitle = self.KEYS
+            yield from self.compose_box()
+
+    def compose_box(self) -> ComposeResult:
+        """What the box holds."""
+        yield Static(markup=False)
+
+    def on_mount(self) -> None:
+        self.redraw()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self.redraw)
+
+    def draw(self) -> Text:
+        """The lines, each after its `marker`."""
+        raise NotImplementedError
+
+    def redraw(self) -> None:
+        """Show the lines as they are now."""
+        self.query_one(Static).update(self.draw())
+
+    def marker(self, index: int) -> tuple[str, str]:
+        """(text, style) of what stands before a line."""
+        return "› " if index == self.index else "  ", "bold"
+
+    def action_move(self, step: int) -> None:
+        self.index = (self.index + step) % self._count
+        self.redraw()
+
+    def action_leave(self) -> None:
+        self.dismiss(None)
