@@ -7,14 +7,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from textual.binding import Binding, BindingType
+from textual.keys import format_key
 
-_ON_THE_KEYBOARD = {
-    "slash": "/", "less_than_sign": "<", "greater_than_sign": ">", "comma": ",", "question_mark": "?", "escape": "Esc",
-    "colon": ":", "enter": "Enter", "tab": "Tab", "shift+tab": "Shift+Tab", "left_square_bracket": "[",
-    "right_square_bracket": "]", "left_curly_bracket": "{", "right_curly_bracket": "}", "backspace": "Backspace",
-    "pageup": "PgUp", "pagedown": "PgDn", "home": "Home", "end": "End", "up": "↑", "down": "↓", "left": "←", "right": "→",
-    "space": "Space",
-}  # fmt: skip
+_KEY_CAPS = {"enter": "Enter", "backspace": "Backspace", "pageup": "PgUp", "pagedown": "PgDn"}
+"""Keys that Textual shows by a sign or in other letters than a keyboard."""
 
 
 def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
@@ -40,6 +36,7 @@ def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
     return chosen.get(binding.id or "", binding.key)
 
 
-def on_keyboard(name: str) -> str:
-    """A key as it stands on the keyboard."""
-    return _ON_THE_KEYBOARD.get(name.strip(), name.strip().replace("ctrl+", "Ctrl+"))
+def on_keyboard(key: str) -> str:
+    """A key by Textual's name for it, as it stands on the keyboard: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
+    parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
+    return "+".join(part[0].upper() + part[1:] if len(part) > 1 else part for part in parts)
