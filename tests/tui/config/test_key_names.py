@@ -19,7 +19,7 @@ from dtype_tui.config.key_names import on_keyboard
         ("pagedown", "PgDn"),
         ("shift+tab", "Shift+Tab"),
         ("ctrl+r", "Ctrl+r"),
-        (" f5", "F5"),
+        (" f5", "f5"),
         ("left", "←"),
         ("H", "H"),
         ("1", "1"),

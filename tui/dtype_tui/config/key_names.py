@@ -39,4 +39,4 @@ def keys_of(binding: Binding, chosen: Mapping[str, str]) -> str:
 def on_keyboard(key: str) -> str:
     """A key by Textual's name for it, as it stands on the keyboard: `Ctrl+r` for `ctrl+r`, `/` for `slash`."""
     parts = [_KEY_CAPS.get(part) or format_key(part) for part in key.strip().split("+")]
-    return "+".join(part[0].upper() + part[1:] if len(part) > 1 else part for part in parts)
+    return "+".join(part[0].upper() + part[1:] if len(part) > 1 and part.isalpha() else part for part in parts)
