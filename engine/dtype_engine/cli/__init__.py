@@ -14,7 +14,7 @@ import click
 from dtype_engine.cli.program import run
 
 _PLACES = {
-    "inspect": "drift", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "drift", "scan": "scan",
+    "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
     "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report",
 }  # fmt: skip
 

@@ -1,92 +1,31 @@
-"""The commands that look at a model as it is, and run it."""
+"""`dtype-engine drift`, `flow` and `speed`: the commands that run a model."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtype_engine.cli.drift_more import fail_where_missed, look_closer
-from dtype_engine.cli.options import (
-    json_option,
-    located,
-    model_argument,
-    model_options,
-    opened,
-    options_from,
-    read_rules,
-    rule_options,
-    run_options,
-    with_options,
-    with_preset,
-)
-from dtype_engine.cli.planning import planned
-from dtype_engine.cli.program import print_json, say, say_progress
-from dtype_engine.cli.saving import may_save, save_measured, save_recipe_options
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.program import note, print_json, say, say_progress
+from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
-from dtype_engine.core.options import Options
-from dtype_engine.recipe import make_plan, require_matches
-from dtype_engine.results.drift import Generation, as_json
-from dtype_engine.results.thresholds import verdicts
+from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+from dtype_engine.results.drift import DriftReport, Generation, as_json
+from dtype_engine.results.losses import LossRemedy, severe
+from dtype_engine.results.thresholds import Verdict, verdicts
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.session import Session
+
+MISSED = 1
 
 
-@click.command()
-@model_argument
-@with_options(rule_options)
-@with_options(model_options)
-@json_option
-def inspect(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    as_object: bool,
-    **model_settings: Any,
-) -> None:
-    """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
-    options = Options(device="cpu", **model_settings)
-    source = located(model, options)
-    known = planned(source, read_rules(casts, recipe_file), options)
-    tree, plan = known.tree, known.plan
-    totals = tree.totals(plan.dtypes)
-    tensors = [
-        {
-            "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
-            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.fixed,
-        }
-        for tensor in tree.tensors.values()
-    ]  # fmt: skip
-    whole = totals[""]
-    result = {
-        "model": source.title,
-        "parameters": whole.parameters if not whole.unknown else None,
-        "buffers": whole.buffers,
-        "stored_bytes": plan.stored_bytes,
-        "planned_bytes": plan.planned_bytes,
-        "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
-        "rules": [str(rule) for rule in plan.recipe.rules],
-        "modules": [
-            {
-                "name": name, "class": module.class_name,
-                "parameters": totals[name].parameters if not totals[name].unknown else None,
-                "buffers": totals[name].buffers, "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
-            }
-            for name, module in tree.modules.items()
-        ],
-        "tensors": tensors,
-    }  # fmt: skip
-    if as_object:
-        print_json(result)
-        return
-    from dtype_engine.reports.text import inspect_text
-
-    click.echo(inspect_text(tree, plan, source.title))
-
-
-@click.command()
-@model_argument
-@with_options(rule_options)
-@with_options(run_options)
+@click.command(cls=ModelCommand)
 @click.option(
     "--generate",
     "tokens",
@@ -94,26 +33,31 @@ def inspect(
     metavar="N",
     help="Also let both write N tokens, greedily, and show where they part.",
 )
-@with_options(save_recipe_options)
+@click.option(
+    "-o",
+    "--save-recipe",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Keep the rules, the settings and the figures measured in this recipe file.",
+)
+@click.option("--force", is_flag=True, help="Replace a recipe file that is there.")
 @click.option(
     "--causes", "with_causes", is_flag=True, help="Also run every module as cast by itself: where drift arises."
 )
 @click.option(
     "--suggest", is_flag=True, help="Try rules that keep the values that the casts lose, and say the drift then."
 )
-@with_options(threshold_options)
+@threshold_options
 @json_option
 def drift(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
+    request: RunRequest,
     tokens: int | None,
     save_recipe: Path | None,
     force: bool,
     with_causes: bool,
     suggest: bool,
     as_object: bool,
-    **run_settings: Any,
+    **limits: Any,
 ) -> int:
     """Run the float32 reference and the candidate, and report how far the outputs and the memory moved.
 
@@ -121,133 +65,91 @@ def drift(
 
     Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is not kept.
     """
-    may_save(save_recipe, force)
-    limits = thresholds_from(run_settings)
-    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
+    if save_recipe is not None:
+        from dtype_engine.core.atomic_write import check_target
+
+        check_target(save_recipe, force)
+    session = request.open_session()
     report = session.drift(on_progress=say_progress)
-    save_measured(session, report, save_recipe, force)
+    if save_recipe is not None:
+        _save_measured(session, report, save_recipe, force)
     texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
-    found = verdicts(limits, report.output)
-    more = look_closer(session, report, with_causes, suggest)
+    reached = verdicts(thresholds_from(limits), report.output)
+    details = _measure_details(session, report, with_causes, suggest)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
         generated = {"generated": [_generation(text) for text in texts]} if tokens else {}
-        print_json(as_json(report) | calibration | generated | more.as_json() | {"thresholds": as_json(found)})
-        return fail_where_missed(found)
+        print_json(as_json(report) | calibration | generated | details.as_json() | {"thresholds": as_json(reached)})
+        return _exit_status(reached)
     from dtype_engine.reports.text import drift_text, generation_text
 
     click.echo(drift_text(report))
-    click.echo(more.text(report, found))
+    click.echo(details.text(report, reached))
     for text in texts:
         click.echo(generation_text(text))
-    for notice in report.notices:
-        click.echo(f"dtype-engine: note: {notice}", err=True)
-    return fail_where_missed(found)
+    note(report.notices)
+    return _exit_status(reached)
 
 
-@click.command()
-@model_argument
-@with_options(rule_options)
-@with_options(run_options)
-@json_option
-def flow(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    as_object: bool,
-    **run_settings: Any,
-) -> None:
-    """Every implicit cast of one forward pass: module, operation, from, to, elements."""
-    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
-    found = session.flow()
-    if as_object:
-        rules = [str(rule) for rule in session.recipe.rules]
-        print_json({"model": session.model.title, "rules": rules, "casts": as_json(found)})
-        return
-    from dtype_engine.reports.text import flow_text
+@dataclass(frozen=True, slots=True)
+class _Details:
+    """What `drift` tells beside the figures of a report: the floor, why values are not finite, causes, a remedy."""
 
-    click.echo(flow_text(found))
+    floor: Floor
+    nonfinite: NonFiniteDiagnosis | None
+    causes: AttributionReport | None
+    under_floor: bool
+    remedy_asked: bool
+    remedy: LossRemedy | None
 
+    def as_json(self) -> dict[str, Any]:
+        """As keys of the report's object."""
+        keys = {"floor": as_json(self.floor), "under_floor": self.under_floor, "nonfinite": as_json(self.nonfinite)}
+        keys |= {"suggest": as_json(self.remedy)} if self.remedy_asked else {}
+        return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
-@click.command()
-@model_argument
-@with_options(rule_options)
-@with_options(run_options)
-@click.option(
-    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="ForwardRunner timed after a warm-up."
-)
-@json_option
-def speed(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    repeats: int,
-    as_object: bool,
-    **run_settings: Any,
-) -> None:
-    """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
-    session = opened(model, read_rules(casts, recipe_file), options_from(**run_settings))
-    report = session.speed(lambda what, done, total: say(f"timing {what}: {done} of {total}"), repeats=repeats)
-    say("")
-    if as_object:
-        print_json(as_json(report))
-        return
-    from dtype_engine.reports.text import speed_text
+    def text(self, report: DriftReport, reached: Sequence[Verdict]) -> str:
+        """As lines under the report's."""
+        from dtype_engine.reports.text_drift import causes_text, floor_lines, nonfinite_lines, verdict_lines
+        from dtype_engine.reports.text_losses import remedy_lines
 
-    click.echo(speed_text(report))
-    for notice in report.notices:
-        click.echo(f"dtype-engine: note: {notice}", err=True)
+        lines = floor_lines(self.floor, report.output)
+        lines += nonfinite_lines(self.nonfinite) if self.nonfinite is not None else []
+        if self.remedy_asked:
+            lines += remedy_lines(self.remedy)
+        elif severe(report.lost):
+            lines.append("           --suggest tries rules that keep the values that the casts lose")
+        lines += [causes_text(self.causes)] if self.causes is not None else []
+        return "\n".join([*lines, *verdict_lines(reached)])
 
 
-@click.command()
-@model_argument
-@with_options(rule_options)
-@with_options(model_options)
-@json_option
-def weights(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    as_object: bool,
-    **model_settings: Any,
-) -> None:
-    """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
-    options = Options(device="cpu", **model_settings)
-    source = located(model, options)
-    recipe = read_rules(casts, recipe_file)
-    from dtype_engine.checkpoint import unchanged
-    from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
+def _measure_details(session: Session, report: DriftReport, causes: bool, suggest: bool) -> _Details:
+    """Measure the noise floor, and what else a report calls for (values that are not finite) or the user asked for."""
+    floor = session.floor(lambda done, total: say("the reference against itself"))
+    nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
+    attribution = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
+    remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None
+    return _Details(floor, nonfinite, attribution, floor.hides(report.output), suggest, remedy)
 
-    def progress(done: int, total: int) -> None:
-        say(f"weights: {done} of {total}")
 
-    if source.kind == "python":
-        from dtype_engine.runtime.model.load import load
+def _exit_status(reached: Sequence[Verdict]) -> int:
+    """1 where a limit was missed, with a line on standard error for each that was."""
+    missed = [verdict for verdict in reached if not verdict.passed]
+    for verdict in missed:
+        option = "--" + verdict.name.replace("_", "-")
+        print(f"dtype-engine: {option} is missed: {verdict}", file=sys.stderr)
+    return MISSED if missed else 0
 
-        live = load(source, options)
-        recipe = with_preset(recipe, live.tree)
-        require_matches(live.tree, recipe)
-        tree, plan = live.tree, make_plan(live.tree, recipe)
-        with unchanged(live.identities):
-            found = list(round_trips_of_live(live, plan.dtypes, progress))
-    else:
-        known = planned(source, recipe, options)
-        assert known.checkpoint is not None
-        tree, plan = known.tree, known.plan
-        with unchanged(known.checkpoint.identities):
-            found = list(round_trips(known.checkpoint, known.tree, plan.dtypes, progress))
-    say("")
-    left_out = skipped(tree)
-    if as_object:
-        rules = [str(rule) for rule in plan.recipe.rules]
-        print_json({"model": source.title, "rules": rules, "weights": as_json(found), "skipped": as_json(left_out)})
-        return
-    from dtype_engine.reports.text import skipped_text, weights_text
 
-    click.echo(weights_text(found))
-    if left_out:
-        click.echo(skipped_text(left_out))
+def _save_measured(session: Session, report: DriftReport, file: Path, force: bool) -> None:
+    """Write the recipe in force with a measurement of it. Raises UserError."""
+    from dtype_engine.core.atomic_write import write_text_atomic
+    from dtype_engine.recipe.provenance import recipe_text
+    from dtype_engine.reports.versions import versions
+
+    text = recipe_text(session.tree, session.plan, session.model.title, session.settings, report, versions())
+    write_text_atomic(file, text, replace=force)
 
 
 def _generation(text: Generation) -> dict[str, Any]:
@@ -258,3 +160,37 @@ def _generation(text: Generation) -> dict[str, Any]:
         "candidate": as_json(text.candidate) | {"text": text.candidate.text},
         "first_difference": text.same_tokens if text.differs else None,
     }
+
+
+@click.command(cls=ModelCommand)
+@json_option
+def flow(request: RunRequest, as_object: bool) -> None:
+    """Every implicit cast of one forward pass: module, operation, from, to, elements."""
+    session = request.open_session()
+    casts = session.flow()
+    if as_object:
+        rules = [str(rule) for rule in session.recipe.rules]
+        print_json({"model": session.model.title, "rules": rules, "casts": as_json(casts)})
+        return
+    from dtype_engine.reports.text import flow_text
+
+    click.echo(flow_text(casts))
+
+
+@click.command(cls=ModelCommand)
+@click.option(
+    "--repeats", type=click.IntRange(min=3), default=5, show_default=True, help="Passes timed after a warm-up."
+)
+@json_option
+def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
+    """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
+    session = request.open_session()
+    report = session.speed(lambda what, done, total: say(f"timing {what}: {done} of {total}"), repeats=repeats)
+    say("")
+    if as_object:
+        print_json(as_json(report))
+        return
+    from dtype_engine.reports.text import speed_text
+
+    click.echo(speed_text(report))
+    note(report.notices)

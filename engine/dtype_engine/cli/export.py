@@ -6,28 +6,14 @@ import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import click
 
-from dtype_engine.cli.options import (
-    json_option,
-    located,
-    model_argument,
-    model_options,
-    opened,
-    options_from,
-    preset_asked,
-    read_rules,
-    rule_options,
-    run_options,
-    with_options,
-    with_preset,
-)
-from dtype_engine.cli.program import print_json, say
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.reports.text_losses import loss_lines
@@ -38,9 +24,7 @@ NO = 1
 _SHOWN = 20
 
 
-@click.command()
-@model_argument
-@with_options(rule_options)
+@click.command(cls=ModelCommand, runs=False)
 @click.option(
     "-o",
     "--output",
@@ -52,53 +36,39 @@ _SHOWN = 20
 )
 @click.option("--force", is_flag=True, help="Replace FOLDER when all is written; never the model itself.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
-@with_options(model_options)
 @json_option
-def export(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    folder: Path,
-    force: bool,
-    max_shard_size: str,
-    as_object: bool,
-    **model_settings: Any,
-) -> None:
+def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
     from dtype_engine.runtime.export import export_checkpoint
     from dtype_engine.runtime.export.staging import free_name
 
-    recipe = read_rules(casts, recipe_file)
-    options = Options(device="cpu", **model_settings)
-    source = located(model, options)
+    source, recipe = request.locate(), request.recipe
     free_name(folder, force, [source.path] if source.path is not None else [])
     checkpoint = source.open()
     if checkpoint is not None:
-        if preset_asked():
+        if request.preset is not None:
             from dtype_engine.runtime.model.describe import describe
 
-            recipe = with_preset(recipe, describe(source, options).tree)
+            recipe = request.with_preset(describe(source, request.options).tree)
         report = export_checkpoint(
-            checkpoint, source.title, recipe, folder, max_shard_size, options, _rate("exporting"), force=force
+            checkpoint, source.title, recipe, folder, max_shard_size, request.options, _rate("exporting"), force=force
         )
     else:
-        report = opened(model, recipe, options).export(folder, max_shard_size, _rate("exporting"), force=force)
+        report = request.open_session(source).export(folder, max_shard_size, _rate("exporting"), force=force)
     say("")
     if as_object:
         print_json(as_json(report))
         return
     click.echo(export_text(report))
-    for notice in report.notices:
-        click.echo(f"dtype-engine: note: {notice}", err=True)
+    note(report.notices)
 
 
-@click.command()
+@click.command(cls=ModelCommand, rules=False)
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
 @click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
-@with_options(run_options)
 @json_option
-def verify(folder: Path, model: str, drift: bool, as_object: bool, **run_settings: Any) -> int:
+def verify(request: RunRequest, folder: Path, drift: bool, as_object: bool) -> int:
     """Check an export: every tensor's dtype and values as its recipe makes them of MODEL, bit for bit.
 
     Exit status 1 when anything differs.
@@ -107,11 +77,10 @@ def verify(folder: Path, model: str, drift: bool, as_object: bool, **run_setting
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
-    options = options_from(**run_settings)
+    options = request.options
     if options.device == "auto":  # the same sums on any machine
         options = dataclasses.replace(options, device="cpu")
-    source = located(model, options)
-    report = check(folder, source, drift, options, _rate("comparing"))
+    report = check(folder, request.locate(), drift, options, _rate("comparing"))
     say("")
     if as_object:
         print_json(as_json(report) | {"same": report.same})

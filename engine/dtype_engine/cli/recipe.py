@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from dtype_engine.cli.options import located, model_options, with_options
+from dtype_engine.cli.options import ModelCommand, force_option, json_option
+from dtype_engine.cli.program import print_json
+from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Recipe, make_plan, require_matches
+from dtype_engine.recipe import make_plan, require_matches
 from dtype_engine.results.drift import as_json
 
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleReading
     from dtype_engine.recipe.targets import Context, Conversion
 
-# Spelled out because both programs read this file when they start, and the targets themselves are not needed then.
+# Spelled out: the targets themselves are imported when one is written for, not for the help.
 TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
 
 DIFFERS = 1
 _SHOWN = 4
 
-json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option("--model", help="The model to write it for; the one that the recipe names by default.")
 target_names = click.Choice(TARGETS)
@@ -36,23 +37,14 @@ def recipe() -> None:
     """Presets, and recipes in the words of other tools."""
 
 
-@recipe.command()
+@recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
 @click.option("--to", "target", required=True, type=target_names, help="The tool to write for.")
 @model_option
-@with_options(model_options)
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write it to this file, not to standard output.")
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@force_option
 @json_option
-def convert(
-    file: Path,
-    target: str,
-    model: str | None,
-    output: Path | None,
-    force: bool,
-    as_object: bool,
-    **model_settings: Any,
-) -> None:
+def convert(request: RunRequest, file: Path, target: str, output: Path | None, force: bool, as_object: bool) -> None:
     """Write a recipe for another tool: exact for this model, whatever that tool's patterns prefer.
 
     What the tool can't express goes to standard error, or into 'left_out' with --json.
@@ -62,13 +54,11 @@ def convert(
 
     if output is not None:
         check_target(output, force)
-    context = _from_file(file, model, _options(model_settings))
+    context = _from_file(file, request)
     written = target_named(target).convert(context)
     if output is not None:
         write_text_atomic(output, written.text, replace=force)
     if as_object:
-        from dtype_engine.cli.program import print_json
-
         print_json(
             {
                 "target": target,
@@ -99,30 +89,24 @@ def _left_out_lines(written: Conversion) -> list[str]:
     return lines
 
 
-@recipe.command()
+@recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
 @click.option("--for", "target", required=True, type=target_names, help="The tool whose matcher to try.")
 @model_option
-@with_options(model_options)
 @json_option
-@click.pass_context
-def lint(
-    ctx: click.Context, /, file: Path, target: str, model: str | None, as_object: bool, **model_settings: Any
-) -> None:
+def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
     from dtype_engine.recipe.lint import lint as read_as
     from dtype_engine.recipe.targets import target_named
 
-    context = _from_file(file, model, _options(model_settings))
+    context = _from_file(file, request)
     found = read_as(context, target_named(target))
     if as_object:
-        from dtype_engine.cli.program import print_json
-
         print_json({"model": context.title, "differs": found.differs} | _lint_object(found))
     else:
         for line in _lint_lines(found):
             click.echo(line)
-    ctx.exit(DIFFERS if found.differs else 0)
+    return DIFFERS if found.differs else 0
 
 
 def _lint_object(found: Lint) -> dict[str, Any]:
@@ -157,15 +141,13 @@ def _rule_lines(rule: RuleReading) -> list[str]:
     return lines
 
 
-@recipe.command()
-@click.argument("model", required=False)
-@with_options(model_options)
+@recipe.command(cls=ModelCommand, rules=False, runs=False)
 @json_option
-def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
+def presets(request: RunRequest, as_object: bool) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
     from dtype_engine.recipe.presets import PRESETS
 
-    context = _context(Recipe(), model, _options(model_settings))
+    context = _context(request)
     entries: list[dict[str, Any]] = []
     for preset in PRESETS.values():
         entry: dict[str, Any] = {"name": preset.name, "sentence": preset.sentence, "rules": [], "planned_bytes": None}
@@ -178,8 +160,6 @@ def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
             entry["planned_bytes"] = make_plan(context.tree, made).planned_bytes
         entries.append(entry)
     if as_object:
-        from dtype_engine.cli.program import print_json
-
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})
         return
     from dtype_engine.core.units import human_bytes
@@ -193,33 +173,30 @@ def presets(model: str | None, as_object: bool, **model_settings: Any) -> None:
         click.echo(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
 
 
-def _options(model_settings: dict[str, Any]) -> Options:
-    return Options(device="cpu", **model_settings)
-
-
 def _some(names: tuple[str, ...]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(map(printable, names[:_SHOWN])) + more
 
 
-def _from_file(file: Path, model: str | None, options: Options) -> Context:
+def _from_file(file: Path, request: RunRequest) -> Context:
     """The plan of a recipe file for the model asked for, else the one that the file names."""
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
-    if model is None and given.model is None:
+    if request.model is not None:
+        return _context(dataclasses.replace(request, recipe=given.recipe))
+    if given.model is None:
         raise UserError(f"{file} does not say what model it is for: add --model")
-    if model is not None:
-        return _context(given.recipe, model, options)
-    return _context(given.recipe, given.model, options, python_only_by="--model")
+    return _context(dataclasses.replace(request, recipe=given.recipe, model=given.model), python_only_by="--model")
 
 
-def _context(recipe: Recipe, model: str | None, options: Options, python_only_by: str | None = None) -> Context:
+def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
     from dtype_engine.recipe.targets import Context
     from dtype_engine.runtime.model.describe import describe
 
-    source = located(model, options, python_only_by)
-    found = describe(source, options)
-    require_matches(found.tree, recipe)
-    return Context(found.tree, make_plan(found.tree, recipe), source.title, found.model_type, found.kinds)
+    source = request.locate(python_only_by)
+    model = describe(source, request.options)
+    require_matches(model.tree, request.recipe)
+    plan = make_plan(model.tree, request.recipe)
+    return Context(model.tree, plan, source.title, model.model_type, model.kinds)

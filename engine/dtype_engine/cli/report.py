@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import click
 
-from dtype_engine.cli.options import (
-    json_option,
-    located,
-    model_argument,
-    opened,
-    options_from,
-    read_rules,
-    rule_options,
-    run_options,
-    settled,
-    with_options,
-)
-from dtype_engine.cli.planning import Planned, planned
-from dtype_engine.cli.program import print_json, say, say_progress
+from dtype_engine.cli.options import ModelCommand, force_option, json_option
+from dtype_engine.cli.program import note, print_json, say, say_progress
+from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.reports.text_losses import loss_notice
@@ -28,9 +16,7 @@ from dtype_engine.results.drift import as_json
 from dtype_engine.results.losses import ValueLoss
 
 
-@click.command()
-@model_argument
-@with_options(rule_options)
+@click.command(cls=ModelCommand)
 @click.option(
     "-o",
     "--output",
@@ -40,18 +26,9 @@ from dtype_engine.results.losses import ValueLoss
     metavar="FILE",
     help="What to write: .html or .md.",
 )
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
-@with_options(run_options)
+@force_option
 @json_option
-def report(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    file: Path,
-    force: bool,
-    as_object: bool,
-    **run_settings: Any,
-) -> None:
+def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> None:
     """Measure a recipe, and write rules, memory, drift, every module and how it was measured to one file.
 
     The file needs nothing else: plots are inside it, nothing is fetched, nothing in it runs. Where the model can't be run, it
@@ -62,11 +39,11 @@ def report(
 
     check_name(file)
     check_target(file, force)
-    rules, options = read_rules(casts, recipe_file), options_from(**run_settings)
+    source = request.locate()
     measured, reason = None, ""
     lost: tuple[ValueLoss, ...] | None
     try:
-        session = opened(model, rules, options)
+        session = request.open_session(source)
         lost = session.lost_values()
         tree, plan, title, settings = session.tree, session.plan, session.model.title, session.settings
         try:
@@ -74,9 +51,8 @@ def report(
         except NoForward as error:
             reason = str(error)
     except NoForward as error:
-        source = located(model, options)
-        known = planned(source, rules, options)
-        tree, plan, title, settings = known.tree, known.plan, source.title, settled(options).settings
+        known = request.plan(source)
+        tree, plan, title, settings = known.tree, known.plan, source.title, request.options.settings
         reason = str(error)
         lost = _losses(known)
     say("")
@@ -90,9 +66,9 @@ def report(
         return
     click.echo(f"wrote {printable(str(written), 1000)}")
     if notice := loss_notice(lost or ()):
-        click.echo(f"dtype-engine: note: {notice}", err=True)
+        note([notice])
     if reason:
-        click.echo(f"dtype-engine: note: without drift: {reason}", err=True)
+        note([f"without drift: {reason}"])
 
 
 def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:

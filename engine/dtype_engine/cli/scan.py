@@ -2,70 +2,84 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dtype_engine.cli.options import json_option, model_argument, opened, options_from, run_options, with_options
-from dtype_engine.cli.program import print_json, say
+from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
+from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ScanReport, as_json
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 
+if TYPE_CHECKING:
+    from dtype_engine.runtime.session import Session
+
 NO = 1
-scan_options = [
-    click.option(
-        "--dtypes",
-        "dtype_names",
-        metavar="DTYPE,...",
-        help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
-    ),
-    click.option(
-        "--draws", type=click.IntRange(min=1), help="Backward passes a sequence.  [default: 24 over all, at least 4]"
-    ),
-    click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
-    click.option(
-        "--save",
-        type=click.Path(path_type=Path),
-        help="Keep the scan in this file after every sequence, and go on from it.",
-    ),
-]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-@click.command()
-@model_argument
-@with_options(scan_options)
-@with_options(run_options)
+def scan_options(function: Function) -> Function:
+    """Add the options of `_scanned` to a command's function."""
+    for option in (
+        click.option(
+            "--save",
+            type=click.Path(path_type=Path),
+            help="Keep the scan in this file after every sequence, and go on from it.",
+        ),
+        click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
+        click.option(
+            "--draws",
+            type=click.IntRange(min=1),
+            help="Backward passes a sequence.  [default: 24 over all, at least 4]",
+        ),
+        click.option(
+            "--dtypes",
+            "dtype_names",
+            metavar="DTYPE,...",
+            help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
+        ),
+    ):
+        function = option(function)
+    return function
+
+
+@click.command(cls=ModelCommand, rules=False)
+@scan_options
 @json_option
-def scan(
-    model: str | None,
-    dtype_names: str | None,
-    draws: int | None,
-    exact: bool,
-    save: Path | None,
-    as_object: bool,
-    **run_settings: Any,
-) -> None:
+def scan(request: RunRequest, as_object: bool, **how: Any) -> None:
     """How much every weight matters in every dtype, in the time of a few forward passes."""
-    _, report = _scanned(model, dtype_names, draws, exact, save, run_settings)
+    _, report = _scanned(request, **how)
     if as_object:
         print_json(as_json(report))
         return
     from dtype_engine.reports.text_scan import scan_text
 
     click.echo(scan_text(report))
-    _notes(report.notices)
+    note(report.notices)
 
 
-@click.command()
-@model_argument
+@click.command(cls=ModelCommand, rules=False)
 @click.option("--budget", metavar="SIZE", help="The most bytes there may be: 12GiB, 500MB, or 45% of those stored.")
-@click.option("--max-kl", "--max-drift", "max_drift", type=float, help="The most predicted drift there may be.")
+@click.option(
+    "--max-predicted",
+    "--max-kl",
+    "--max-drift",
+    cls=RenamedOption,
+    type=float,
+    metavar="DRIFT",
+    help="The most predicted drift there may be, in the unit of the scan.",
+)
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Stays as stored; may be repeated.")
 @click.option(
+    "--group",
     "--together",
+    "groups",
+    cls=RenamedOption,
     multiple=True,
     metavar="PATTERN",
     help="One dtype for what it takes in one parent, as '*.{q,k,v}_proj'; may be repeated.",
@@ -77,27 +91,22 @@ def scan(
     help="The dtypes allowed for what a pattern takes; may be repeated, the last that matches decides.",
 )
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
-@click.option("--force", is_flag=True, help="Replace a file that is there.")
+@force_option
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Measure what was found.")
-@with_options(scan_options)
-@with_options(run_options)
+@scan_options
 @json_option
 def search(
-    model: str | None,
+    request: RunRequest,
     budget: str | None,
-    max_drift: float | None,
+    max_predicted: float | None,
     keep: tuple[str, ...],
-    together: tuple[str, ...],
+    groups: tuple[str, ...],
     only: tuple[str, ...],
     output: Path | None,
     force: bool,
     measure: bool,
-    dtype_names: str | None,
-    draws: int | None,
-    exact: bool,
-    save: Path | None,
     as_object: bool,
-    **run_settings: Any,
+    **how: Any,
 ) -> int:
     """The best recipe for a budget, by a scan; predicted drift beside measured."""
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
@@ -105,15 +114,15 @@ def search(
 
     if output is not None:
         check_target(output, force)
-    if (budget is None) == (max_drift is None):
-        raise UserError("give either --budget or --max-kl")
+    if (budget is None) == (max_predicted is None):
+        raise UserError("give either --budget or --max-predicted")
     if budget is not None:
         parse_bytes(budget, 0)
     rules = [parse_allowed(text) for text in only]
-    session, _ = _scanned(model, dtype_names, draws, exact, save, run_settings)
+    session, _ = _scanned(request, **how)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     try:
-        report = session.search(most, max_drift, Constraints(keep, together, (), tuple(rules)), measure)
+        report = session.search(most, max_predicted, Constraints(keep, groups, (), tuple(rules)), measure)
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
@@ -130,16 +139,16 @@ def search(
         from dtype_engine.reports.text_scan import search_text
 
         click.echo(search_text(report))
-    _notes(report.notices)
+    note(report.notices)
     return 0
 
 
 def _scanned(
-    model: str | None, names: str | None, draws: int | None, exact: bool, save: Path | None, settings: dict[str, Any]
-) -> tuple[Any, ScanReport]:
+    request: RunRequest, dtype_names: str | None, draws: int | None, exact: bool, save: Path | None
+) -> tuple[Session, ScanReport]:
     """A session, scanned."""
-    asked = parse_dtypes(names) if names is not None else None
-    session = opened(model, Recipe(), options_from(**settings))
+    asked = parse_dtypes(dtype_names) if dtype_names is not None else None
+    session = request.open_session()
     from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
 
     def progress(what: str, done: int, total: int | None) -> None:
@@ -148,8 +157,3 @@ def _scanned(
     report = session.scan(asked or DEFAULT_DTYPES, draws, exact, save, progress)
     say("")
     return session, report
-
-
-def _notes(notices: tuple[str, ...]) -> None:
-    for notice in notices:
-        click.echo(f"dtype-engine: note: {notice}", err=True)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import click
 
 from dtype_engine.results.thresholds import Thresholds
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def _share(context: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
@@ -32,13 +35,20 @@ def _number(context: click.Context, parameter: click.Parameter, text: str | None
     return number
 
 
-threshold_options = [
+_OPTIONS = (
     click.option("--max-kl", metavar="NATS", callback=_number, help="Limit: mean KL divergence, nats per position."),
     click.option("--min-sqnr", metavar="DB", callback=_number, help="Limit: SQNR of the main output, dB."),
     click.option("--min-top1", metavar="SHARE", callback=_share, help="Limit: top-1 agreement, 0.99 or 99%."),
-]
+)
 
 
-def thresholds_from(settings: dict[str, Any]) -> Thresholds:
-    """Take the limits out of what click gathered."""
-    return Thresholds(settings.pop("max_kl"), settings.pop("min_sqnr"), settings.pop("min_top1"))
+def threshold_options(command: Function) -> Function:
+    """Add the options of `thresholds_from` to a command's function."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def thresholds_from(values: Mapping[str, float | None]) -> Thresholds:
+    """The limits among a command's values by parameter name."""
+    return Thresholds(values["max_kl"], values["min_sqnr"], values["min_top1"])

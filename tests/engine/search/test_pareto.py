@@ -274,7 +274,7 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     assert run(cli, "dtype-engine", ["scan", folder, *common]) == 0
     text = capsys.readouterr().out
     assert "what matters most" in text
-    assert run(cli, "dtype-engine", ["search", folder, *common, "--max-kl", "1e-6"]) == 0
+    assert run(cli, "dtype-engine", ["search", folder, *common, "--max-predicted", "1e-6"]) == 0
     assert "Pareto front" in capsys.readouterr().out
 
 

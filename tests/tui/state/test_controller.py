@@ -84,7 +84,7 @@ def app_on(model: str, options: Options | None = None) -> DtypeApp:
     """As the command line opens it."""
     options = options or Options()
     source = locate(model, options.trust_pickle)
-    tree, whole = source.glance()
+    tree, whole = source.peek()
     return DtypeApp(source.title, tree, lambda emit: Worker(source, options, emit, read_headers=not whole), whole=whole)
 
 

@@ -15,19 +15,9 @@ from typing import TYPE_CHECKING, Any
 import click
 from textual.binding import Binding
 
-from dtype_engine.cli.options import (
-    located,
-    model_argument,
-    options_from,
-    preset_asked,
-    read_rules,
-    refuse_unmatched,
-    rule_options,
-    run_options,
-    settled,
-    with_options,
-)
+from dtype_engine.cli.options import ModelCommand
 from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
+from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -39,51 +29,40 @@ if TYPE_CHECKING:
     from dtype_tui.state.session_saver import SessionSaver
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ModelCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
-@model_argument
-@with_options(rule_options)
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
-@with_options(run_options)
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
-@with_options(threshold_options)
-def command(
-    model: str | None,
-    casts: tuple[str, ...],
-    recipe_file: Path | None,
-    in_ascii: bool,
-    resume: bool,
-    **run_settings: Any,
-) -> int:
+@threshold_options
+def command(request: RunRequest, in_ascii: bool, resume: bool, **limits: Any) -> int:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
     `demo`, the built-in one. Without it the models that lie here are offered. `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
-    limits = thresholds_from(run_settings)
-    recipe = read_rules(casts, recipe_file)
-    options = settled(options_from(**run_settings))
+    model, options, recipe = request.model, request.options, request.recipe
     saved = None
     if resume:
-        from dtype_tui.cli.resume import explicit_options, saved_session, with_saved_options
+        from dtype_tui.cli.resume import saved_session, with_saved_options
 
         saved = saved_session(model)
-        model, options = saved.model, with_saved_options(options, saved.options, explicit_options())
+        model, options = saved.model, with_saved_options(options, saved.options, request.explicit)
     elif model is None:
         _need_a_terminal()
         model = _chosen(config)
         if model is None:
             return 0
-    source = located(model, options)
-    tree, whole = source.glance()
+    request = dataclasses.replace(request, model=model, options=options)
+    source = request.locate()
+    tree, whole = source.peek()
     if recipe.rules and tree is not None and not whole:
         # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
     _need_a_terminal()
     if tree is not None:
-        refuse_unmatched(source, tree, recipe, options)
+        request.refuse_unmatched(source, tree)
     from dtype_engine.worker.worker import Worker
     from dtype_tui.app import DtypeApp
 
@@ -103,8 +82,8 @@ def command(
     if saved is not None:
         app.restore(saved)
         recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
-    app.start_with(recipe, preset_asked())
-    app.experiment.thresholds = limits
+    app.start_with(recipe, request.preset)
+    app.experiment.thresholds = thresholds_from(limits)
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0
@@ -124,12 +103,12 @@ def _need_a_terminal() -> None:
 
 def _chosen(config: Config) -> str | None:
     """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
-    from dtype_engine.checkpoint.discovery import nearby
+    from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
     from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, ModelPicker, Offer
     from dtype_tui.state.session_store import recent_models
 
-    offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in nearby(Path())]
+    offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
     recent = [
         Offer(found.model, "opened lately", None, found.time.timestamp())
         for found in recent_models()

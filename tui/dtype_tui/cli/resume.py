@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-
-import click
+from collections.abc import Set
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.errors import UserError
@@ -14,7 +13,7 @@ from dtype_engine.core.text import printable
 from dtype_tui.state.session_store import SavedSession, newest_session
 
 
-def with_saved_options(options: Options, saved: Options, explicit: set[str]) -> Options:
+def with_saved_options(options: Options, saved: Options, explicit: Set[str]) -> Options:
     """The options of a saved session, but for those in `explicit`, which the command line gave (names of fields of Options and
     RunSettings), and the trust, which is never saved.
     """
@@ -49,10 +48,3 @@ def saved_session(model: str | None) -> SavedSession:
     if saved.path is None and saved.folder is not None and saved.folder.is_dir():
         sys.path.insert(0, str(saved.folder))
     return saved
-
-
-def explicit_options() -> set[str]:
-    """The names of the options that the running command was given."""
-    context = click.get_current_context()
-    default = click.core.ParameterSource.DEFAULT
-    return {name for name in context.params if context.get_parameter_source(name) is not default}

@@ -1,0 +1,92 @@
+"""`dtype-engine inspect` and `dtype-engine weights`: a model as it is stored, and what casts do to its values; nothing is run."""
+
+from __future__ import annotations
+
+import click
+
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.program import print_json, say
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.results.drift import as_json
+
+
+@click.command(cls=ModelCommand, runs=False)
+@json_option
+def inspect(request: RunRequest, as_object: bool) -> None:
+    """Modules, dtypes, parameters and bytes; from the headers alone where there are headers."""
+    source = request.locate()
+    planned = request.plan(source)
+    tree, plan = planned.tree, planned.plan
+    totals = tree.totals(plan.dtypes)
+    tensors = [
+        {
+            "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
+            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.fixed,
+        }
+        for tensor in tree.tensors.values()
+    ]  # fmt: skip
+    whole = totals[""]
+    result = {
+        "model": source.title,
+        "parameters": whole.parameters if not whole.unknown else None,
+        "buffers": whole.buffers,
+        "stored_bytes": plan.stored_bytes,
+        "planned_bytes": plan.planned_bytes,
+        "dtypes": {name: {"elements": whole.elements[name], "bytes": whole.nbytes[name]} for name in whole.elements},
+        "rules": [str(rule) for rule in plan.recipe.rules],
+        "modules": [
+            {
+                "name": name, "class": module.class_name,
+                "parameters": totals[name].parameters if not totals[name].unknown else None,
+                "buffers": totals[name].buffers, "bytes": totals[name].total_bytes, "dtypes": dict(totals[name].nbytes),
+            }
+            for name, module in tree.modules.items()
+        ],
+        "tensors": tensors,
+    }  # fmt: skip
+    if as_object:
+        print_json(result)
+        return
+    from dtype_engine.reports.text import inspect_text
+
+    click.echo(inspect_text(tree, plan, source.title))
+
+
+@click.command(cls=ModelCommand, runs=False)
+@json_option
+def weights(request: RunRequest, as_object: bool) -> None:
+    """What a cast does to the values of every tensor, without a forward pass: errors, overflow, underflow."""
+    source = request.locate()
+    from dtype_engine.checkpoint import unchanged
+    from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
+
+    def on_progress(done: int, total: int) -> None:
+        say(f"weights: {done} of {total}")
+
+    if source.kind == "python":
+        from dtype_engine.runtime.model.load import load
+
+        live = load(source, request.options)
+        recipe = request.with_preset(live.tree)
+        require_matches(live.tree, recipe)
+        tree, plan = live.tree, make_plan(live.tree, recipe)
+        with unchanged(live.identities):
+            errors = list(round_trips_of_live(live, plan.dtypes, on_progress))
+    else:
+        planned = request.plan(source)
+        assert planned.checkpoint is not None
+        tree, plan = planned.tree, planned.plan
+        with unchanged(planned.checkpoint.identities):
+            errors = list(round_trips(planned.checkpoint, tree, plan.dtypes, on_progress))
+    say("")
+    left_out = skipped(tree)
+    if as_object:
+        rules = [str(rule) for rule in plan.recipe.rules]
+        print_json({"model": source.title, "rules": rules, "weights": as_json(errors), "skipped": as_json(left_out)})
+        return
+    from dtype_engine.reports.text import skipped_text, weights_text
+
+    click.echo(weights_text(errors))
+    if left_out:
+        click.echo(skipped_text(left_out))

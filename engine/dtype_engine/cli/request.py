@@ -1,0 +1,174 @@
+"""What a command line asks about one model, as plain data: made once by `ModelCommand`, then only read."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import click
+
+from dtype_engine.cli.program import say
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import check_files
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.session import Session
+
+_AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
+_SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A model without its weights, and the plan of a recipe for it. `checkpoint`: the headers, None of a Python source."""
+
+    checkpoint: Checkpoint | None
+    tree: Tree
+    plan: Plan
+
+
+@dataclass(frozen=True, slots=True)
+class RunRequest:
+    """MODEL, the rules for it, and how to open and run it.
+
+    model: as it was typed. recipe: the rules of the recipe file, then those of --cast. preset: its rules go before them, and
+    can't be known before the tree is (see `with_preset`). options: with the settings of the recipe file where the command line
+    says nothing else. made_for: the model that the recipe file names. explicit: the parameters that the user gave, by name.
+    """
+
+    model: str | None
+    options: Options
+    recipe: Recipe = field(default_factory=Recipe)
+    preset: str | None = None
+    recipe_file: Path | None = None
+    made_for: str | None = None
+    explicit: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool) -> RunRequest:
+        """The request of a command line's values by parameter name; `runs`: those of a forward pass are among them.
+
+        Raises UserError for a rule, a preset, a recipe file or an input file that is none.
+        """
+        preset, file = values.get("preset"), values.get("recipe_file")
+        if preset is not None:
+            from dtype_engine.recipe.presets import preset as preset_named
+
+            preset_named(preset)
+        recipe, made_for, settings = Recipe(), None, None
+        if file is not None:
+            from dtype_engine.recipe.file import read_recipe_file
+
+            written = read_recipe_file(file)
+            recipe, made_for, settings = written.recipe, written.model, written.settings
+        recipe = _and_casts(recipe, values.get("casts", ()))
+        options = _options(values, runs)
+        if settings is not None and runs:
+            said = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
+            options = dataclasses.replace(options, settings=dataclasses.replace(settings, **said))
+        return cls(values.get("model"), options, recipe, preset, file, made_for, explicit)
+
+    def locate(self, python_only_by: str | None = None) -> Source:
+        """What MODEL means (one that a file names, with `python_only_by`; see `checkpoint.source.locate`).
+
+        Raises UserError, also for an option that does not go with such a model.
+        """
+        from dtype_engine.checkpoint.source import locate
+
+        options = self.options
+        source = locate(self.model, options.trust_pickle, options.download, python_only_by)
+        if source.kind == "checkpoint" and options.weights is not None:
+            raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
+        if source.kind == "python" and options.architecture is not None:
+            raise UserError(f"--architecture goes with a checkpoint; {source.title} makes its own module")
+        return source
+
+    def open_session(self, source: Source | None = None) -> Session:
+        """A session with the rules in force. Raises UserError, also for a rule that takes nothing."""
+        source = source or self.locate()
+        checkpoint = source.open()
+        if checkpoint is not None and self.recipe.rules:
+            self.refuse_unmatched(source, checkpoint.tree())
+        from dtype_engine.runtime.session import open_session
+
+        session = open_session(source, self.options, say=say)
+        title = session.model.title
+        if self.made_for is not None and self.made_for != title:
+            made_for = printable(self.made_for)
+            click.echo(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}", err=True)
+        recipe = self.with_preset(session.tree)
+        require_matches(session.tree, recipe)
+        session.apply(recipe)
+        return session
+
+    def plan(self, source: Source) -> Planned:
+        """The plan of the rules, the preset's among them, without loading a weight.
+
+        Headers alone are enough where there are no rules. Rules go by the classes, ties and names of the architecture, whose
+        import takes seconds. Raises UserError, also for a rule that takes nothing or whose module classes are not known.
+        """
+        checkpoint = source.open()
+        if checkpoint is not None and not self.recipe.rules and not self.preset and not self.options.architecture:
+            return Planned(checkpoint, tree := checkpoint.tree(), make_plan(tree, self.recipe))
+        from dtype_engine.runtime.model.describe import describe
+
+        tree = describe(source, self.options).tree
+        recipe = self.with_preset(tree)
+        require_matches(tree, recipe)
+        return Planned(checkpoint, tree, make_plan(tree, recipe))
+
+    def with_preset(self, tree: Tree) -> Recipe:
+        """The recipe, after the rules that the preset has for a tree. Raises UserError."""
+        if self.preset is None:
+            return self.recipe
+        from dtype_engine.recipe.presets import preset
+
+        return Recipe((*preset(self.preset).recipe(tree).rules, *self.recipe.rules))
+
+    def refuse_unmatched(self, source: Source, tree: Tree) -> None:
+        """Raise UserError for a rule that takes nothing, before any weight is loaded.
+
+        The headers' names mostly tell at once. Where they do not, or a rule goes by module classes, the architecture is asked,
+        which imports torch: it also has tied names and packed experts that the files do not have.
+        """
+        if not self.recipe.rules:
+            return
+        plan = make_plan(tree, self.recipe)
+        plan.refuse_too_slow()
+        if plan.unmatched or plan.waiting:
+            from dtype_engine.runtime.model.describe import describe
+
+            require_matches(describe(source, self.options).tree, self.recipe)
+
+
+def _and_casts(recipe: Recipe, casts: Sequence[str]) -> Recipe:
+    for cast in casts:
+        recipe = recipe.then(Rule.parse(cast))
+    return recipe
+
+
+def _options(values: Mapping[str, Any], runs: bool) -> Options:
+    """The fields of `Options` that are among a command line's values. Raises UserError for a dtype or file that is none."""
+    given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
+    if not runs:
+        return Options(**({"device": "cpu"} | given))
+    compute = dtypes.parse_target(values["compute"])
+    if compute not in dtypes.COMPUTE_DTYPES:
+        raise UserError(f"--compute {values['compute']}: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
+    autocast = values["autocast"]
+    cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
+    if autocast is not None and cast is None:
+        raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
+    options = Options(**given, settings=RunSettings(compute, cast, values["float_inputs"]))
+    check_files(options)
+    return options

@@ -1,0 +1,129 @@
+"""The command line as one frozen request: what was said explicitly wins, and each file is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+from dtype_engine.checkpoint import folder, safetensors_header
+from dtype_engine.cli import cli
+from dtype_engine.cli.options import ModelCommand
+from dtype_engine.cli.program import run
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.cli.scan import search
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import file as recipe_file
+
+RECIPE = """\
+version: 1
+model: another
+rules: [{pattern: "*.mlp", dtype: bfloat16}]
+settings: {autocast: float16, compute: bfloat16}
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(RECIPE)
+    return path
+
+
+def request_of(*arguments: str) -> RunRequest:
+    """What a command gets of these arguments."""
+    requests: list[RunRequest] = []
+
+    @click.command(cls=ModelCommand)
+    def command(request: RunRequest) -> None:
+        requests.append(request)
+
+    assert run(command, "program", arguments) == 0
+    return requests[0]
+
+
+def counted(monkeypatch: pytest.MonkeyPatch, module: object, name: str) -> list[object]:
+    """The first argument of every call of a module's function from now on."""
+    calls: list[object] = []
+    function: Callable[..., object] = getattr(module, name)
+
+    def counting(first: object, *others: object) -> object:
+        calls.append(first)
+        return function(first, *others)
+
+    monkeypatch.setattr(module, name, counting)
+    return calls
+
+
+def test_nothing_said_is_the_demo_with_the_defaults() -> None:
+    request = request_of()
+    assert request.model is None
+    assert request.explicit == frozenset()
+    assert request.options.settings == RunSettings()
+    assert len(request.recipe) == 0
+
+
+def test_rules_of_the_file_come_before_those_of_the_command_line(recipe: Path) -> None:
+    request = request_of("some/model", "--cast", "*norm*=f32", "--recipe", str(recipe), "--cast", "*=f16")
+    assert list(map(str, request.recipe.rules)) == ["*.mlp=bfloat16", "*norm*=float32", "*=float16"]
+    assert request.made_for == "another"
+    assert request.explicit == {"model", "casts", "recipe_file"}
+
+
+def test_a_setting_said_on_the_command_line_wins_over_the_file(recipe: Path) -> None:
+    assert request_of("--recipe", str(recipe)).options.settings == RunSettings("bfloat16", "float16")
+    # Even where it says what is the default: it was said.
+    said = request_of("--recipe", str(recipe), "--compute", "float32").options.settings
+    assert said == RunSettings("float32", "float16")
+
+
+def test_a_request_is_made_of_values_alone() -> None:
+    with pytest.raises(RuntimeError):
+        click.get_current_context()
+    request = RunRequest.of({"model": "m", "casts": ("*=bf16",), "weights": Path("w.pth")}, frozenset(), runs=False)
+    assert (request.model, request.options.device, request.options.weights) == ("m", "cpu", Path("w.pth"))
+
+
+def test_the_recipe_file_is_read_once_per_command(
+    monkeypatch: pytest.MonkeyPatch, recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads = counted(monkeypatch, recipe_file, "read_recipe_file")
+    assert run(cli, "dtype-engine", ["flow", "--recipe", str(recipe)]) == 0
+    assert "was made for another" in capsys.readouterr().err
+    assert reads == [recipe]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["inspect"],
+        ["inspect", "--cast", "type:Linear=bf16"],
+        ["drift", "--cast", "*.mlp=bf16"],
+        ["scan", "--dtypes", "bf16"],
+    ],
+)
+def test_headers_are_read_once_per_command(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    reads = counted(monkeypatch, folder, "read_header")
+    headers = counted(monkeypatch, safetensors_header, "_header_bytes")
+    assert run(cli, "dtype-engine", arguments) == 0
+    assert len(reads) == len(set(reads)) > 0
+    assert headers == reads
+
+
+@pytest.mark.parametrize("spelling", ["--max-predicted", "--max-kl", "--max-drift"])
+def test_a_search_takes_the_old_spellings(spelling: str) -> None:
+    context = search.make_context("search", [spelling, "0.5", "--group", "*.q", "--together", "*.k"])
+    assert context.params["max_predicted"] == 0.5
+    assert context.params["groups"] == ("*.q", "*.k")
+
+
+def test_the_help_has_the_new_spellings_alone() -> None:
+    text = search.get_help(click.Context(search))
+    assert "--max-predicted" in text
+    assert "--group" in text
+    for old in ("--max-kl", "--max-drift", "--together"):
+        assert old not in text
