@@ -16,7 +16,7 @@ _MOST = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Nearby:
+class LocalModel:
     """Something that `locate` opens. `place` says where it was found; `nbytes` is of its weight files, None if not known."""
 
     model: str
@@ -26,16 +26,16 @@ class Nearby:
     """Seconds since 1970."""
 
 
-def nearby(folder: Path) -> list[Nearby]:
+def find_models(folder: Path) -> list[LocalModel]:
     """The folder itself where it is a checkpoint, else those in it; then those of the cache; each kind with the newest first."""
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
 
 
-def _newest_first(found: Nearby) -> tuple[float, str]:
+def _newest_first(found: LocalModel) -> tuple[float, str]:
     return (-found.modified, found.model)
 
 
-def _of_folder(folder: Path) -> Iterator[Nearby]:
+def _of_folder(folder: Path) -> Iterator[LocalModel]:
     entries = _entries(folder)
     if any(entry.name in _MARKS for entry in entries):
         yield _checkpoint(".", "this folder", entries)
@@ -48,12 +48,12 @@ def _of_folder(folder: Path) -> Iterator[Nearby]:
                     yield _checkpoint(f"{entry.name}/", "this folder", inside)
             elif entry.name.endswith(_FILES):
                 status = entry.stat()
-                yield Nearby(entry.name, "this folder", status.st_size, status.st_mtime)
+                yield LocalModel(entry.name, "this folder", status.st_size, status.st_mtime)
         except OSError:
             continue
 
 
-def _of_cache() -> Iterator[Nearby]:
+def _of_cache() -> Iterator[LocalModel]:
     for entry in _entries(Path(hub_cache())):
         kind, _, name = entry.name.partition("--")
         if kind != "models" or "--" not in name:
@@ -64,9 +64,9 @@ def _of_cache() -> Iterator[Nearby]:
             yield _checkpoint(name.replace("--", "/", 1), "Hugging Face cache", files)
 
 
-def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> Nearby:
+def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> LocalModel:
     nbytes = sum(_size(file) for file in files if file.name.endswith(_FILES))
-    return Nearby(model, place, nbytes or None, max((_modified(file) for file in files), default=0.0))
+    return LocalModel(model, place, nbytes or None, max((_modified(file) for file in files), default=0.0))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:

@@ -6,11 +6,11 @@ import importlib.util
 import os
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dtype_engine.checkpoint import PICKLES, Checkpoint, needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint import PICKLES, Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -31,14 +31,27 @@ class Source:
     module: str | None = None
     attribute: str | None = None
     trust_pickle: bool = False
+    _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
+        default_factory=list, init=False, repr=False, compare=False
+    )
+    """What `open` has read, with the files that it was read of; nothing or one."""
 
     def open(self) -> Checkpoint | None:
-        """The checkpoint's headers; None for a Python source, which has none. Raises UserError."""
+        """The checkpoint's headers; None for a Python source, which has none. Raises UserError.
+
+        They are read once, and again where a file of weights or a JSON file beside them is another by now.
+        """
         if self.kind != "checkpoint" or self.path is None:
             return None
-        return open_checkpoint(self.path, self.trust_pickle)
+        described_by = _json_files(self.path)
+        for checkpoint, files in self._opened:
+            if described_by == files and not any(file.change() for file in checkpoint.identities):
+                return checkpoint
+        checkpoint = open_checkpoint(self.path, self.trust_pickle)
+        self._opened[:] = [(checkpoint, described_by)]
+        return checkpoint
 
-    def glance(self) -> tuple[Tree | None, bool]:
+    def peek(self) -> tuple[Tree | None, bool]:
         """What can be shown at once: a tree, if any, and whether it is all there is.
 
         Nothing of a Python source or a pickle, which need torch; of a very large checkpoint the tree of its first shard; of
@@ -88,6 +101,13 @@ def locate(
         f"{printable(model, 200)}: no such folder or file, and no Hugging Face model of this name is in the local cache "
         f"({hub_cache()}); --download fetches one"
     )
+
+
+def _json_files(path: Path) -> tuple[FileIdentity, ...]:
+    """The configuration and the index of a checkpoint, as they are now."""
+    folder = path if path.is_dir() else path.parent
+    files = sorted(folder.glob("*.json")) if path.is_dir() else [folder / "config.json"]
+    return tuple(FileIdentity.of(file) for file in files if file.is_file())
 
 
 def is_python(model: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
@@ -120,8 +121,15 @@ class Plan:
             )
 
 
+_latest: WeakKeyDictionary[Tree, Plan] = WeakKeyDictionary()
+"""The last plan of every tree: a command, the session and the screen ask for the same one after the other."""
+
+
 def make_plan(tree: Tree, recipe: Recipe) -> Plan:
     """Apply the rules in order; the last that takes a tensor wins. Untouched tensors stay as stored."""
+    known = _latest.get(tree)
+    if known is not None and known.recipe == recipe:
+        return known
     planned = {name: tensor.dtype for name, tensor in tree.tensors.items()}
     decided: dict[str, int] = {}
     selections: list[Selection] = []
@@ -142,7 +150,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
             for name in taken.tensors:
                 planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
                 decided[name] = index
-    return Plan(
+    plan = Plan(
         recipe,
         planned,
         decided,
@@ -152,6 +160,9 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         tuple(waiting),
         tuple(too_slow),
     )
+    if not too_slow:  # with more time they may match
+        _latest[tree] = plan
+    return plan
 
 
 def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:

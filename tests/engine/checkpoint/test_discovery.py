@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine.checkpoint.discovery import nearby
+from dtype_engine.checkpoint.discovery import find_models
 from dtype_engine.checkpoint.source import locate
 
 
@@ -33,7 +33,7 @@ def test_files_and_folders_here_the_newest_first(tmp_path: Path, cache: Path) ->
     put(here / "pipe" / "model_index.json", age=700)
     put(here / "photos" / "cat.png")
     put(here / ".hidden" / "config.json")
-    found = nearby(here)
+    found = find_models(here)
     assert [(one.model, one.nbytes) for one in found] == [
         ("new.pth", 200), ("llama/", 1000), ("pipe/", None), ("old.safetensors", 100),
     ]  # fmt: skip
@@ -45,7 +45,7 @@ def test_a_checkpoint_folder_is_one_thing_and_its_shards_are_not_offered(tmp_pat
     put(here / "config.json")
     for shard in (1, 2):
         put(here / f"model-{shard}-of-2.safetensors", 50)
-    assert [(one.model, one.nbytes) for one in nearby(here)] == [(".", 100)]
+    assert [(one.model, one.nbytes) for one in find_models(here)] == [(".", 100)]
 
 
 def test_the_cache_by_the_ids_that_locate_takes(tmp_path: Path, cache: Path) -> None:
@@ -54,17 +54,17 @@ def test_the_cache_by_the_ids_that_locate_takes(tmp_path: Path, cache: Path) -> 
     put(snapshot / "model.safetensors", 64)
     put(cache / "models--org--empty" / "refs" / "main")
     put(cache / "datasets--org--data" / "snapshots" / "abc" / "config.json")
-    found = nearby(tmp_path / "missing")
+    found = find_models(tmp_path / "missing")
     assert [(one.model, one.place, one.nbytes) for one in found] == [("org/tiny-net", "Hugging Face cache", 64)]
     assert locate("org/tiny-net").path == snapshot
 
 
 def test_nothing_is_nothing(tmp_path: Path, cache: Path) -> None:
-    assert nearby(tmp_path) == []
+    assert find_models(tmp_path) == []
 
 
 def test_a_folder_that_can_not_be_looked_into_is_left_out(tmp_path: Path, cache: Path) -> None:
     here = tmp_path / "here"
     put(here / "a.gguf", 5)
     (here / "broken.safetensors").symlink_to(here / "nowhere")
-    assert [one.model for one in nearby(here)] == ["a.gguf"]
+    assert [one.model for one in find_models(here)] == ["a.gguf"]

@@ -81,3 +81,22 @@ def test_other_files_say_what_to_do(tmp_path: Path) -> None:
         (tmp_path / name).write_text("x")
         with pytest.raises(UserError, match=says):
             locate(str(tmp_path / name)).open()
+
+
+def test_headers_are_read_again_only_where_a_file_is_another(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama()
+    source = locate(str(folder))
+    first = source.open()
+    assert first is not None
+    assert source.open() is first
+    (folder / "config.json").write_text((folder / "config.json").read_text() + " ")
+    second = source.open()
+    assert second is not None
+    assert second is not first
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes())  # another time of change
+    assert source.open() is not second
+    assert source == locate(str(folder))  # what was read is no part of what was named
+    weights.unlink()
+    with pytest.raises(UserError):
+        source.open()
