@@ -19,7 +19,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import yaml
 
 from dtype_engine.core import dtypes
@@ -28,6 +30,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.plain_yaml import load_yaml
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
+from dtype_engine.core.typed_data import as_type
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -42,7 +45,7 @@ LOST = "lost"
 """The one entry of `measured` that is a list: the tensors whose cast loses values."""
 MOST_LOSSES = 1000
 """Tensors that lose values named in a file."""
-_OF_LOSS: Mapping[str, type] = {"tensor": str, "dtype": str, "overflowed": int, "vanished": int, "elements": int}
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,12 +94,15 @@ def _understood(path: Path, text: str) -> RecipeFile:
         raise UserError(f"{path}: 'model' must be a text")
     with time_limit(MATCHING_S):
         rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
+    settings, measured = data.get("settings"), data.get("measured")
+    if measured is not None and not isinstance(measured, dict):
+        raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
     return RecipeFile(
         Recipe(rules),
         model,
-        _settings(path, data["settings"]) if data.get("settings") is not None else None,
-        _measured(path, data["measured"]) if data.get("measured") is not None else {},
-        _losses(path, data["measured"].get(LOST)) if isinstance(data.get("measured"), dict) else (),
+        _settings(path, settings) if settings is not None else None,
+        _measured(path, measured) if measured else {},
+        _losses(path, measured.get(LOST)) if measured else (),
     )
 
 
@@ -111,65 +117,62 @@ def _rule(path: Path, number: int, entry: object) -> Rule:
         raise UserError(f"{path}: rule {number}: {error}") from None
 
 
-def _settings(path: Path, entry: object) -> RunSettings:
-    known = {field.name for field in dataclasses.fields(RunSettings)}
-    if not isinstance(entry, dict):
-        raise UserError(f"{path}: 'settings' must be a mapping with {', '.join(sorted(known))}")
-    if unknown := set(map(str, entry)) - known:
-        raise UserError(f"{path}: unknown setting {sorted(unknown)[0]!r}; there are {', '.join(sorted(known))}")
-    found = RunSettings()
-    if (compute := entry.get("compute")) is not None:
-        parsed = _dtype(path, "compute", compute)
-        if parsed not in dtypes.COMPUTE_DTYPES:
-            raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
-        found = dataclasses.replace(found, compute=parsed)
-    if (autocast := entry.get("autocast")) is not None:
-        match _dtype(path, "autocast", autocast):
-            case "bfloat16":
-                found = dataclasses.replace(found, autocast="bfloat16")
-            case "float16":
-                found = dataclasses.replace(found, autocast="float16")
-            case _:
-                raise UserError(f"{path}: setting autocast: torch.autocast knows bfloat16 and float16")
-    match entry.get("float_inputs"):
-        case None | "given":
-            pass
-        case "model":
-            found = dataclasses.replace(found, float_inputs="model")
-        case _:
-            raise UserError(f"{path}: setting float_inputs: choose given or model")
-    return found
+class _Settings(msgspec.Struct):
+    """A dtype may be written in any way that a rule's may."""
+
+    compute: str | None = None
+    autocast: str | None = None
+    float_inputs: Literal["given", "model"] | None = None
 
 
-def _dtype(path: Path, setting: str, value: object) -> str:
+class _Loss(msgspec.Struct):
+    tensor: str
+    dtype: str
+    overflowed: Annotated[int, msgspec.Meta(ge=0)]
+    vanished: Annotated[int, msgspec.Meta(ge=0)]
+    elements: Annotated[int, msgspec.Meta(ge=1)]
+
+
+def _as(path: Path, place: str, entry: object, kind: type[_T]) -> _T:
     try:
-        return dtypes.parse_target(str(value))
+        return as_type(entry, kind)
+    except UserError as error:
+        raise UserError(f"{path}: {place}: {error}") from None
+
+
+def _settings(path: Path, entry: object) -> RunSettings:
+    settings = _as(path, "settings", entry, _Settings)
+    if isinstance(entry, dict) and (unknown := set(map(str, entry)) - set(_Settings.__struct_fields__)):
+        raise UserError(f"{path}: unknown setting {min(unknown)!r}; there are {', '.join(_Settings.__struct_fields__)}")
+    compute = _dtype(path, "compute", settings.compute or RunSettings().compute)
+    if compute not in dtypes.COMPUTE_DTYPES:
+        raise UserError(f"{path}: setting compute: choose one of {', '.join(dtypes.COMPUTE_DTYPES)}")
+    autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
+    if autocast not in (None, "bfloat16", "float16"):
+        raise UserError(f"{path}: setting autocast: torch.autocast knows bfloat16 and float16")
+    return RunSettings(compute, autocast, settings.float_inputs or "given")
+
+
+def _dtype(path: Path, setting: str, value: str) -> str:
+    try:
+        return dtypes.parse_target(value)
     except UserError as error:
         raise UserError(f"{path}: setting {setting}: {error}") from None
 
 
-def _measured(path: Path, entry: object) -> dict[str, Figure]:
-    if not isinstance(entry, dict):
-        raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
+def _measured(path: Path, entry: Mapping[str, object]) -> dict[str, Figure]:
     figures = {name: value for name, value in entry.items() if name != LOST}
-    for name, value in figures.items():
-        if not isinstance(name, str) or not (value is None or isinstance(value, str | int | float | bool)):
-            raise UserError(f"{path}: measured {_shown(name)} must be one figure or text")
-    return figures
+    return _as(path, "measured", figures, dict[str, str | int | float | bool | None])
 
 
 def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:
-    if entries is None:
-        return ()
-    found = []
-    for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
-        if not isinstance(entry, dict) or any(type(entry.get(name)) is not kind for name, kind in _OF_LOSS.items()):
-            raise UserError(f"{path}: measured 'lost': entry {number} needs {', '.join(_OF_LOSS)}")
-        dtype = _dtype(path, LOST, entry["dtype"])
-        if dtype == dtypes.STORED or min(entry["overflowed"], entry["vanished"]) < 0 or entry["elements"] < 1:
-            raise UserError(f"{path}: measured 'lost': entry {number} counts values in a dtype")
-        found.append(ValueLoss(entry["tensor"], dtype, entry["overflowed"], entry["vanished"], entry["elements"]))
-    return tuple(found)
+    losses = []
+    for loss in _as(path, "measured.lost", entries or [], list[_Loss]):
+        dtype = _dtype(path, LOST, loss.dtype)
+        if dtype == dtypes.STORED:
+            raise UserError(f"{path}: measured.lost: {dtype} is no dtype that a value is lost in")
+        losses.append(ValueLoss(loss.tensor, dtype, loss.overflowed, loss.vanished, loss.elements))
+    return tuple(losses)
 
 
 def _shown(value: object) -> str:

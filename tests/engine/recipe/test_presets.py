@@ -20,6 +20,7 @@ from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file, write_recipe
 from dtype_engine.recipe.presets import PRESETS, covering, preset
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.model.describe import describe
 
 
@@ -220,18 +221,54 @@ def test_files_of_before_read_as_ever(tmp_path: Path) -> None:
     assert read_recipe_file(path) == RecipeFile(Recipe((Rule("*", "float16"),)))
 
 
+def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_written_the_same() -> None:
+    """saved/recipe.yaml was written before msgspec read such files."""
+    path = Path(__file__).parent / "saved" / "recipe.yaml"
+    found = read_recipe_file(path)
+    assert found == RecipeFile(
+        Recipe((Rule("*", "bfloat16"), Rule("type:LayerNorm", "float32"))),
+        "org/name",
+        RunSettings("bfloat16", "float16", "model"),
+        {
+            "kl_mean": 0.00125,
+            "sqnr_db": math.inf,
+            "positions": 64,
+            "finite": True,
+            "inputs": "6 prompts",
+            "perplexity": None,
+        },
+        (ValueLoss("norm.weight", "float16", 1, 0, 64),),
+    )
+    said = ["12 tensors", "2 tensors"], {"kl_mean": "nats"}, found.lost
+    assert write_recipe(found.recipe, found.model, found.settings, found.measured, *said) == path.read_text()
+
+
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
         ("model: [1]", "'model' must be a text"),
-        ("settings: 3", "'settings' must be a mapping"),
+        ("settings: 3", "settings: expected object, got int"),
         ("settings: {speed: 1}", "unknown setting 'speed'"),
         ("settings: {compute: fp8}", "setting compute: choose one of"),
         ("settings: {compute: foo}", "setting compute: unknown dtype"),
         ("settings: {autocast: float32}", "torch.autocast knows"),
-        ("settings: {float_inputs: maybe}", "choose given or model"),
+        ("settings: {float_inputs: maybe}", "settings: float_inputs: invalid enum value 'maybe'"),
         ("measured: 3", "'measured' must be a mapping"),
-        ("measured: {a: [1]}", "measured 'a' must be one figure"),
+        ("measured: {a: [1]}", r"measured: \[...\]: expected bool | int | float | str | null, got array"),
+        ("measured: {3: 1}", "measured: expected str"),
+        ("measured: {lost: 3}", "measured.lost: expected array, got int"),
+        (
+            "measured: {lost: [{tensor: a, dtype: f16}]}",
+            r"measured.lost: \[0\]: object missing required field overflowed",
+        ),
+        (
+            "measured: {lost: [{tensor: a, dtype: f16, overflowed: -1, vanished: 0, elements: 1}]}",
+            r"measured.lost: \[0\].overflowed: expected int >= 0",
+        ),
+        (
+            "measured: {lost: [{tensor: a, dtype: stored, overflowed: 0, vanished: 0, elements: 1}]}",
+            "measured.lost: stored is no dtype",
+        ),
         ("notes: 3", "unknown entry 'notes'"),
     ],
 )

@@ -11,13 +11,13 @@ import json
 import os
 import secrets
 import stat
-import types
-import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.atomic_write import write_text_atomic
@@ -25,6 +25,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
+from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
@@ -36,6 +37,9 @@ MOST_STEPS = 200
 """Recipes kept on either side of the one in force: how far undo and redo reach in a session that is taken up."""
 NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
 """Options that let code run or fetch it: a file must not say so for the user."""
+_OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
+_SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
+_FIGURES = [figure.name for figure in dataclasses.fields(MeasuredRecipe)]
 _LARGEST = 64 << 20
 
 
@@ -198,10 +202,9 @@ def read_session(path: Path) -> SavedSession:
     try:
         with time_limit(MATCHING_S):
             return dataclasses.replace(_decoded(data), own=own)
-    except (UserError, KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        reason = f"no entry {error}" if isinstance(error, KeyError) else str(error)
+    except UserError as error:
         raise UserError(
-            f"the session {path} can't be read: {printable(reason, 200)}; remove it, or open the model itself"
+            f"the session {path} can't be read: {printable(str(error), 200)}; remove it, or open the model itself"
         ) from None
 
 
@@ -238,117 +241,67 @@ def _readable() -> Iterator[SavedSession]:
             continue
 
 
+class _File(msgspec.Struct):
+    """What a session file holds, beside its version. Other entries are passed over."""
+
+    model: str | None
+    title: str
+    path: Path | None
+    folder: Path | None
+    saved: Annotated[datetime, msgspec.Meta(tz=True)]
+    options: Options
+    settings: RunSettings
+    recipes: list[list[str]]
+    at: int
+    cursor: str
+    measured: tuple[MeasuredRecipe, ...]
+
+
 def _encoded(session: SavedSession) -> dict[str, Any]:
     first = max(0, session.at - MOST_STEPS)
     kept = session.recipes[first : session.at + MOST_STEPS + 1]
+    options = as_plain(session.options)
+    file = _File(
+        model=session.model,
+        title=session.title,
+        path=session.path,
+        folder=session.folder,
+        saved=session.saved,
+        options=session.options,
+        settings=session.options.settings,
+        recipes=[[str(rule) for rule in recipe.rules] for recipe in kept],
+        at=session.at - first,
+        cursor=session.cursor,
+        measured=session.measured,
+    )
     return {
         "version": VERSION,
-        "model": session.model,
-        "title": session.title,
-        "path": _plain(session.path),
-        "folder": _plain(session.folder),
+        **as_plain(file),
         "saved": session.saved.isoformat(),
-        "options": {
-            option.name: _plain(getattr(session.options, option.name))
-            for option in dataclasses.fields(Options)
-            if option.name not in NOT_KEPT and option.name != "settings"
-        },
-        "settings": {name: _plain(value) for name, value in dataclasses.asdict(session.options.settings).items()},
-        "recipes": [[str(rule) for rule in recipe.rules] for recipe in kept],
-        "at": session.at - first,
-        "cursor": session.cursor,
-        "measured": [
-            {name: _plain(value) for name, value in dataclasses.asdict(entry).items()} for entry in session.measured
-        ],
+        "options": {name: options[name] for name in _OPTIONS},
     }
 
 
 def _decoded(data: Mapping[str, Any]) -> SavedSession:
-    settings = RunSettings(**_checked(RunSettings, data["settings"]))
-    options = Options(**_checked(Options, data["options"]), settings=settings)
-    recipes = tuple(Recipe(tuple(Rule.parse(_of(str, rule)) for rule in rules)) for rules in _of(list, data["recipes"]))
-    at = _of(int, data["at"])
-    if not 0 <= at < len(recipes):
-        raise ValueError(f"there is no recipe {at}")
+    file = as_type(data, _File)
+    refuse_unknown("option", data["options"], _OPTIONS)
+    refuse_unknown("setting", data["settings"], _SETTINGS)
+    for entry in data["measured"]:
+        refuse_unknown("figure", entry, _FIGURES)
+    recipes = tuple(Recipe(tuple(map(Rule.parse, rules))) for rules in file.recipes)
+    if not 0 <= file.at < len(recipes):
+        raise UserError(f"there is no recipe {file.at}")
+    for measured in file.measured:
+        _ = measured.recipe  # rules that can't be read are refused here, and not when somebody goes back to them
     return SavedSession(
-        model=_of((str, type(None)), data["model"]),
-        title=_of(str, data["title"]),
-        path=_path(data["path"]),
-        folder=_path(data["folder"]),
-        options=options,
+        model=file.model,
+        title=file.title,
+        path=file.path,
+        folder=file.folder,
+        options=dataclasses.replace(file.options, settings=file.settings),
         recipes=recipes,
-        at=at,
-        cursor=_of(str, data["cursor"]),
-        measured=tuple(_measured(row) for row in _of(list, data["measured"])),
-        saved=_time(_of(str, data["saved"])),
+        at=file.at,
+        cursor=file.cursor,
+        measured=file.measured,
+        saved=file.saved,
     )
-
-
-def _measured(row: Any) -> MeasuredRecipe:
-    entry = MeasuredRecipe(**_checked(MeasuredRecipe, row))
-    _ = entry.recipe  # rules that can't be read are refused here, and not when somebody goes back to them
-    return entry
-
-
-def _time(text: str) -> datetime:
-    time = datetime.fromisoformat(text)
-    if time.tzinfo is None:
-        raise ValueError(f"{printable(text)} says no time zone")
-    return time
-
-
-def _of(kind: type | tuple[type, ...], value: Any) -> Any:
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is int):
-        raise ValueError(f"{printable(repr(value))} is not what belongs there")
-    return value
-
-
-def _path(value: Any) -> Path | None:
-    return None if value is None else Path(_of(str, value))
-
-
-def _plain(value: Any) -> Any:
-    """An option as JSON: paths absolute, since the session may be taken up in another folder."""
-    if isinstance(value, Path):
-        return str(value.expanduser().absolute())
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    raise TypeError(f"{type(value).__name__} has no place in a session file")
-
-
-def _checked(kind: type, entry: Any) -> dict[str, Any]:
-    """The fields of an options class out of JSON, each of the type that the class declares; unknown ones are refused."""
-    hints = typing.get_type_hints(kind)
-    found = {}
-    for name, value in _of(dict, entry).items():
-        if name not in hints or name in NOT_KEPT:
-            raise ValueError(f"unknown option {name}")
-        found[name] = _as_declared(name, value, hints[name])
-    return found
-
-
-def _as_declared(name: str, value: Any, hint: Any) -> Any:
-    origin, inside = typing.get_origin(hint), typing.get_args(hint)
-    if origin in (typing.Union, types.UnionType):
-        for choice in inside:
-            try:
-                return _as_declared(name, value, choice)
-            except ValueError:
-                continue
-    elif origin is typing.Literal:
-        if value in inside:
-            return value
-    elif origin is tuple:
-        if isinstance(value, list):
-            return tuple(_as_declared(name, item, inside[0]) for item in value)
-    elif hint is Path:
-        if isinstance(value, str):
-            return Path(value)
-    elif hint in (type(None), None):
-        if value is None:
-            return None
-    elif isinstance(hint, type) and isinstance(value, hint) and not (isinstance(value, bool) and hint is int):
-        return value
-    raise ValueError(f"option {name} can't be {printable(repr(value))}")

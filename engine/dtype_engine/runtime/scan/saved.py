@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from dtype_engine.core.atomic_write import write_text_atomic
@@ -16,6 +17,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
+from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, SelectionSample
@@ -76,29 +78,53 @@ class Saved:
     done: list[SequenceScores]
 
 
+class _Selections(msgspec.Struct):
+    """A SelectionSample in the file. sums: rows of weight, dtype, squares, independent."""
+
+    place: int
+    share: float
+    margins: list[float]
+    cost: float
+    sums: list[tuple[str, str, float | None, float | None]]
+
+
+class _Sequence(msgspec.Struct):
+    """A SequenceScores in the file. sums: rows of weight, dtype, sums, independent, errors, measured."""
+
+    mass: float
+    complete: bool
+    sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
+    selections: list[_Selections]
+
+
+class _File(msgspec.Struct):
+    fingerprint: Fingerprint
+    draws: int
+    unit: str
+    forward_seconds: float
+    scan_seconds: float
+    sequences: list[_Sequence]
+
+
 def write(path: Path, saved: Saved) -> None:
     """Save a scan, whole or not at all. Raises UserError."""
     sequences = [
-        {
-            "mass": one.mass,
-            "complete": one.complete,
-            "sums": _rows(one.sums, one.independent, one.errors, one.measured),
-            "selections": [
-                {
-                    "place": sample.place,
-                    "share": sample.share,
-                    "margins": sample.margins,
-                    "cost": sample.cost,
-                    "sums": _rows(sample.squares, sample.independent),
-                }
+        _Sequence(
+            one.mass,
+            one.complete,
+            _rows(one.sums, one.independent, one.errors, one.measured),
+            [
+                _Selections(
+                    sample.place, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
+                )
                 for sample in one.selections
             ],
-        }
+        )
         for one in saved.done
     ]
-    data = {"version": _VERSION} | {key: value for key, value in vars(saved).items() if key != "done"}
-    data |= {"fingerprint": asdict(saved.fingerprint), "sequences": sequences}
-    write_text_atomic(path, json.dumps(data), replace=True)
+    file = _File(saved.fingerprint, saved.draws, saved.unit, saved.forward_seconds, saved.scan_seconds, sequences)
+    # Not msgspec's own JSON, which has no infinity.
+    write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
@@ -106,56 +132,44 @@ def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
     try:
         data = json.loads(read_regular(path, _LARGEST))
         version = data["version"]
-        if version != _VERSION:
-            raise UserError(
-                f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
-            )
-        saved = Saved(
-            Fingerprint(**(data["fingerprint"] | {"dtypes": tuple(data["fingerprint"]["dtypes"])})),
-            int(data["draws"]),
-            str(data["unit"]),
-            float(data["forward_seconds"]),
-            float(data["scan_seconds"]),
-            [_sequence(entry) for entry in data["sequences"]],
-        )
     except OSError as error:
         raise UserError(f"can't read the saved scan {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a saved scan; remove it or give another file") from None
-    differing = [key for key, value in asdict(expected).items() if getattr(saved.fingerprint, key) != value]
-    if draws is not None and saved.draws != draws:
+    if version != _VERSION:
+        raise UserError(
+            f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
+        )
+    try:
+        file = as_type(data, _File)
+    except UserError as error:
+        raise UserError(f"{path} is not a saved scan ({error}); remove it or give another file") from None
+    differing = [key for key, value in vars(expected).items() if getattr(file.fingerprint, key) != value]
+    if draws is not None and file.draws != draws:
         differing.append("number of draws")
     if differing:
         raise UserError(
             f"the saved scan {path} was made with another {' and '.join(differing)}; remove it or give another file"
         )
-    return saved
+    done = [_scores(sequence) for sequence in file.sequences]
+    return Saved(file.fingerprint, file.draws, file.unit, file.forward_seconds, file.scan_seconds, done)
 
 
-def _rows(*columns: Mapping[Key, float]) -> list[list[Any]]:
-    """[name, dtype, a figure of each column or null]."""
+def _rows(*columns: Mapping[Key, float]) -> list[Any]:
+    """(weight, dtype, a figure of each column or None)."""
     keys = sorted(set().union(*columns))
-    return [[*key, *(column.get(key) for column in columns)] for key in keys]
+    return [(*key, *(column.get(key) for column in columns)) for key in keys]
 
 
-def _columns(rows: Any, count: int) -> list[dict[Key, float]]:
-    columns: list[dict[Key, float]] = [{} for _ in range(count)]
-    for name, dtype, *figures in rows:
-        for column, figure in zip(columns, figures, strict=True):
-            if figure is not None:
-                column[str(name), str(dtype)] = float(figure)
-    return columns
+def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
+    """The figures of one column, counted from 0, that are not None."""
+    return {(row[0], row[1]): row[2 + number] for row in rows if row[2 + number] is not None}
 
 
-def _sequence(entry: Any) -> SequenceScores:
-    samples = []
-    for each in entry["selections"]:
-        squares, independent = _columns(each["sums"], 2)
-        margins = [float(margin) for margin in each["margins"]]
-        samples.append(
-            SelectionSample(
-                int(each["place"]), float(each["share"]), margins, float(each["cost"]), squares, independent
-            )
-        )
-    sums, independent, errors, measured = _columns(entry["sums"], 4)
-    return SequenceScores(float(entry["mass"]), sums, independent, errors, bool(entry["complete"]), samples, measured)
+def _scores(sequence: _Sequence) -> SequenceScores:
+    samples = [
+        SelectionSample(each.place, each.share, each.margins, each.cost, _column(each.sums, 0), _column(each.sums, 1))
+        for each in sequence.selections
+    ]
+    sums, independent, errors, measured = (_column(sequence.sums, number) for number in range(4))
+    return SequenceScores(sequence.mass, sums, independent, errors, sequence.complete, samples, measured)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import threading
 from pathlib import Path
@@ -19,7 +20,10 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
+from dtype_engine.runtime.scan import saved
+from dtype_engine.runtime.scan.routing import SelectionSample
 from dtype_engine.runtime.scan.scan import Scan
+from dtype_engine.runtime.scan.scores import SequenceScores
 
 
 def opened(name: str) -> Any:
@@ -287,6 +291,45 @@ def test_a_file_that_is_no_scan_is_refused(text: str, tmp_path: Path) -> None:
     file.write_text(text)
     with pytest.raises(de.UserError, match="is not a saved scan"):
         sequences().scan(["int8"], draws=2, save=file)
+
+
+def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_the_same(tmp_path: Path) -> None:
+    """saved/scan.json was written before msgspec read and wrote scans."""
+    old, new = Path(__file__).parent / "saved" / "scan.json", tmp_path / "scan.json"
+    fingerprint = saved.Fingerprint("m" * 8, "i" * 8, ("bfloat16", "float8_e4m3fn"), "defaults")
+    first, second = ("layers.0.weight", "bfloat16"), ("layers.1.weight", "float8_e4m3fn")
+    scan = saved.read(old, fingerprint, 4)
+    assert scan.done == [
+        SequenceScores(
+            mass=16.0,
+            sums={first: 1.5e-4, second: math.inf},
+            independent={first: 1.25e-4},
+            errors={first: 3e-5},
+            complete=True,
+            selections=[SelectionSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
+            measured={second: 7.5},
+        ),
+        SequenceScores(3.0, {first: 0.0}),
+    ]
+    assert (scan.draws, scan.unit, scan.forward_seconds, scan.scan_seconds) == (4, "nats per position", 0.5, 12.25)
+    saved.write(new, scan)
+    assert new.read_text() == old.read_text()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"draws": "4"}, "draws: expected int, got str"),
+        ({"fingerprint": {}}, "fingerprint: object missing required field model"),
+        ({"sequences": [{"mass": 1.0, "complete": True, "selections": [], "sums": [["a", "int8", 1.0]]}]},
+         r"sequences\[0\].sums\[0\]: expected array of length 6, got 3"),
+    ],
+)  # fmt: skip
+def test_a_damaged_scan_is_refused_by_its_entry(change: dict[str, Any], says: str, tmp_path: Path) -> None:
+    file = tmp_path / "scan.json"
+    file.write_text(json.dumps(json.loads((Path(__file__).parent / "saved" / "scan.json").read_text()) | change))
+    with pytest.raises(de.UserError, match=rf"scan\.json is not a saved scan \({says}\)"):
+        saved.read(file, saved.Fingerprint("", "", (), ""), None)
 
 
 def test_prediction_is_the_sum_of_singles() -> None:

@@ -1,0 +1,61 @@
+"""Data out of JSON or YAML, checked against the types of a class before it is believed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.suggest import nearest
+from dtype_engine.core.text import printable
+
+T = TypeVar("T")
+_WHERE = re.compile(r"(?s)(.*) - at `(?:key` in `)?\$\.?(.*)`$")
+
+
+def as_type(data: object, kind: type[T]) -> T:
+    """`data` (mappings, lists, texts, numbers) as a `kind`: a msgspec.Struct, a data class, or a container of some.
+
+    No value is turned into one of another type, but an integer into a float, a text into a Path or a time (ISO 8601) and a list
+    into a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
+    """
+    try:
+        return msgspec.convert(data, kind, dec_hook=_path)
+    except msgspec.ValidationError as error:
+        found = _WHERE.match(str(error))
+        said, where = found.groups() if found else (str(error), "")
+        said = said.replace("`", "")
+        said = printable(said[:1].lower() + said[1:], 120)
+        raise UserError(f"{printable(where, 80)}: {said}" if where else said) from None
+    except (ValueError, OverflowError, RecursionError) as error:  # half a surrogate pair, or nested too deep
+        raise UserError(printable(str(error), 120)) from None
+
+
+def refuse_unknown(what: str, names: Iterable[object], known: Collection[str]) -> None:
+    """Raise UserError for a name that is not known, with the nearest one, or all where none is near."""
+    for name in names:
+        if name not in known:
+            near = nearest(str(name), known)
+            hint = f"did you mean {near}?" if near else f"there are {', '.join(known)}"
+            raise UserError(f"unknown {what} {printable(str(name), 60)}; {hint}")
+
+
+def as_plain(data: object) -> Any:
+    """A struct or data class, and all in it, as JSON has it. Paths are absolute: a file may be read in another folder."""
+    return msgspec.to_builtins(data, enc_hook=_path_text)
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"expected a path, got {type(value).__name__}")
+    return Path(value)
+
+
+def _path_text(value: object) -> str:
+    if not isinstance(value, Path):
+        raise NotImplementedError
+    return str(value.expanduser().absolute())
