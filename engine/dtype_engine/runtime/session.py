@@ -42,7 +42,8 @@ from dtype_engine.runtime.inputs import Inputs, from_values, make_inputs, one_of
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Causes
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.drift import DriftMeter, OnModules, OnProgress
+from dtype_engine.runtime.measure.comparison import OnModules
+from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress
 from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import summed
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy

@@ -23,7 +23,13 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Cause
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.drift import _compared, _Recorder, is_distribution
+from dtype_engine.runtime.measure.comparison import (
+    KeptOutput,
+    ModuleSums,
+    OutputRecorder,
+    compare_outputs,
+    is_distribution,
+)
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
 from dtype_engine.runtime.passes.runner import ForwardRunner, main_output
@@ -34,7 +40,8 @@ MOST_PASSES = 160
 """Parts that are run at most: with more modules than these, subtrees are, and those that drift most are looked into."""
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output are compared."""
-_ROOM = 1 << 30
+_BUDGET = 1 << 30
+"""Bytes of reference outputs that are kept: half for what stands in, half to compare with."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -46,7 +53,7 @@ class _Base:
     batch: Batch
     name: str
     output: torch.Tensor
-    modules: dict[tuple[str, int], tuple[torch.Tensor, float]]
+    modules: dict[tuple[str, int], KeptOutput]
     trace: Trace
 
 
@@ -66,7 +73,7 @@ class Causes:
     def report(
         self, on_progress: OnProgress = lambda done, total: None, cancelled: IsCancelled = never
     ) -> AttributionReport:
-        """Run every part. `on_progress` hears parts done and parts in all.
+        """Run every part. `on_progress(done, total)` counts parts.
 
         Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
@@ -76,18 +83,18 @@ class Causes:
         with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
             self._run_reference(passes)
             unit, whole, _ = self._alone(passes, lambda name: True, 0, None)
-            found = self._parts(passes, whole, on_progress) if whole else []
-        found.sort(key=lambda cause: -cause.drift)
+            causes = self._parts(passes, whole, on_progress) if whole else []
+        causes.sort(key=lambda cause: -cause.drift)
         return AttributionReport(
             model=self.model.title,
             rules=self.rules,
             unit=unit,
             whole=whole,
-            together=math.fsum(cause.drift for cause in found) if found else 0.0,
+            together=math.fsum(cause.drift for cause in causes) if causes else 0.0,
             positions=sum(_rows(base.output) for base in self._bases),
             passes=self._passes,
             seconds=time.perf_counter() - started,
-            causes=tuple(found),
+            causes=tuple(causes),
         )
 
     @property
@@ -100,20 +107,19 @@ class Causes:
         )
 
     def _run_reference(self, passes: ForwardRunner) -> None:
-        room = _ROOM
+        budget = _BUDGET
         positions = 0
         for batch in self.inputs.batches:
-            trace = Trace({}, "reference", room // 2)
-            watcher = _Recorder(room // 2, lambda done: None)
-            output, mode = passes.partly(batch, self._drifting, lambda name: False, watcher, trace)
+            trace = Trace({}, "reference", budget // 2)
+            recorder = OutputRecorder(budget // 2)
+            output, mode = passes.partly(batch, self._drifting, lambda name: False, recorder, trace)
             self._passes += 1
             for name, before in mode.uses.items():
                 self._uses[name] = min(before, self._uses.get(name, before))
             name, tensor = main_output(output)
-            kept = {key: entry for key, entry in watcher.kept.items() if key[0] in mode.uses}
+            kept = {key: entry for key, entry in recorder.kept.items() if key[0] in mode.uses}
             self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace))
-            room -= trace.nbytes + sum(copy.nbytes for copy, _ in kept.values())
-            room = max(room, 0)
+            budget = max(0, budget - trace.nbytes - sum(copy.nbytes for copy, _ in kept.values()))
             positions += _rows(tensor)
             if positions >= ENOUGH_POSITIONS:
                 break
@@ -125,8 +131,8 @@ class Causes:
         modules = sorted(self._uses, key=lambda name: self._uses[name])
         if len(modules) <= MOST_PASSES:
             parts = [(name, [name]) for name in modules]
-            return [self._told(passes, *part, whole, on_progress, len(parts)) for part in parts]
-        found: dict[str, Cause] = {}
+            return [self._measured(passes, *part, whole, on_progress, len(parts)) for part in parts]
+        causes: dict[str, Cause] = {}
         waiting: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
         done = 0
         while waiting:
@@ -134,16 +140,16 @@ class Causes:
             parts = _opened(name, inside)
             if done and done + len(parts) > MOST_PASSES:
                 continue
-            found.pop(name, None)
+            causes.pop(name, None)
             for part, members in parts:
                 done += 1
-                label = f"{part} (its own)" if part in found else part
-                found[label] = self._told(passes, part, members, whole, on_progress, MOST_PASSES)
+                label = f"{part} (its own)" if part in causes else part
+                causes[label] = self._measured(passes, part, members, whole, on_progress, MOST_PASSES)
                 if len(members) > 1:
-                    heapq.heappush(waiting, (-found[label].drift, part, members))
-        return list(found.values())
+                    heapq.heappush(waiting, (-causes[label].drift, part, members))
+        return list(causes.values())
 
-    def _told(
+    def _measured(
         self,
         passes: ForwardRunner,
         name: str,
@@ -165,40 +171,44 @@ class Causes:
     ) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only some modules as cast, and the SQNR of one module's own output."""
         comparison: OutputComparison | None = None
-        listener = _Local(watched)
+        local = _LocalError(watched)
         for base in self._bases:
-            listener.base = base.modules
+            local.reference = base.modules
             earlier = base.trace if base.trace.calls else None
-            output, _ = passes.partly(base.batch, self._drifting, inside, listener, None, earlier, prefix)
+            output, _ = passes.partly(base.batch, self._drifting, inside, local, None, earlier, prefix)
             self._passes += 1
             name, candidate = main_output(output)
             if comparison is None:
                 comparison = OutputComparison(is_distribution(name, candidate))
             comparison.add(base.output, candidate, None)
         assert comparison is not None
-        found = comparison.result()
-        local = sqnr_db(listener.energy, listener.noise) if listener.heard else None
-        return unit_for(comparison.distribution, candidate.ndim), scalar_drift(found), local
+        unit = unit_for(comparison.distribution, candidate.ndim)
+        return unit, scalar_drift(comparison.result()), local.sqnr_db
 
 
-class _Local:
-    """Compares the outputs of one module with the reference's."""
+class _LocalError:
+    """Observes a pass: compares the outputs of one module with the reference's."""
 
     def __init__(self, module: str | None) -> None:
         self.module = module
-        self.base: dict[tuple[str, int], tuple[torch.Tensor, float]] = {}
-        self.energy = self.noise = 0.0
-        self.heard = False
+        self.reference: dict[tuple[str, int], KeptOutput] = {}
+        self._sums: ModuleSums | None = None
+
+    @property
+    def sqnr_db(self) -> float | None:
+        """In dB, over all calls that could be compared; None where there was none."""
+        return None if self._sums is None else sqnr_db(self._sums.energy, self._sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
-        kept = self.base.get((module, call)) if module == self.module else None
+        kept = self.reference.get((module, call)) if module == self.module else None
         if kept is not None:
-            sums = _compared(kept[0], kept[1], output)
+            sums = compare_outputs(kept[0], kept[1], output)
             if sums.comparable:
-                self.energy, self.noise, self.heard = self.energy + sums.energy, self.noise + sums.noise, True
+                self._sums = self._sums or ModuleSums()
+                self._sums.add(sums)
 
     def replay(self, module: str, reading: object) -> None:
-        return None
+        """Only calls before the part are replayed: they are as in the reference."""
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:

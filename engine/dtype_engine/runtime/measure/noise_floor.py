@@ -19,7 +19,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import Floor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.drift import is_distribution
+from dtype_engine.runtime.measure.comparison import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.passes.runner import ForwardRunner, main_output

@@ -13,7 +13,7 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.measure.drift import is_distribution
+from dtype_engine.runtime.measure.comparison import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.passes.runner import main_output

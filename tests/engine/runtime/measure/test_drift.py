@@ -14,6 +14,8 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.measure import comparison
+from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.passes.runner import main_output
 
 
@@ -88,6 +90,36 @@ def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable
     kept = {module.name: module for module in reports[0].modules}
     assert all(kept[module.name] == module for module in reports[1].modules)
     assert "do not fit" in " ".join(reports[1].notices)
+
+
+def test_every_reading_is_the_measurement_of_the_sequences_so_far() -> None:
+    ids = [architectures.tokens(length) for length in (9, 12, 6)]
+
+    def meter(count: int) -> DriftMeter:
+        model = de.open(architectures.make("llama")[0], inputs=[{"input_ids": each} for each in ids[:count]])
+        model.cast("*.mlp", "int8")
+        return DriftMeter(model.model, model.inputs)
+
+    whole = meter(3)
+    readings = [(reading.sequences, reading.measurement()) for reading in whole.readings()]
+    assert [sequences for sequences, _ in readings] == [1, 2, 3]
+    for count, measured in readings:
+        alone = meter(count).measure()
+        assert (measured.output, measured.modules) == (alone.output, alone.modules)
+        assert measured.output.positions == sum(each.shape[1] for each in ids[:count])
+    assert whole.measure().output == readings[-1][1].output  # what is kept changes nothing
+
+
+def test_a_measurement_may_be_left_after_its_first_reading() -> None:
+    module, _ = architectures.make("llama")
+    session = de.open(module, inputs=[{"input_ids": architectures.tokens(length)} for length in (9, 12)])
+    session.cast("*.mlp", "int8")
+    meter = DriftMeter(session.model, session.inputs)
+    readings = meter.readings()
+    assert next(readings).sequences == 1
+    readings.close()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
+    assert meter.measure().output == session.drift().output
 
 
 class InPlace(nn.Module):
@@ -186,10 +218,6 @@ def test_a_session_goes_on_after_a_rule_that_takes_nothing(tinynet: Any) -> None
 
 def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain torch refuses in the middle of the model, and the pass under the rules tells of modules at once."""
-    from torch import nn
-
-    import dtype_engine as de
-    from dtype_engine.runtime.measure import drift
 
     class Stubborn(nn.Module):
         """Its own code asks for float32 inside, so that everything in bfloat16 needs the rules."""
@@ -202,12 +230,12 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             between = self.first(x)
             if between.dtype == torch.bfloat16:
-                drift._TELL_EVERY_S = 0.0  # as on a slow machine: from the second try on there is time to tell
+                comparison.REPORT_EVERY_S = 0.0  # as on a slow machine: from the second try on there is time to tell
             found: torch.Tensor = self.second(between.float())
             return found
 
     torch.manual_seed(0)
-    monkeypatch.setattr(drift, "_TELL_EVERY_S", 1e9)
+    monkeypatch.setattr(comparison, "REPORT_EVERY_S", 1e9)
     session = de.open(Stubborn(), inputs=(torch.randn(3, 4).bfloat16(),))
     session.cast("*", "bfloat16")
     told: list[str] = []

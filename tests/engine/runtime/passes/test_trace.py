@@ -57,7 +57,7 @@ def test_measuring_with_stand_ins_is_measuring_in_full(
     name: str, compared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # So small models have modules, too, that are run whole or not at all.
-    monkeypatch.setattr("dtype_engine.runtime.measure.drift._WHOLE_SHARE", 8)
+    monkeypatch.setattr("dtype_engine.runtime.measure.drift.WHOLE_SHARE", 8)
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     quick = meter(session, reuse=True)
