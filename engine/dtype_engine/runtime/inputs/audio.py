@@ -119,14 +119,17 @@ def open_sound(path: Path, rate: int) -> Wave:
 
 
 def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
-    """A wave at another sample rate: through a polyphase low-pass filter, so that nothing above half of it folds back."""
+    """A wave of `own_rate` hertz at `rate` hertz, as librosa and transformers do it: low-pass filtered, so that nothing above
+    half the new rate folds back, and ceil(samples * rate / own_rate) samples long.
+    """
     if own_rate == rate:
         return wave
-    from scipy.signal import resample_poly
+    import numpy as np
+    import soxr
 
-    common = math.gcd(own_rate, rate)
-    found: Wave = resample_poly(wave, rate // common, own_rate // common).astype("float32")
-    return found
+    samples = math.ceil(len(wave) * rate / own_rate)
+    found: Wave = soxr.resample(wave, own_rate, rate)[:samples]
+    return np.pad(found, (0, samples - len(found)))
 
 
 def synthetic_tone(rate: int, seconds: float = TONE_SECONDS) -> Wave:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import wave
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 import transformers
 from PIL import Image
 from safetensors.torch import save_file
+from scipy import signal
 from tests.helpers import architectures, checkpoint_folders
 from tests.helpers.paths import TINYNET
 
@@ -23,7 +25,7 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.input_args import typed
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.inputs.audio import open_sound
+from dtype_engine.runtime.inputs.audio import open_sound, resampled
 from dtype_engine.runtime.inputs.text import read_jsonl
 from dtype_engine.runtime.inputs.validate import check_fits
 
@@ -171,6 +173,30 @@ def test_a_frequency_above_half_the_rate_does_not_fold_back(tmp_path: Path) -> N
         samples = 0.9 * np.sin(2 * np.pi * 12_000 * np.arange(48_000) / 48_000)
         file.writeframes((samples * 32767).astype("<i2").tobytes())
     assert np.abs(open_sound(path, 16_000))[200:-200].max() < 1e-2
+
+
+@pytest.mark.parametrize(("own_rate", "rate"), [(44_100, 16_000), (48_000, 16_000), (8_000, 16_000), (11_025, 24_000)])
+def test_resampling_is_nearer_to_the_truth_than_a_polyphase_filter_of_scipy(own_rate: int, rate: int) -> None:
+    def tones(hertz: int) -> np.ndarray:
+        time = np.arange(hertz) / hertz
+        return 0.4 * np.sin(2 * np.pi * 440 * time) + 0.3 * np.sin(2 * np.pi * 2500 * time)
+
+    wave, middle = tones(own_rate).astype("float32"), slice(500, -500)  # filters ring at the ends
+    common = math.gcd(own_rate, rate)
+    ours, theirs = resampled(wave, own_rate, rate), signal.resample_poly(wave, rate // common, own_rate // common)
+    assert ours.shape == theirs.shape
+    assert ours.dtype == np.float32
+    assert np.abs(ours - theirs)[middle].max() < 3e-3
+    wrong, wrong_of_scipy = (np.abs(wave - tones(rate))[middle].max() for wave in (ours, theirs))
+    assert wrong < min(1e-5, wrong_of_scipy)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 3, 7])
+def test_a_wave_of_a_few_samples_keeps_its_length(samples: int) -> None:
+    for own_rate in (8_000, 44_100, 48_000, 192_000, 10**9):
+        found = resampled(np.ones(samples, "float32"), own_rate, 16_000)
+        assert len(found) == math.ceil(samples * 16_000 / own_rate) > 0
+        assert np.isfinite(found).all()
 
 
 def test_text_is_cut_into_sequences_of_the_length_asked_for(tmp_path: Path) -> None:
