@@ -25,8 +25,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         stored = experiment.tree.totals()[node]
         planned = experiment.totals[node]
         grid.add_row("class", module.class_name or _no_class(experiment))
-        exact = "" if planned.unknown else f"{planned.parameters:,} ("
-        grid.add_row("parameters", f"{exact}{parameters_text(planned)}{')' if exact else ''}")
+        exact, short = f"{planned.parameters:,}", parameters_text(planned)
+        grid.add_row("parameters", short if planned.unknown or short == exact else f"{exact} ({short})")
         if planned.buffers:
             grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")
         if tied := experiment.tree.tied_into(node):

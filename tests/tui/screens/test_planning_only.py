@@ -1,0 +1,72 @@
+"""Weights without an architecture: nothing promises what will never come."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.screen_text import notices, screen, until
+from textual.pilot import Pilot
+
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+
+WHY = "no forward pass: nothing says which architecture these weights belong to"
+
+
+@asynccontextmanager
+async def planning() -> AsyncIterator[tuple[DtypeApp, Pilot[None]]]:
+    tensors = (TensorInfo("a.weight", (8, 8), "float32"), TensorInfo("a.steps", (4,), "int64"))
+    app = make_app(Tree(tensors), "net.safetensors")
+    async with running(app, (80, 24)) as pilot:
+        await say(app, pilot, events.OpenFailed(WHY), events.Idle())
+        yield app, pilot
+
+
+async def test_the_class_of_a_node_is_not_awaited() -> None:
+    async with planning() as (app, pilot):
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "class       not known: nothing says which architecture this is" in screen(app)
+        assert "parameters  68 " in screen(app)
+        assert "(68)" not in screen(app)
+
+
+async def test_until_the_model_is_there_the_class_is_awaited() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "known when the model is loaded" in screen(app)
+
+
+async def test_shares_of_dtypes_are_said_to_be_of_bytes() -> None:
+    async with planning() as (app, pilot):
+        assert "dtype, % of bytes" in screen(app)
+        assert "f32 89 % · i64 11 %" in screen(app)
+        await pilot.press("enter")
+        await pilot.pause()
+        assert "288 B  f32 89 % · i64 11 % of the bytes" in screen(app)
+
+
+async def test_every_preset_that_needs_classes_says_so_on_its_own_line() -> None:
+    async with planning() as (app, pilot):
+        await pilot.press("p")
+        await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
+        await pilot.pause()
+        shown = {line.split("│")[1].split()[0]: line for line in screen(app).splitlines() if "not known" in line}
+        assert set(shown) == {name for name, preset in PRESETS.items() if preset.needs_classes}
+        assert "nothing to do here" not in screen(app)
+
+
+@pytest.mark.parametrize("key", ["o", "s"])
+async def test_no_key_points_to_a_scan_that_can_not_be(key: str) -> None:
+    async with planning() as (app, pilot):
+        await pilot.press(key)
+        await pilot.pause()
+        assert WHY in notices(app)[-1]
+        assert "s starts one" not in notices(app)[-1]
