@@ -1,18 +1,12 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone."""
 
+from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.cut_files import refuse_unreadable, unchanged
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed
-from dtype_engine.checkpoint.folder import (
-    PICKLES,
-    Checkpoint,
-    Scaled,
-    inside,
-    needs_torch,
-    open_checkpoint,
-    peek_first_shard,
-    read_json,
-)
+from dtype_engine.checkpoint.folder import needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint.prequantized import QuantizedWeight
 from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor, read_header
+from dtype_engine.checkpoint.weight_files import PICKLES, read_json, resolve_inside
 
 __all__ = [
     "PICKLES",
@@ -20,9 +14,8 @@ __all__ = [
     "Checkpoint",
     "CheckpointTensor",
     "FileIdentity",
-    "Scaled",
+    "QuantizedWeight",
     "Watch",
-    "inside",
     "needs_torch",
     "open_checkpoint",
     "peek_first_shard",
@@ -30,5 +23,6 @@ __all__ = [
     "read_json",
     "refuse_changed",
     "refuse_unreadable",
+    "resolve_inside",
     "unchanged",
 ]

@@ -14,6 +14,15 @@ from typing import Any
 
 from dtype_engine.checkpoint.cut_files import identified
 from dtype_engine.checkpoint.file_identity import FileIdentity
+from dtype_engine.checkpoint.weight_files import (
+    PICKLES,
+    NoWeights,
+    find_weight_files,
+    read_json,
+    read_shards,
+    resolve_inside,
+    variant_of,
+)
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
@@ -57,29 +66,20 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
 
     Raises UserError for a component whose files are damaged, or that lies elsewhere.
     """
-    from dtype_engine.checkpoint.folder import (
-        PICKLES,
-        NoWeights,
-        _of_shards,
-        _weight_files,
-        inside,
-        read_json,
-    )  # it imports this file
-
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):
         place = folder / name
         if not place.is_dir():
             continue
-        inside(folder, name, PIPELINE_INDEX)
+        resolve_inside(folder, name, PIPELINE_INDEX)
         try:
-            files = _weight_files(place)
+            files = find_weight_files(place)
         except NoWeights:
             continue
         pickled = any(file.suffix in PICKLES for file in files)
         identities = identified(files)
-        own, metadata = ({}, {}) if pickled else _of_shards(place, files)
+        own, metadata = ({}, {}) if pickled else read_shards(place, files)
         config = read_json(place / "config.json") if (place / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"
         components.append(Component(name, place, files, stem, config, metadata, pickled, identities))
@@ -99,16 +99,6 @@ def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
                 f"{printable(component.name)}: read from its files of the variant {printable(variant)}, the only ones there are"
             )
     return tuple(notices)
-
-
-def variant_of(name: str) -> str | None:
-    """The variant in the name of a file of weights: `fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`,
-    and as older versions wrote it `model-00001-of-00002.fp16.safetensors`. None where there is none.
-    """
-    parts = name.split(".")
-    if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):
-        return None
-    return parts[1].split("-")[0] or None
 
 
 def need_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:

@@ -1,12 +1,68 @@
-"""Checkpoints that are quantised already: what their tensors are, and why a cast can't touch them.
+"""Checkpoints that are quantized already: which tensors make one weight.
 
-Told by the names beside a weight, which each method writes, and by `quantization_config` in `config.json`.
+An export of this program says so in its metadata: a weight is its data, its scales and a dtype, which `numerics.quantize` can
+dequantize. Of other schemes the parts are known by the names that each writes beside a weight, and by `quantization_config` in
+`config.json`: why a cast can't touch them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+
+SCALED_KEY = "dtype_engine.scaled."
+"""In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
+SCALE_SUFFIX = "_scale"
+"""`weight_scale` goes with `weight`, as in compressed-tensors."""
+OWN_SUFFIX = "_quantized"
+"""`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
+the numbers for values without a word."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedWeight:
+    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its data and its float32 scales."""
+
+    dtype: str
+    data: CheckpointTensor
+    scale: CheckpointTensor
+
+
+def read_quantized(
+    path: Path, tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]
+) -> dict[str, QuantizedWeight]:
+    """The weights that an export of this program stored with scales, by the name that the model has for them.
+
+    Raises UserError where the file's own account of them does not agree with its tensors.
+    """
+    weights: dict[str, QuantizedWeight] = {}
+    for key, dtype in metadata.items():
+        if not key.startswith(SCALED_KEY):
+            continue
+        name = key.removeprefix(SCALED_KEY)
+        data = tensors.get(name) or tensors.get(name + OWN_SUFFIX)
+        scale = tensors.get(name + SCALE_SUFFIX)
+        if (
+            data is None
+            or scale is None
+            or dtype not in dtypes.STORAGE_DTYPES
+            or data.dtype != dtypes.BY_NAME[dtype].torch_name
+            or scale.dtype != "float32"
+            or scale.nbytes != 4 * dtypes.scale_count(data.shape, dtype)
+        ):
+            raise UserError(
+                f"{path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
+            )
+        weights[name] = QuantizedWeight(dtype, data, scale)
+    return weights
+
 
 _SIGNS: dict[str, tuple[str, tuple[str, ...], str]] = {
     # the last word of a name that tells: what stands before it, all that belongs to the weight, what it is

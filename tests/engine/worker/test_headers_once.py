@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dtype_engine.checkpoint import folder, source
+from dtype_engine.checkpoint import safetensors_header, source
 from dtype_engine.core.options import Options
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
@@ -18,13 +18,13 @@ def test_the_screen_and_the_worker_read_the_headers_once(
     make_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads: list[Path] = []
-    read_header = folder.read_header
+    open_regular = safetensors_header.open_regular
 
     def counting(path: Path) -> object:
         reads.append(path)
-        return read_header(path)
+        return open_regular(path)
 
-    monkeypatch.setattr(folder, "read_header", counting)
+    monkeypatch.setattr(safetensors_header, "open_regular", counting)
     model = source.locate(str(make_llama()))
     tree, whole = model.peek()
     assert tree is not None

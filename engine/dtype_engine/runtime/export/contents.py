@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, Scaled
-from dtype_engine.checkpoint.folder import OWN_SUFFIX, SCALE_SUFFIX
+from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, QuantizedWeight
+from dtype_engine.checkpoint.prequantized import OWN_SUFFIX, SCALE_SUFFIX
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -350,7 +350,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _stored_kept(stored: Scaled) -> Kept:
+def _stored_kept(stored: QuantizedWeight) -> Kept:
     return read_mapped(stored.data), read_mapped(stored.scale)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
-from dtype_engine.checkpoint.folder import SCALED_KEY
+from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options

@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from dtype_engine.checkpoint import PICKLES, Checkpoint, inside, read_json
-from dtype_engine.checkpoint.components import PIPELINE_INDEX, Component, component_names, variant_of
+from dtype_engine.checkpoint import PICKLES, Checkpoint, read_json, resolve_inside
+from dtype_engine.checkpoint.components import PIPELINE_INDEX, Component, component_names
 from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
+from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.export.staging import ALONG
@@ -206,7 +207,7 @@ class _Found:
 
     def _take(self, folder: Path, entry: Path, place: str) -> bool:
         try:
-            real = inside(folder, entry.name).resolve(strict=True)
+            real = resolve_inside(folder, entry.name).resolve(strict=True)
             if stat.S_ISREG(os.stat(real).st_mode):
                 self.copied.append((real, place + entry.name))
                 return True

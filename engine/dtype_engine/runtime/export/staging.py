@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from dtype_engine.checkpoint import inside
+from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -146,7 +146,7 @@ def copy_along(source: Path, stage: Path) -> tuple[str, ...]:
         if not any(fnmatch.fnmatchcase(entry.name, pattern) for pattern in ALONG):
             continue
         try:
-            real = inside(source, entry.name).resolve(strict=True)
+            real = resolve_inside(source, entry.name).resolve(strict=True)
         except UserError as error:
             notices.append(f"not copied: {error}")
             continue

@@ -7,40 +7,34 @@ tensors are put back, so that every weight has the dtype that its file has.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import inspect
-import logging
-import os
 import re
-import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint import Checkpoint, FileIdentity, open_checkpoint
-from dtype_engine.checkpoint.components import variant_of
-from dtype_engine.checkpoint.folder import OWN_SUFFIX
+from dtype_engine.checkpoint import Checkpoint, open_checkpoint
 from dtype_engine.checkpoint.memory_fit import shortfall
 from dtype_engine.checkpoint.pickle_zip import is_compressed
 from dtype_engine.checkpoint.pickles import load_pickle
+from dtype_engine.checkpoint.prequantized import OWN_SUFFIX
 from dtype_engine.checkpoint.source import Source
+from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel, inventory, trim_heap
-from dtype_engine.runtime.model.mapped_tensors import read_all, read_mapped, read_stored
+from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored
 from dtype_engine.runtime.model.name_mapping import Placed, placed, restorable, stored_dtypes
+from dtype_engine.runtime.model.python_source import load_python
+from dtype_engine.runtime.model.quiet import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 Say = Callable[[str], None]
@@ -68,7 +62,7 @@ def load(source: Source, options: Options, say: Say = lambda step: None) -> Live
     """
     device = pick_device(options.device)
     if source.kind == "python":
-        return _from_python(source, options, device, say)
+        return load_python(source, options, device, say)
     if options.weights is not None:
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
@@ -117,7 +111,7 @@ def _unpack(module: nn.Module) -> None:
     """Let compressed-tensors unpack its weights now. It would do so inside the first forward pass, which may be stopped halfway."""
     compressor = getattr(getattr(module, "hf_quantizer", None), "compressor", None)
     if compressor is not None and hasattr(module, "ct_decompress_hook"):
-        with _quiet():
+        with quiet():
             compressor.decompress_model(module)
         module.requires_grad_(False)
 
@@ -150,11 +144,11 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
             "were not; save them again with torch.save. Planning, weights and export work"
         )
     say("importing transformers")
-    with _quiet(), ExitStack() as meanwhile:
+    with quiet(), ExitStack() as meanwhile:
         import transformers
 
         meanwhile.enter_context(offline(options.download))
-        _silence_transformers()
+        silence_transformers()
         say("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
         make(chosen, checkpoint)  # on the meta device: what can't be loaded is refused before memory is taken for it
@@ -255,7 +249,7 @@ def skeleton(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
     """
     if checkpoint.config is None:
         return None
-    with _quiet():
+    with quiet():
         import transformers
 
         with offline(options.download):
@@ -314,167 +308,3 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[s
             tensor.data = read_stored(checkpoint, stored)
         elif dtype in dtypes.COMPUTE_DTYPES:
             tensor.data = tensor.data.to(torch_dtype(dtype))
-
-
-def _load_weights(
-    module: nn.Module, file: Path, trust: bool, title: str
-) -> tuple[tuple[str, ...], tuple[FileIdentity, ...]]:
-    """Put a checkpoint's tensors into a module, mapped and in the dtypes they are stored in.
-
-    Returns notices, and the files as they were before they were read.
-    """
-    checkpoint = open_checkpoint(file, trust)
-    values = read_all(checkpoint)
-    own = set(module.state_dict())
-    ties = [info.names for info in inventory(module)[0] if info.aliases]
-    if not own & set(values) and all(name.startswith("module.") for name in values):
-        values = {
-            name.removeprefix("module."): tensor for name, tensor in values.items()
-        }  # saved by DistributedDataParallel
-    try:
-        found = module.load_state_dict(values, strict=False, assign=True)
-    except RuntimeError as error:
-        reason = one_line(error, 300, with_type=True).replace("RuntimeError: ", "")
-        raise UserError(f"{file} does not fit {title}: {reason}") from None
-    if len(found.missing_keys) == len(own):
-        raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
-    notices = list(checkpoint.notices)
-    tied = _tie_again(module, ties, values)
-    if missing := [name for name in found.missing_keys if name not in tied]:
-        notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")
-    if apart := [names for names in ties if not tied.issuperset(names) and any(name in values for name in names)]:
-        notices.append(f"the model ties {' and '.join(apart[0])}, and {file.name} has different values for them")
-    if found.unexpected_keys:
-        notices.append(
-            f"{len(found.unexpected_keys)} tensors of {file.name} are not used, first {found.unexpected_keys[0]}"
-        )
-    return tuple(notices), checkpoint.identities
-
-
-def _tie_again(
-    module: nn.Module, ties: Iterable[tuple[str, ...]], values: Mapping[str, torch.Tensor]
-) -> frozenset[str]:
-    """Put one tensor in all places that the module had one in, as loading gave each place a tensor of its own.
-
-    Returns the names that are tied now. Where the file has different values for them they are left apart.
-    """
-    tied: set[str] = set()
-    for names in ties:
-        given = [name for name in names if name in values]
-        if not given or not all(torch.equal(values[given[0]], values[name]) for name in given[1:]):
-            continue
-        parent, _, local = given[0].rpartition(".")
-        holder = module.get_submodule(parent)
-        one = holder._parameters.get(local, holder._buffers.get(local))
-        for name in names:
-            parent, _, local = name.rpartition(".")
-            holder = module.get_submodule(parent)
-            (holder._parameters if local in holder._parameters else holder._buffers)[local] = one  # type: ignore[assignment]
-        tied |= set(names)
-    return frozenset(tied)
-
-
-def _from_python(source: Source, options: Options, device: torch.device, say: Say) -> LiveModel:
-    """A class or function of the user's own that gives an `nn.Module`, and `example_inputs()` beside it."""
-    assert source.attribute is not None
-    say(f"importing {source.path or source.module}")
-    with _quiet():
-        namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
-        made_by = getattr(namespace, source.attribute, None)
-        if made_by is None:
-            offers = sorted(
-                name for name, value in vars(namespace).items() if _may_make_a_model(value, namespace.__name__)
-            )
-            hint = f"; it has {', '.join(offers)}" if offers else ""
-            raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
-        say(f"making {source.attribute}")
-        try:
-            module = made_by if isinstance(made_by, nn.Module) else made_by()
-        except Exception as error:
-            raise UserError(
-                f"{source.title}: calling {source.attribute}() failed: {one_line(error, 300, with_type=True)}"
-            ) from error
-    if not isinstance(module, nn.Module):
-        raise UserError(f"{source.title}: {source.attribute}() gave a {type(module).__name__}, not an nn.Module")
-    notices: tuple[str, ...] = ()
-    identities: tuple[FileIdentity, ...] = ()
-    if options.weights is not None:
-        say(f"reading {options.weights}")
-        notices, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
-    return LiveModel.wrap(
-        module,
-        source.title,
-        device,
-        notices=notices,
-        identities=identities,
-        files=(options.weights,) if options.weights is not None and options.weights.is_file() else (),
-        folder=source.path.parent if source.path else None,
-        example_inputs=getattr(namespace, "example_inputs", None),
-    )
-
-
-def _may_make_a_model(value: Any, module: str) -> bool:
-    """Whether a name of a Python file may be what the user means: a model, its class, or a function to call without arguments."""
-    if isinstance(value, nn.Module):
-        return True
-    if getattr(value, "__module__", None) != module or getattr(value, "__name__", "_").startswith("_"):
-        return False
-    if isinstance(value, type):
-        return issubclass(value, nn.Module)
-    if not inspect.isfunction(value) or value.__name__ == "example_inputs":
-        return False
-    needed = inspect.Parameter.empty
-    return all(
-        parameter.default is not needed or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        for parameter in inspect.signature(value).parameters.values()
-    )
-
-
-def _import_file(path: Path) -> ModuleType:
-    """Run a Python file as a module. Its folder is importable, as it is when the file is run as a program."""
-    name = f"_dtype_engine_user_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(path.parent.resolve()) not in sys.path:
-        sys.path.insert(0, str(path.parent.resolve()))
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        sys.modules.pop(name, None)
-        raise UserError(f"{path}: importing it failed: {one_line(error, 300, with_type=True)}") from error
-    return module
-
-
-def _import_module(name: str) -> ModuleType:
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return importlib.import_module(name)
-    except Exception as error:
-        raise UserError(f"{name}: importing it failed: {one_line(error, 300, with_type=True)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep libraries from writing to the terminal, which may be showing the app."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported, which transformers does
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        try:
-            yield
-        finally:
-            if "transformers" in sys.modules:  # whoever imported it
-                _silence_transformers()
-
-
-def _silence_transformers() -> None:
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, open_checkpoint, refuse_changed
-from dtype_engine.checkpoint.folder import SCALED_KEY
+from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never

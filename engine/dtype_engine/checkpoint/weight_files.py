@@ -1,0 +1,154 @@
+"""Which files of a folder hold the weights, by the names that libraries give them. An index is untrusted."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from dtype_engine.checkpoint.safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.text import printable
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+PICKLES = (".pth", ".pt", ".bin", ".ckpt")
+_INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
+_SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
+            "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip
+_LARGEST_JSON = 100_000_000
+
+
+def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
+    """The tensors of several files together, and their metadata. Raises UserError, also for a name that is in two of them."""
+    tensors: dict[str, CheckpointTensor] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        found, said = read_header(file)
+        for name in found.keys() & tensors.keys():
+            raise UserError(
+                f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}"
+            )
+        tensors |= found
+        metadata |= said
+        if len(tensors) > MOST_TENSORS:
+            raise UserError(too_many_tensors(folder))
+    return tensors, metadata
+
+
+class NoWeights(UserError):
+    """A folder has no weights in any form that is known."""
+
+
+def find_weight_files(folder: Path) -> tuple[Path, ...]:
+    """The files with a folder's weights. Raises UserError where it can't be known which they are, NoWeights where none are."""
+    for name in _INDEXES:
+        if (folder / name).exists() and not (name != INDEX and (folder / SINGLE).exists()):
+            return _shards(folder, folder / name)
+    for name in _SINGLES:
+        if (folder / name).exists():
+            return (resolve_inside(folder, name),)
+    try:
+        present = sorted(entry.name for entry in folder.iterdir())
+    except OSError as error:
+        raise UserError(f"can't read {folder}: {error.strerror}") from None
+    if (files := _of_variant(folder, present)) is not None:
+        return files
+    for suffixes, what in (
+        ((".safetensors",), "safetensors files"),
+        (PICKLES, "PyTorch files"),
+        ((".gguf",), "GGUF files"),
+    ):
+        loose = [name for name in present if name.endswith(suffixes) and name not in _NOT_WEIGHTS]
+        if len(loose) == 1:
+            return (resolve_inside(folder, loose[0]),)
+        if loose:
+            raise UserError(
+                f"{folder} has {len(loose)} {what} and no index; name one of them, such as {printable(loose[0])}"
+            )
+    raise NoWeights(f"{folder} is no model: it has neither {SINGLE} nor {INDEX}, and no other checkpoint")
+
+
+_VARIANT_FILE = re.compile(
+    r"(model|diffusion_pytorch_model)(\.safetensors\.index\.(?P<index>[\w-]+)\.json|\.(?P<single>\w+)\.safetensors)"
+)
+
+
+def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None:
+    """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where there is none. Several are refused:
+    which one is meant can't be known.
+    """
+    found = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
+    if not found:
+        return None
+    if len(found) > 1:
+        raise UserError(
+            f"{folder} has its weights in the variants {', '.join(map(printable, sorted(found)))} and in none without a name; "
+            f"move one of them into a folder of its own, with the files beside it"
+        )
+    name = next(iter(found.values()))
+    return _shards(folder, folder / name) if name.endswith(".json") else (resolve_inside(folder, name),)
+
+
+_NOT_WEIGHTS = ("training_args.bin", "optimizer.pt", "scheduler.pt", "optimizer.bin", "rng_state.pth")
+
+
+def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index).get("weight_map")
+    if (
+        not isinstance(weight_map, dict)
+        or not weight_map
+        or not all(isinstance(name, str) for name in weight_map.values())
+    ):
+        raise UserError(f"{index}: it has no 'weight_map' of tensor names to files")
+    names = list(dict.fromkeys(weight_map.values()))
+    return tuple(resolve_inside(folder, name, index.name) for name in names)
+
+
+def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
+    """The file of this name in the folder. An index is untrusted: it may not point anywhere else, by name or by link.
+
+    The one exception is the Hugging Face cache, whose snapshots are links into the `blobs` beside them.
+    """
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise UserError(f"{folder / index}: {printable(name)!r} is not the name of a file in this folder")
+    path = folder / name
+    try:
+        real = path.resolve(strict=True)
+        root = folder.resolve()
+    except FileNotFoundError:
+        raise UserError(
+            f"shard {printable(name)} is missing in {folder}; fetch it again or name a complete folder"
+        ) from None
+    except (OSError, RuntimeError, ValueError):
+        raise UserError(f"can't follow {printable(str(path), 500)}: it is a link that leads nowhere") from None
+    allowed = [root, *(parent.parent / "blobs" for parent in (root, *root.parents) if parent.name == "snapshots")]
+    if not any(real.is_relative_to(place) for place in allowed):
+        raise UserError(f"{path} is a link out of its folder, which a checkpoint may not have")
+    return path
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object in a file. Raises UserError that names the file."""
+    try:
+        data = json.loads(read_regular(path, _LARGEST_JSON).decode())
+    except OSError as error:
+        raise UserError(f"can't read {path}: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UserError(f"{path} is not valid JSON") from None
+    if not isinstance(data, dict):
+        raise UserError(f"{path} is not a JSON object")
+    return data
+
+
+def variant_of(name: str) -> str | None:
+    """The variant in the name of a file of weights: `fp16` in `model.fp16.safetensors` and `model.fp16-00001-of-00002.safetensors`,
+    and as older versions wrote it `model-00001-of-00002.fp16.safetensors`. None where there is none.
+    """
+    parts = name.split(".")
+    if len(parts) != 3 or parts[0].split("-")[0] not in ("model", "diffusion_pytorch_model"):
+        return None
+    return parts[1].split("-")[0] or None
