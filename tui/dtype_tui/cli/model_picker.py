@@ -18,7 +18,7 @@ from dtype_engine.core.text import printable
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
 from dtype_tui.process.gc_policy import resume_gc
-from dtype_tui.rendering.cells import fit, short_bytes
+from dtype_tui.rendering.cells import short_bytes, truncate
 
 MOST_SHOWN = 500
 MOST_RECENT = 5
@@ -29,7 +29,7 @@ class Offer:
     """One line: what to open, and where it comes from."""
 
     model: str
-    place: str
+    origin: str
     nbytes: int | None = None
     modified: float | None = None
 
@@ -79,15 +79,15 @@ class ModelPicker(BaseApp[str]):
         self.call_after_refresh(self._fill)
 
     def _fill(self) -> None:
-        found = self.query_one(OptionList)
-        at = found.highlighted or 0
+        options = self.query_one(OptionList)
+        at = options.highlighted or 0
         width = max(40, self.size.width - 6)
-        found.clear_options()
-        places = max((len(offer.place) for offer in self.offers), default=0)
-        found.add_options(
-            [Option(offer_line(offer, width, places), id=str(place)) for place, offer in enumerate(self.offers)]
+        options.clear_options()
+        origin_width = max((len(offer.origin) for offer in self.offers), default=0)
+        options.add_options(
+            [Option(offer_line(offer, width, origin_width), id=str(index)) for index, offer in enumerate(self.offers)]
         )
-        found.highlighted = min(at, len(self.offers) - 1)
+        options.highlighted = min(at, len(self.offers) - 1)
 
     def action_other_half(self) -> None:
         typed = self.query_one(Input)
@@ -112,22 +112,22 @@ class ModelPicker(BaseApp[str]):
             self.exit(model)
 
 
-def offer_line(offer: Offer, width: int, places: int = 0) -> Text:
-    """A name, its bytes, its age and its place, cut to `width` cells; the place goes first where it is narrow.
+def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
+    """A name, its bytes, its age and its origin, cut to `width` cells; the origin goes first where it is narrow.
 
-    places: width of the longest place among the lines, so that columns stand below each other.
+    origin_width: width of the longest origin among the lines, so that columns stand below each other.
     """
-    places = max(places, len(offer.place))
+    origin_width = max(origin_width, len(offer.origin))
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""
     age = _age(time.time() - offer.modified) if offer.modified else ""
-    place = offer.place if width >= 54 + places else ""
-    room = width - 12 - 14 - (places + 2 if place else 0)
-    name = fit(printable(offer.model, 500), max(12, room))
+    origin = offer.origin if width >= 54 + origin_width else ""
+    name_width = width - 12 - 14 - (origin_width + 2 if origin else 0)
+    name = truncate(printable(offer.model, 500), max(12, name_width))
     text = Text(no_wrap=True, overflow="ellipsis")
-    text.append(f"{name:<{max(12, room)}}", style="bold")
+    text.append(f"{name:<{max(12, name_width)}}", style="bold")
     text.append(f"{size:>12}{age:>14}")
-    if place:
-        text.append(f"  {place}", style="dim")
+    if origin:
+        text.append(f"  {origin}", style="dim")
     return text
 
 

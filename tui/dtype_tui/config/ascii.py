@@ -47,11 +47,11 @@ def _in_ascii(character: str) -> str:
         return character
     if character in _SAME_WIDTH:
         return _SAME_WIDTH[character]
-    place = ord(character)
-    if _BOX_FROM <= place <= _BOX_TO:
+    code = ord(character)
+    if _BOX_FROM <= code <= _BOX_TO:
         return "-" if character in "─━┄┅┈┉═╌╍╴╶╸╺╼╾" else "|" if character in "│┃┆┇┊┋║╎╏╵╷╹╻╽╿" else "+"
-    if _BRAILLE_FROM <= place <= _BRAILLE_TO:
-        return " " if place == _BRAILLE_FROM else "*"
+    if _BRAILLE_FROM <= code <= _BRAILLE_TO:
+        return " " if code == _BRAILLE_FROM else "*"
     return "?" * cell_len(character)
 
 

@@ -29,10 +29,10 @@ def colour(dtype: str) -> str:
 
 def name_cell(text: str, width: int) -> str:
     """A name from a file, made safe and cut to `width` cells."""
-    return fit(printable(text, max(width, 1)), width)
+    return truncate(printable(text, max(width, 1)), width)
 
 
-def fit(text: str, width: int) -> str:
+def truncate(text: str, width: int) -> str:
     """Cut to `width` cells, with an ellipsis where something was cut. For text whose characters are one cell each."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 

@@ -17,9 +17,9 @@ def loss_marks(losses: Sequence[ValueLoss]) -> Mapping[str, str]:
     sums: dict[str, list[int]] = {}
     for loss in severe(losses):
         for name in (loss.tensor, *ancestors(loss.tensor)):
-            found = sums.setdefault(name, [0, 0, 0])
-            for place, count in enumerate((loss.overflowed, loss.vanished, loss.saturated)):
-                found[place] += count
+            counts = sums.setdefault(name, [0, 0, 0])
+            for i, count in enumerate((loss.overflowed, loss.vanished, loss.saturated)):
+                counts[i] += count
     return {name: loss_mark(*counts) for name, counts in sums.items()}
 
 

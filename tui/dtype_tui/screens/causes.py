@@ -112,20 +112,20 @@ class CausesScreen(ModalScreen[None]):
         plot = self.query_one(Plot)
         plt = plot.plt
         plt.clear_data()
-        whole = [(place, readings[name].sqnr_db) for place, name in enumerate(names)]
-        own = [(place, local.get(name)) for place, name in enumerate(names)]
+        whole = [(index, readings[name].sqnr_db) for index, name in enumerate(names)]
+        own = [(index, local.get(name)) for index, name in enumerate(names)]
         legend = Text("SQNR in dB of every module with weights, in order:  ● as measured", style="dim")
         if local:
             legend = Text("SQNR in dB, modules in order:  ● as measured  o its own error alone", style="dim")
         self.query_one("#legend", Static).update(legend)
         for points, mark in ((whole, "●"), (own, "o")):
-            shown = [(place, value) for place, value in points if value is not None and math.isfinite(value)]
+            shown = [(index, value) for index, value in points if value is not None and math.isfinite(value)]
             if shown:
-                plt.scatter([place for place, _ in shown], [value for _, value in shown], marker=mark)
+                plt.scatter([index for index, _ in shown], [value for _, value in shown], marker=mark)
         labels = [_short(name) for name in names]
-        starts = [place for place, label in enumerate(labels) if place == 0 or label != labels[place - 1]]
-        places = starts[:: max(1, -(-len(starts) // _TICKS))]
-        plt.xticks([float(place) for place in places], [labels[place] for place in places])
+        starts = [index for index, label in enumerate(labels) if index == 0 or label != labels[index - 1]]
+        indices = starts[:: max(1, -(-len(starts) // _TICKS))]
+        plt.xticks([float(index) for index in indices], [labels[index] for index in indices])
         plot.refresh()
 
     def _modules_with_weights(self) -> list[str]:

@@ -30,7 +30,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if planned.buffers:
             grid.add_row("buffers", f"{planned.buffers:,} elements, not counted as parameters")
         if tied := experiment.tree.tied_into(node):
-            names = ", ".join(printable(found.name, 500) for found in tied)
+            names = ", ".join(printable(other.name, 500) for other in tied)
             grid.add_row("tied", f"{names}: counted there, not here")
         grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
@@ -64,11 +64,11 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
                 rounding = ", which is rounding" if loss.is_rounding else ""
                 grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
-    for place, rule, won, taken in experiment.explain(node):
+    for index, rule, won, taken in experiment.explain(node):
         verdict = (
             "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
         )
-        grid.add_row(f"rule {place + 1}", f"{printable(str(rule), 500)}  {verdict}")
+        grid.add_row(f"rule {index + 1}", f"{printable(str(rule), 500)}  {verdict}")
     if not experiment.explain(node):
         grid.add_row("rules", "none: as stored")
     return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)

@@ -11,7 +11,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_count
 from dtype_engine.results.drift import ImplicitCastStats
-from dtype_tui.rendering.cells import fit, wrap_dotted
+from dtype_tui.rendering.cells import truncate, wrap_dotted
 from dtype_tui.screens.overlay import Overlay
 
 _NAME_WIDTH = 26
@@ -35,17 +35,17 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
         max(len(word), *(cell.cell_len for cell in column))
         for word, column in zip(words, zip(*rows, strict=True), strict=True)
     ]
-    room = Overlay.room(width) - sum(widths) - 2 * len(widths)
-    # One long operation must not take the room of all the names.
-    longest = max(len(words[0]), widths[0] - max(0, _NAME_WIDTH - room))
-    room += widths[0] - min(widths[0], longest)
+    name_width = Overlay.content_width(width) - sum(widths) - 2 * len(widths)
+    # One long operation must not leave too little for all the names.
+    longest = max(len(words[0]), widths[0] - max(0, _NAME_WIDTH - name_width))
+    name_width += widths[0] - min(widths[0], longest)
     for row in rows:
-        row[0] = Text(fit(row[0].plain, longest))
+        row[0] = Text(truncate(row[0].plain, longest))
     grid = Table.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for word in words:
         grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")
     grid.add_row("module", *words, style="dim")
     for cast, row in zip(casts, rows, strict=True):
-        grid.add_row(wrap_dotted(printable(cast.module, 500) or "the model", room), *row)
+        grid.add_row(wrap_dotted(printable(cast.module, 500) or "the model", name_width), *row)
     return Overlay("Dtype flow of one forward pass", grid)

@@ -32,8 +32,8 @@ def generation_screen(texts: Sequence[Generation]) -> Overlay:
 def _written(text: Generation, written: Written) -> Text:
     """The prompt's last line, dim, and what follows it, safe for a terminal, line by line."""
     shown = Text(_safe_lines("…" + text.prompt[-60:] if len(text.prompt) > 60 else text.prompt), style="dim")
-    for place, piece in enumerate(written.pieces):
-        if text.differs and place == text.same_tokens:
+    for index, piece in enumerate(written.pieces):
+        if text.differs and index == text.same_tokens:
             shown.append(f"⟦{_safe_lines(piece)}⟧", style="bold reverse")
         else:
             shown.append(_safe_lines(piece), style="not dim")

@@ -29,7 +29,7 @@ Section = tuple[str, list[tuple[str, str]]]
 def sections(
     of_the_app: Iterable[BindingType], chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """(title, its keys) of every place that has some, and (title, text) of every word explained; `chosen` as in `described`."""
+    """(title, its keys) of every screen and prompt, and (title, text) of every word explained; `chosen` as in `described`."""
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", of_the_app),
         ("In the tree", ModuleTree.BINDINGS),

@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Static
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
-from dtype_tui.rendering.cells import fit, short_bytes
+from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
@@ -70,21 +70,21 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Make the rows anew, pinned ones first, else newest first; the cursor on the measurement at a place."""
+        """Make the rows anew, pinned ones first, else newest first; the cursor on the measurement with index `at`."""
         entries = self._entries
-        self._order = sorted(range(len(entries)), key=lambda place: (not entries[place].pinned, -place))
+        self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         table = self.query_one(DataTable)
         table.clear(columns=True)
         for name in ("", "bytes", "SQNR", "KL nats", "same top", "perplexity", "time", "rules"):
             table.add_column(name)
-        for place in self._order:
-            table.add_row(*self._cells(place))
+        for index in self._order:
+            table.add_row(*self._cells(index))
         table.move_cursor(row=self._order.index(at))
         self._plot(at)
 
-    def _cells(self, place: int) -> list[Text]:
-        entry = self._entries[place]
-        mark = _mark(place) + ("*" if entry.pinned else " ") + ("c" if place == self._chosen else "")
+    def _cells(self, index: int) -> list[Text]:
+        entry = self._entries[index]
+        mark = _mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
         now = entry.recipe == self._experiment.recipe and entry.settings == str(self._experiment.settings)
         return [
             Text(mark, style="bold" if entry.pinned else ""),
@@ -94,7 +94,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             Text("" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %", justify="right"),
             Text(_number(entry.perplexity, ".4f"), justify="right"),
             Text("" if entry.seconds is None else seconds_text(entry.seconds), justify="right"),
-            Text(("now: " if now else "") + fit(_rules(entry), 200), style="bold" if now else ""),
+            Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
         ]
 
     @property
@@ -121,13 +121,13 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         plt = plot.plt
         plt.clear_data()
         distribution = any(entry.kl_mean is not None for entry in self._entries)
-        for place, entry in enumerate(self._entries):
+        for index, entry in enumerate(self._entries):
             drift = entry.kl_mean if distribution else -entry.sqnr_db
             if drift is None or not math.isfinite(drift) or (distribution and drift <= 0):
                 continue
             # The logarithm is plotted: plotext's own scale fails where all values are one.
             height = math.log10(drift) if distribution else -drift
-            plt.scatter([entry.planned_bytes / 2**20], [height], marker=_mark(place))
+            plt.scatter([entry.planned_bytes / 2**20], [height], marker=_mark(index))
         plt.xlabel("planned MiB")
         plt.ylabel("log10 KL nats" if distribution else "SQNR dB")
         plot.refresh()
@@ -203,8 +203,8 @@ def _with_error(entry: MeasuredRecipe) -> str:
     return f"{_number(entry.kl_mean, '.3e')}{error} nats"
 
 
-def _mark(place: int) -> str:
-    return _MARKS[place] if place < len(_MARKS) else _OTHER_MARK
+def _mark(index: int) -> str:
+    return _MARKS[index] if index < len(_MARKS) else _OTHER_MARK
 
 
 def _number(value: float | None, form: str) -> str:

@@ -117,8 +117,8 @@ def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     head = Table.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")
-    for place, part in enumerate(reading.made_of):
-        head.add_row("made of" if place == 0 else "", Text(printable(part, 300)))
+    for index, part in enumerate(reading.made_of):
+        head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))
     counts = [f"{reading.positions:,} tokens"] if reading.positions is not None else []
     if compared is not None:
         counts.append(f"outputs compared at {compared:,}")

@@ -23,7 +23,7 @@ from dtype_engine.recipe.minimize import compress
 from dtype_engine.search.constraints import Limits
 from dtype_engine.search.pareto import Front, Solution
 from dtype_tui.config.bindings import FRONT_KEYS
-from dtype_tui.rendering.cells import colour, fit
+from dtype_tui.rendering.cells import colour, truncate
 from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
@@ -136,8 +136,8 @@ class OptimiseScreen(ModalScreen[None]):
             return
 
         def find() -> None:
-            found = compress(self.experiment.tree, solution.dtypes)
-            self.app.call_from_thread(self._rules_found, solution, found)
+            recipe = compress(self.experiment.tree, solution.dtypes)
+            self.app.call_from_thread(self._rules_found, solution, recipe)
 
         self._timer = self.set_timer(_RESTS_S, lambda: self.run_worker(find, thread=True, exclusive=True))
 
@@ -230,8 +230,8 @@ class OptimiseScreen(ModalScreen[None]):
             text.append("\nno rules: as stored", style="dim")
         for rule in recipe.rules if recipe is not None else ():
             dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.badge(rule.dtype)
-            room = max(20, self.size.width - 16)
-            text.append(f"\n{fit(printable(rule.pattern, 500), room)} → ", style="")
+            width = max(20, self.size.width - 16)
+            text.append(f"\n{truncate(printable(rule.pattern, 500), width)} → ", style="")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")
         others = [point for point in self.view.measured if point is not known]
         if others:

@@ -36,7 +36,7 @@ class Overlay(ModalScreen[None]):
         self._body = body
 
     @staticmethod
-    def room(width: int) -> int:
+    def content_width(width: int) -> int:
         """Cells for text on a screen of this width."""
         return min(100, 96 * width // 100) - 5  # border, padding, and the bar that tells how far it is scrolled
 

@@ -17,7 +17,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import with_error
 from dtype_engine.results.drift import WeightScore
 from dtype_engine.search.sensitivity import layer_map, ranking
-from dtype_tui.rendering.cells import colour, fit, short_bytes
+from dtype_tui.rendering.cells import colour, short_bytes, truncate
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import figure
@@ -122,8 +122,8 @@ class ScanScreen(ModalScreen[str | None]):
         rows = ranking(self.experiment.tree, report, dtype, self._per_byte)[:MOST_ROWS]
         table.clear(columns=True)
         wide = self.size.width >= 100
-        room = max(16, self.size.width - 40 - (21 if wide else 0) - (9 if self._all else 0))
-        table.add_column("weight", width=room)
+        name_width = max(16, self.size.width - 40 - (21 if wide else 0) - (9 if self._all else 0))
+        table.add_column("weight", width=name_width)
         if self._all:
             table.add_column("dtype", width=7)
         table.add_column(Text("score", justify="right"), width=21 if wide else 16)
@@ -135,7 +135,7 @@ class ScanScreen(ModalScreen[str | None]):
         self._names = [row.score.name for row in rows]
         for row in rows:
             name = printable(row.score.name, 500).removesuffix(".weight")
-            cells = [Text(name if len(name) <= room else "…" + name[-(room - 1) :])]
+            cells = [Text(name if len(name) <= name_width else "…" + name[-(name_width - 1) :])]
             if self._all:
                 cells.append(Text(dtypes.badge(row.score.dtype), style=colour(row.score.dtype)))
             cells += [
@@ -151,30 +151,30 @@ class ScanScreen(ModalScreen[str | None]):
             table.move_cursor(row=at if self._names[at : at + 1] == [before] else self._names.index(before))
 
     def _map(self) -> Text:
-        found = layer_map(self.experiment.tree, self.view.scores, self.view.dtype)
-        most = max((value for value in found.cells.values() if math.isfinite(value)), default=0.0)
-        labels = [printable(layer, 60) for layer in found.layers]
+        heat = layer_map(self.experiment.tree, self.view.scores, self.view.dtype)
+        most = max((value for value in heat.cells.values() if math.isfinite(value)), default=0.0)
+        labels = [printable(layer, 60) for layer in heat.layers]
         labels = [label if len(label) <= 18 else "…" + label[-17:] for label in labels]
         first = max((len(label) for label in labels), default=0) + 1
-        width = max(6, min(13, (self.size.width - first - 4) // max(1, len(found.kinds))))
-        heads = short_kinds(found.kinds, width - 1)
+        width = max(6, min(13, (self.size.width - first - 4) // max(1, len(heat.kinds))))
+        heads = short_kinds(heat.kinds, width - 1)
         text = Text(f"{'layer':<{first}}", style="dim", no_wrap=True)
         for head in heads:
             text.append(f"{head:<{width}}", style="bold not dim")
-        for layer, label in zip(found.layers, labels, strict=True):
+        for layer, label in zip(heat.layers, labels, strict=True):
             text.append(f"\n{label:<{first}}")
-            for kind in found.kinds:
-                score = found.cells.get((layer, kind))
+            for kind in heat.kinds:
+                score = heat.cells.get((layer, kind))
                 if score is None:
                     text.append(" " * width)
                     continue
                 digits = 1 if width > 6 else 0
                 exponent = "inf" if math.isinf(score) else f"{math.log10(score):.{digits}f}" if score > 0 else "0"
                 text.append(
-                    f"{fit(_shade(score, most) * 2 + exponent, width - 1):<{width}}",
+                    f"{truncate(_shade(score, most) * 2 + exponent, width - 1):<{width}}",
                     style=_heat_style(_share(score, most)),
                 )
-        rest = sorted(found.rest, key=lambda entry: -entry[1])
+        rest = sorted(heat.rest, key=lambda entry: -entry[1])
         if rest:
             text.append("\n\nin no layer", style="dim")
             for name, score in rest[:8]:
@@ -184,7 +184,7 @@ class ScanScreen(ModalScreen[str | None]):
         text.append(f"\n\nfigures: log10 of {unit}\nshades ", style="dim")
         text.append(_SHADES[1:])
         text.append(": from a hundredth of the most to the most", style="dim")
-        kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, found.kinds, strict=True) if head != kind]
+        kinds = [f"{head} {printable(kind, 60)}" for head, kind in zip(heads, heat.kinds, strict=True) if head != kind]
         line = ""
         for kind in kinds:
             if len(line) + len(kind) + 3 > max(40, self.size.width - 4):
@@ -197,9 +197,9 @@ class ScanScreen(ModalScreen[str | None]):
     def action_dtype(self, step: int) -> None:
         report = self.view.report
         if report is not None:
-            place = report.dtypes.index(self.view.dtype) + step
+            index = report.dtypes.index(self.view.dtype) + step
             self._all = False
-            self.view.look_at(self.experiment.tree, report.dtypes[place % len(report.dtypes)])
+            self.view.look_at(self.experiment.tree, report.dtypes[index % len(report.dtypes)])
             self._look()
 
     def action_sort(self) -> None:
@@ -252,12 +252,14 @@ def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
     """Headings that tell kinds apart: their last part without `_proj`, or as much of the whole as fits."""
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
-        fit(printable(short, 60), width) if last.count(short) == 1 else fit(printable(kind, 200)[-width:], width)
+        truncate(printable(short, 60), width)
+        if last.count(short) == 1
+        else truncate(printable(kind, 200)[-width:], width)
         for short, kind in zip(last, kinds, strict=True)
     ]
     # Two that were cut to the same are numbered: the legend below says which is which.
     return [
-        head if heads.count(head) == 1 else f"{head[: width - 2]}{place % 100:02}" for place, head in enumerate(heads)
+        head if heads.count(head) == 1 else f"{head[: width - 2]}{index % 100:02}" for index, head in enumerate(heads)
     ]
 
 

@@ -28,7 +28,7 @@ from dtype_tui.widgets.tree_drawing import (
     CURSOR_AWAY,
     DIM,
     PLAIN,
-    Look,
+    RowState,
     columns_for,
     heading,
     row_segments,
@@ -112,10 +112,10 @@ class ModuleTree(ScrollView, can_focus=True):
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
         else:
             self.rows = open_rows(self.experiment, self._opened, self.order)
-        places = {row.name: place for place, row in enumerate(self.rows)}
-        while name not in places and name:
+        index_of = {row.name: index for index, row in enumerate(self.rows)}
+        while name not in index_of and name:
             name = name.rpartition(".")[0]
-        self.cursor = places.get(name, 0)
+        self.cursor = index_of.get(name, 0)
         self.virtual_size = Size(0, len(self.rows) + 1)
         self.refresh()
         self._show_cursor()
@@ -139,11 +139,11 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def next_match(self, step: int) -> bool:
         """Go to the next or previous match; False when there is none."""
-        places = [place for place, row in enumerate(self.rows) if row.name in self._match_set]
-        if not places:
+        indices = [index for index, row in enumerate(self.rows) if row.name in self._match_set]
+        if not indices:
             return False
-        after = [place for place in places if (place > self.cursor if step > 0 else place < self.cursor)]
-        self.move_to((after[0] if step > 0 else after[-1]) if after else (places[0] if step > 0 else places[-1]))
+        after = [index for index in indices if (index > self.cursor if step > 0 else index < self.cursor)]
+        self.move_to((after[0] if step > 0 else after[-1]) if after else (indices[0] if step > 0 else indices[-1]))
         return True
 
     def show_preview(self, preview: Preview | None) -> None:
@@ -166,14 +166,14 @@ class ModuleTree(ScrollView, can_focus=True):
         """The row under the cursor."""
         return self.rows[self.cursor]
 
-    def move_to(self, place: int) -> None:
+    def move_to(self, index: int) -> None:
         """Put the cursor on a row; only the two lines that change are painted again."""
-        place = max(0, min(place, len(self.rows) - 1))
-        if place == self.cursor:
+        index = max(0, min(index, len(self.rows) - 1))
+        if index == self.cursor:
             return
-        before, self.cursor = self.cursor, place
+        before, self.cursor = self.cursor, index
         self._paint(before)
-        self._paint(place)
+        self._paint(index)
         self._show_cursor()
         self.post_message(self.Moved(self.current.name))
 
@@ -187,11 +187,11 @@ class ModuleTree(ScrollView, can_focus=True):
             above = above.rpartition(".")[0]
         self.filter_text, self.matches, self._match_set = "", [], frozenset()
         self.rebuild()
-        self.move_to(next((place for place, row in enumerate(self.rows) if row.name == name), self.cursor))
+        self.move_to(next((index for index, row in enumerate(self.rows) if row.name == name), self.cursor))
         return True
 
-    def _paint(self, place: int) -> None:
-        line = place - self.scroll_offset.y + 1
+    def _paint(self, index: int) -> None:
+        line = index - self.scroll_offset.y + 1
         if 0 < line < self.size.height:
             self.refresh(Region(0, line, self.size.width, 1))
 
@@ -243,11 +243,11 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def action_sibling(self, step: int) -> None:
         depth = self.current.depth
-        place = self.cursor + step
-        while 0 <= place < len(self.rows) and self.rows[place].depth > depth:
-            place += step
-        if 0 <= place < len(self.rows) and self.rows[place].depth == depth:
-            self.move_to(place)
+        index = self.cursor + step
+        while 0 <= index < len(self.rows) and self.rows[index].depth > depth:
+            index += step
+        if 0 <= index < len(self.rows) and self.rows[index].depth == depth:
+            self.move_to(index)
 
     def action_parent(self) -> None:
         depth = self.current.depth
@@ -257,14 +257,14 @@ class ModuleTree(ScrollView, can_focus=True):
         """Through the topmost nodes that are cast as a whole, in the model's order, round and round."""
         nodes = self.experiment.cast_nodes()
         if nodes:
-            order = {name: place for place, name in enumerate(self.experiment.tree.names[0])}
+            order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
             here = order.get(self.current.name, -1)
-            places = [order.get(node, -1) for node in nodes]
+            indices = [order.get(node, -1) for node in nodes]
             if step > 0:
-                found = next((i for i, place in enumerate(places) if place > here), 0)
+                at = next((i for i, index in enumerate(indices) if index > here), 0)
             else:
-                found = next((i for i in reversed(range(len(places))) if places[i] < here), -1)
-            self.go_to(nodes[found])
+                at = next((i for i in reversed(range(len(indices))) if indices[i] < here), -1)
+            self.go_to(nodes[at])
 
     def action_expand_all(self) -> None:
         below: list[str] = []
@@ -287,11 +287,11 @@ class ModuleTree(ScrollView, can_focus=True):
         self.rebuild()
 
     def on_click(self, event: events.Click) -> None:
-        place = event.y - 1 + self.scroll_offset.y
-        if event.y > 0 and place < len(self.rows):
-            if place == self.cursor:
+        index = event.y - 1 + self.scroll_offset.y
+        if event.y > 0 and index < len(self.rows):
+            if index == self.cursor:
                 self.action_open_or_close()
-            self.move_to(place)
+            self.move_to(index)
 
     def on_resize(self) -> None:
         self._show_cursor()
@@ -316,19 +316,19 @@ class ModuleTree(ScrollView, can_focus=True):
         base = self._base()
         if y == 0:
             return heading(columns, scan.heading).adjust_cell_length(width, DIM).apply_style(base)
-        place = y - 1 + self.scroll_offset.y
-        if place >= len(self.rows):
+        index = y - 1 + self.scroll_offset.y
+        if index >= len(self.rows):
             return Strip.blank(width, base)
-        row = self.rows[place]
-        look = Look(
-            here=place == self.cursor,
+        row = self.rows[index]
+        state = RowState(
+            here=index == self.cursor,
             lit=self._lit(row),
             match=row.name in self._match_set,
             opened=row.name in self._opened or bool(self.filter_text),
         )
-        strip = Strip(row_segments(self.experiment, row, columns, look)).adjust_cell_length(width, PLAIN)
+        strip = Strip(row_segments(self.experiment, row, columns, state)).adjust_cell_length(width, PLAIN)
         strip = strip.simplify().apply_style(base)
-        if place == self.cursor:
+        if index == self.cursor:
             # Dim colours, reversed, would be patches.
             over = CURSOR if self.has_focus else CURSOR_AWAY
             return Strip(Segment.apply_style(strip, over, BRIGHT), strip.cell_length)

@@ -12,7 +12,7 @@ from textual.strip import Strip
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import human_count
 from dtype_engine.reports.text import parameters_text
-from dtype_tui.rendering.cells import colour, drift_cell, fit, mix_cell, name_cell, short_bytes
+from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
 from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:
@@ -54,13 +54,13 @@ def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool 
     parameters = 8 if width - 2 * scan >= 60 and "params" not in hidden else 0
     size = 10 if "bytes" not in hidden else 0
     drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
-    room = width - dtype - parameters - size - drift - scan - 1
-    return Columns(max(10, room), dtype, parameters, size, drift, scan)
+    name = width - dtype - parameters - size - drift - scan - 1
+    return Columns(max(10, name), dtype, parameters, size, drift, scan)
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """How a row stands: under the cursor, lit up by a preview, a match of the filter, open."""
+class RowState:
+    """Whether a row is under the cursor, lit up by a preview, a match of the filter, open."""
 
     here: bool
     lit: bool
@@ -82,21 +82,21 @@ def heading(columns: Columns, scan: str = "") -> Strip:
     return Strip([Segment(text, DIM)])
 
 
-def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look) -> list[Segment]:
+def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowState) -> list[Segment]:
     """A row, cell by cell."""
-    twist, label, beside = _name(experiment, row, columns.name, look)
+    twist, label, beside = _name(experiment, row, columns.name, state)
     indent = "  " * row.depth
-    marker = "•" if look.lit else "❯" if look.here else " "
-    style = _LIT if look.lit else _MATCH if look.match else _BOLD if row.depth == 0 else PLAIN
-    segments = [Segment(f"{marker}{indent}{twist}", DIM if not look.lit else _LIT), Segment(label, style)]
+    marker = "•" if state.lit else "❯" if state.here else " "
+    style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 else PLAIN
+    segments = [Segment(f"{marker}{indent}{twist}", DIM if not state.lit else _LIT), Segment(label, style)]
     used = 1 + len(indent) + 2 + len(label)
     mark = experiment.loss_marks.get(row.name) if row.tensor is None else None
     if mark is not None:
-        mark = fit(mark, max(0, columns.name - used - 2))
+        mark = truncate(mark, max(0, columns.name - used - 2))
         if len(mark) > 2:
             segments.append(Segment(f"  {mark}", _LOST))
             used += 2 + len(mark)
-            beside = fit(beside, columns.name - used - 2) if columns.name - used - 2 >= min(len(beside), 5) else ""
+            beside = truncate(beside, columns.name - used - 2) if columns.name - used - 2 >= min(len(beside), 5) else ""
     if beside:
         segments.append(Segment(f"  {beside}", DIM))
         used += 2 + len(beside)
@@ -107,11 +107,11 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look)
         parameters = parameters_text(totals) if totals.parameters or totals.unknown else ""
         size = totals.total_bytes
     else:
-        found = row.tensor
+        tensor = row.tensor
         parameters = (
-            "unknown" if found.meant == "unknown" else human_count(found.parameters) if found.parameters else ""
+            "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters) if tensor.parameters else ""
         )
-        size = experiment.planned_bytes(found)
+        size = experiment.planned_bytes(tensor)
     counted = not row.alias and not (experiment.partial and row.tensor is None)
     if columns.parameters:
         segments.append(Segment(f"{parameters if counted else '':>{columns.parameters}}", PLAIN))
@@ -125,26 +125,26 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, look: Look)
     return segments
 
 
-def _name(experiment: Experiment, row: Row, width: int, look: Look) -> tuple[str, str, str]:
+def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
     """The mark of an open node, the name, and what stands beside it: class, shape, what it is tied to."""
-    room = width - 2 * row.depth - 4
+    width -= 2 * row.depth + 4
     if row.tensor is None:
         expandable = bool(row.module.children or row.module.tensors)
-        twist = ("▾ " if look.opened else "▸ ") if expandable else "  "
-        label = name_cell(row.label or experiment.title, room)
+        twist = ("▾ " if state.opened else "▸ ") if expandable else "  "
+        label = name_cell(row.label or experiment.title, width)
         failed = "failed here" if row.name and row.name == experiment.failed_module else ""
         island = "keep f32" if row.module.island else ""
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
-        tied = f"= {', '.join(found.name.removesuffix('.weight') for found in elsewhere)}" if elsewhere else ""
+        tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
         beside = " ".join(word for word in (failed, tied, island, row.module.class_name) if word)
     else:
         twist = "  "
-        label = name_cell(row.label, room)
+        label = name_cell(row.label, width)
         shape = " × ".join(map(str, row.tensor.shape)) or "scalar"
         beside = f"= {row.tensor.name}" if row.alias else f"[{shape}]"
-    room -= len(label) + 2
-    return twist, label, name_cell(beside, room) if room >= min(len(beside), 5) else ""
+    width -= len(label) + 2
+    return twist, label, name_cell(beside, width) if width >= min(len(beside), 5) else ""
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
@@ -162,8 +162,8 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
             pieces.append((" not saved", ""))
         mark = experiment.loss_marks.get(row.tensor.name)
         if mark is not None:
-            room = width - 2 - sum(len(text) for text, _ in pieces)
-            pieces.append((f" {mark}" if len(mark) <= room else " ⚠", _LOST_MARK))
+            left = width - 2 - sum(len(text) for text, _ in pieces)
+            pieces.append((f" {mark}" if len(mark) <= left else " ⚠", _LOST_MARK))
     segments: list[Segment] = []
     used = 0
     for text, dtype in pieces:

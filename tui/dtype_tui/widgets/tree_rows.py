@@ -88,8 +88,8 @@ def matching(tree: Tree, text: str) -> list[str]:
     wanted = text.lower()
     names, lowered = tree.names
     if any(character in wanted for character in "*?["):
-        found = re.compile(translate(wanted)).match
-        return [name for name, low in zip(names, lowered, strict=True) if found(low)]
+        matches = re.compile(translate(wanted)).match
+        return [name for name, low in zip(names, lowered, strict=True) if matches(low)]
     return [name for name, low in zip(names, lowered, strict=True) if wanted in low]
 
 

@@ -115,24 +115,24 @@ class DriftPane(Pane):
         return grid
 
 
-def _add_nonfinite(grid: Table, found: NonFiniteDiagnosis) -> None:
+def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
     """Where values stop being finite, and the rule that one key applies."""
-    grid.add_row("not finite", Text(first_sentence(found), style="bold"))
-    if values := value_sentence(found):
+    grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
+    if values := value_sentence(diagnosis):
         grid.add_row("because", values)
-    if found.remedy is not None:
-        rule = Rule.parse(found.remedy)
+    if diagnosis.remedy is not None:
+        rule = Rule.parse(diagnosis.remedy)
         words = f"{printable(rule.pattern, 200)} → {dtypes.badge(rule.dtype)}"
         grid.add_row("a applies", Text(words, style="bold"))
     else:
-        grid.add_row("no remedy", printable(found.reason, 300))
+        grid.add_row("no remedy", printable(diagnosis.reason, 300))
 
 
 def _append_modules(text: Text, readings: list[ModuleDrift], width: int) -> None:
     for index, reading in enumerate(readings):
         number = "not finite" if reading.nonfinite else decibels(reading.sqnr_db)
         name = printable(reading.name, 300)
-        room = max(8, width - 11)
-        name = name if len(name) <= room else "…" + name[-(room - 1) :]
+        name_width = max(8, width - 11)
+        name = name if len(name) <= name_width else "…" + name[-(name_width - 1) :]
         text.append(("\n" if index else "") + f"{number:>10} ", style="bold" if reading.nonfinite else "")
         text.append(name, style="dim")

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_tui.rendering.cells import colour, fit
+from dtype_tui.rendering.cells import colour, truncate
 from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
@@ -32,31 +32,31 @@ class RecipePane(Pane):
             text.append("No rules: every tensor is as stored.\n", style="dim")
             text.append("c casts by a pattern, 1 to 8 cast the node.", style="dim")
             return text
-        for place, rule in enumerate(experiment.recipe.rules):
-            taken = len(plan.selections[place])
+        for index, rule in enumerate(experiment.recipe.rules):
+            taken = len(plan.selections[index])
             dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.badge(rule.dtype)
-            room = max(8, self.columns - len(dtype) - len(f"{taken:,}") - 8)
-            text.append(f"{place + 1:>2} ", style="dim")
-            text.append(fit(printable(rule.pattern, 500), room))
+            width = max(8, self.columns - len(dtype) - len(f"{taken:,}") - 8)
+            text.append(f"{index + 1:>2} ", style="dim")
+            text.append(truncate(printable(rule.pattern, 500), width))
             text.append(" → ", style="dim")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")
-            if place in plan.too_slow:
+            if index in plan.too_slow:
                 text.append("\n   ⚠ takes too long to match", style="bold")
-            elif place in plan.unmatched:
+            elif index in plan.unmatched:
                 text.append("\n   ⚠ takes nothing in this model", style="bold")
-            elif place in plan.waiting:
+            elif index in plan.waiting:
                 text.append("\n   waits for the model's classes", style="dim")
             else:
                 text.append(f"  {taken:,}", style="dim")
             text.append("\n")
         rows = experiment.explain(node)
-        label = fit(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 14))
+        label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 14))
         if not rows:
             text.append(f"{label}: as stored", style="dim")
             return text
-        for place, _, won, taken in rows:
+        for index, _, won, taken in rows:
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             text.append(f"{label}: ", style="dim")
-            text.append(f"rule {place + 1} {verdict}\n", style="" if won else "dim")
+            text.append(f"rule {index + 1} {verdict}\n", style="" if won else "dim")
         text.right_crop(1)
         return text

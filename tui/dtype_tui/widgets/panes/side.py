@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class SidePanes(Vertical):
-    """The panes: one above the other where there is room, else one at a time below a line of tabs."""
+    """The panes: one above the other where they fit, else one at a time below a line of tabs."""
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; }
@@ -62,12 +62,12 @@ class SidePanes(Vertical):
 
     def _mark(self) -> None:
         tabs = Text(" ")
-        for place, pane in enumerate(self.panes):
-            pane.set_class(place == self._active, "active")
+        for index, pane in enumerate(self.panes):
+            pane.set_class(index == self._active, "active")
             title = str(pane.border_title)
             tabs.append(
-                f"[{title}]" if place == self._active else f" {title} ",
-                style="bold" if place == self._active else "dim",
+                f"[{title}]" if index == self._active else f" {title} ",
+                style="bold" if index == self._active else "dim",
             )
             tabs.append(" ")
         tabs.append("  tab: next", style="dim")
