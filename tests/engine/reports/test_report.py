@@ -22,6 +22,7 @@ from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.provenance import recipe_text
 from dtype_engine.reports import gather, render, versions
+from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
 from dtype_engine.results.drift import DriftReport
 
 CASTS = ("*=bfloat16", "*norm*=float32", "*.mlp=float8_e4m3fn")
@@ -134,6 +135,21 @@ def test_names_are_text(name: str, tmp_path: Path) -> None:
     for before, after, line in zip(widths, widths[1:], tables[1:], strict=False):
         if line.startswith("|---") or set(line) <= set("|-:"):
             assert before == after
+
+
+def test_every_text_of_every_block_is_escaped(tmp_path: Path) -> None:
+    """Also those that no report has hostile text in today."""
+    blocks = (
+        NASTY, Name(NASTY), Table((NASTY, "b"), ((NASTY, Name(NASTY)),), 1),
+        Shares(NASTY, ((NASTY, ((NASTY, 1.0, NASTY),)),)), Profile(NASTY, ((NASTY, 1.0), ("none", None)), NASTY),
+    )  # fmt: skip
+    text = render(Report(NASTY, NASTY, (Section(NASTY, blocks),)), tmp_path / "r.html")
+    page = Page(text)
+    assert page.reaching == []
+    assert "script" not in page.tags
+    shown = NASTY.replace("\x1b", "\\x1b").replace("\u202e", "\\u202e")
+    assert page.rows == [[shown, "b"], [shown, shown]]
+    assert text.count('class="n"') == 2
 
 
 def test_every_figure_of_a_page_is_in_the_markdown_too(measured: Any, tmp_path: Path) -> None:
