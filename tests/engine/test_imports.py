@@ -6,6 +6,8 @@ import pkgutil
 import subprocess
 import sys
 
+import pytest
+
 from dtype_engine import checkpoint, cli, core, recipe, reports, results, search, worker
 
 TORCH_FREE = [
@@ -32,6 +34,7 @@ def test_only_runtime_imports_torch() -> None:
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
+@pytest.mark.slow
 def test_the_engine_does_not_import_textual() -> None:
     assert (
         loaded_after(

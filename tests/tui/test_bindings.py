@@ -108,11 +108,13 @@ def by_no_command(key: str) -> bool:
     return "(" in action or action in ("command", "filter", "cast")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
 async def test_the_palette_does_the_same(walk: Walk) -> None:
     await take(walk, by_palette, lambda key: not by_no_palette(key))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walk", IN_MAIN, ids=named)
 async def test_the_command_line_does_the_same(walk: Walk) -> None:
     await take(walk, by_command, lambda key: not by_no_command(key))

@@ -51,6 +51,7 @@ def overflowing(app: DtypeApp) -> Iterator[str]:
             yield f"{name}: {words.plain!r} is cut"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*SCENES, *MORE_SCENES])
 async def test_every_screen_fits_80_x_24(name: str) -> None:
     app = make_app()

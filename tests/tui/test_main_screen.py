@@ -466,6 +466,7 @@ async def test_names_can_not_speak_to_the_terminal() -> None:
         assert all(len(line) <= WIDE[0] for line in lines(app))
 
 
+@pytest.mark.slow
 async def test_ninety_thousand_tensors_open_filter_and_cast() -> None:
     parts = itertools.product(range(60), range(250), ("up", "gate", "down"))
     names = [f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for layer, expert, part in parts]

@@ -82,11 +82,13 @@ def storm(path: Path, rounds: int, how: str) -> subprocess.CompletedProcess[str]
     )
 
 
+@pytest.mark.slow
 def test_a_file_cut_short_at_any_moment_is_told_every_time(tmp_path: Path) -> None:
     done = storm(tmp_path / "w.safetensors", 40, "guarded")
     assert (done.returncode, done.stdout) == (0, "told 40\n"), done.stderr[-2000:]
 
 
+@pytest.mark.slow
 def test_without_the_handler_the_same_ends_the_process(tmp_path: Path) -> None:
     assert storm(tmp_path / "w.safetensors", 1, "bare").returncode == -signal.SIGBUS
 
@@ -126,6 +128,7 @@ sys.exit(run(cli, "dtype-engine", sys.argv[4:]))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("where", "name", "arguments"),
     [

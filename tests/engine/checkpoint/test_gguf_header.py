@@ -74,6 +74,7 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path, order: gguf.GGUFEndian,
         assert value == (general[name][:100] if isinstance(value, list) else general[name]), name
 
 
+@pytest.mark.slow
 def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
     """In a second or two; the gguf package's reader takes half a minute."""
     path = tmp_path / "many.gguf"

@@ -122,6 +122,7 @@ WANTED = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(WANTED)
 def test_the_rules_stand_for_exactly_the_plan(wanted: list[str]) -> None:

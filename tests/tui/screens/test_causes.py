@@ -175,6 +175,7 @@ def llama_with_a_large_weight(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
+@pytest.mark.slow
 async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
     source = locate(str(tmp_path / "llama"))

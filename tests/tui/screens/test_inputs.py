@@ -118,6 +118,7 @@ async def test_names_from_files_are_text() -> None:
             assert part in text
 
 
+@pytest.mark.slow
 async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
     source = locate(None)
     app = DtypeApp(source.title, demo_tree(), lambda emit: Worker(source, Options(), emit))

@@ -259,6 +259,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 RECIPE = Recipe((Rule("*", "bfloat16"), Rule("*.mlp", "float8_e4m3fn")))
 
 
+@pytest.mark.slow
 def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path) -> None:
     worker, said = recorded.worker, recorded.said
     worker.set_recipe(RECIPE)

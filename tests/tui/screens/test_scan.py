@@ -264,6 +264,7 @@ async def test_limits_are_typed_and_respected() -> None:
         assert "no limits" in str(view.query_one("#front-title", Static).render())
 
 
+@pytest.mark.slow
 async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     source = locate(None)
     checkpoint = source.open()

@@ -109,6 +109,7 @@ def expected_of(path: Path) -> tuple[int, int]:
     return sum(p.numel() for p in module.parameters()), sum(t.numel() * t.element_size() for t in tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
 async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
     way: str, net: Path, monkeypatch: pytest.MonkeyPatch
@@ -213,6 +214,7 @@ WINDOWS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOWS)
 async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, net: Path) -> None:
     app = app_on(f"{net}:Net")

@@ -50,6 +50,7 @@ async def test_parents_and_closing_everything() -> None:
         assert [row.name for row in tree.rows] == ["", "model"]
 
 
+@pytest.mark.slow
 async def test_too_much_is_not_opened_at_once() -> None:
     app = make_app(Tree(TensorInfo(f"layers.{i}.weight", (1,), "float32") for i in range(MOST_OPENED + 10)))
     async with app.run_test() as pilot:
