@@ -8,6 +8,8 @@ import os
 import signal
 import tempfile
 
+import pytest
+
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -15,3 +17,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+_MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
+"""Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if _MODEL_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker("slow")

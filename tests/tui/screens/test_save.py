@@ -375,6 +375,7 @@ async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
         assert again.experiment.recipe == Recipe()
 
 
+@pytest.mark.slow
 async def test_a_session_that_can_not_be_written_is_said_once(
     app: DtypeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
