@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import gc
+import io
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 from tests.helpers.recording_engine import demo_tree, engine, make_app, running, say
 from tests.helpers.screen_text import lines, screen, until
 from textual.widgets import Input, OptionList
 
 from dtype_engine.checkpoint.source import locate
+from dtype_engine.cli.program import TRACEBACK
 from dtype_engine.worker import events
 from dtype_tui.cli.model_picker import DEMO, ModelPicker, Offer, offer_line
 from dtype_tui.config.config import Config
@@ -49,6 +53,26 @@ async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
         app.query_one(Input).value = "demo"
         await pilot.press("enter")
     assert app.return_value == "demo"
+
+
+async def test_an_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.delenv(TRACEBACK, raising=False)
+
+    def fail(model: str) -> None:
+        raise ZeroDivisionError("no idea")
+
+    app = ModelPicker(OFFERS, fail)
+    app.error_console = Console(file=io.StringIO(), width=400)
+    with pytest.raises(ZeroDivisionError):
+        async with app.run_test() as pilot:
+            await pilot.press("enter")
+            await pilot.pause()
+    assert app.return_code == 1
+    app._print_error_renderables()
+    printed = app.error_console.file.getvalue()  # type: ignore[attr-defined]
+    assert printed.startswith("dtype-tui: unexpected ZeroDivisionError: no idea")
+    assert printed.count("\n") == 1
 
 
 async def test_keys_to_and_fro_and_leaving() -> None:

@@ -102,7 +102,10 @@ def _need_a_terminal() -> None:
 
 
 def _chosen(config: Config) -> str | None:
-    """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing."""
+    """What to open when nothing was named: the demo where there is nothing else, else what is chosen; None for nothing.
+
+    Exits where the picker ends by an error, which it has reported.
+    """
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
     from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, ModelPicker, Offer
@@ -116,7 +119,11 @@ def _chosen(config: Config) -> str | None:
     ]
     if not offers and not recent:
         return DEMO.model
-    return ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], locate, config).run()
+    picker = ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], locate, config)
+    model = picker.run()
+    if picker.return_code == 1:
+        sys.exit(BAD_INPUT)
+    return model
 
 
 @cache
