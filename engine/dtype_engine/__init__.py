@@ -46,8 +46,27 @@ __all__ = [
 def open(
     model: str | Source | nn.Module | None = None, *, options: Options | None = None, inputs: Any = None
 ) -> Session:
-    """Open a model for casting and measuring; see `dtype_engine.runtime.session.open_session`."""
-    from dtype_engine.runtime.session import open_session
+    """Open a model for casting and measuring.
+
+    Args:
+        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the built-in demo; or a live module,
+            which is put in evaluation mode and cast in place.
+        options: How to open and run it: device, inputs, run settings.
+        inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+
+    Returns:
+        A session with nothing cast.
+
+    Raises:
+        NoForward: There is no architecture to load the weights into.
+        UserError: Anything else that is wrong with the model, the options or the inputs.
+
+    Example:
+        >>> session = de.open(options=de.Options(prompts=("one short prompt",)))
+        >>> session.recipe
+        Recipe(rules=())
+    """
+    from dtype_engine.runtime.opening import open_session
 
     return open_session(model, options, inputs)
 
@@ -55,7 +74,26 @@ def open(
 def load_pretrained(
     folder: str | Path, *, module: nn.Module | None = None, options: Options | None = None
 ) -> nn.Module:
-    """A model with every weight in the dtype that its checkpoint stores; see `dtype_engine.runtime.model.load.load_pretrained`."""
+    """A model with every weight in exactly the dtype that its checkpoint stores, on the CPU, mapped from the files.
+
+    `from_pretrained` brings a checkpoint of several dtypes into one. Weights stored with scales come back as values in the dtype
+    that `config.json` names, as a plain module has no place for scales; `open` keeps them as they are stored.
+
+    Args:
+        folder: A checkpoint folder or file, as `Session.export` writes it.
+        module: For a checkpoint without `config.json`: the model to put the weights into, changed in place.
+        options: How to open it: `trust_remote_code`, `architecture`.
+
+    Raises:
+        UserError: The checkpoint can't be read, or does not fit the module.
+
+    Example:
+        >>> _ = session.cast("*.mlp", "bfloat16")
+        >>> report = session.export(folder / "mixed")
+        >>> model = de.load_pretrained(folder / "mixed")
+        >>> sorted({str(weight.dtype) for weight in model.parameters()})
+        ['torch.bfloat16', 'torch.float32']
+    """
     from dtype_engine.runtime.model.load import load_pretrained
 
     return load_pretrained(Path(folder), module, options)

@@ -99,7 +99,7 @@ class RunRequest:
         checkpoint = source.open()
         if checkpoint is not None and self.recipe.rules:
             self.refuse_unmatched(source, checkpoint.tree())
-        from dtype_engine.runtime.session import open_session
+        from dtype_engine.runtime.opening import open_session
 
         session = open_session(source, self.options, say=say)
         title = session.model.title

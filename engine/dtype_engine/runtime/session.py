@@ -3,42 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import nn
 
-from dtype_engine.checkpoint import refuse_unreadable, unchanged
-from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core import dtypes as dtype_table
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import NoForward, OutOfReach, UserError
-from dtype_engine.core.input_args import typed
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
-from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
+from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
 from dtype_engine.results.drift import (
     DriftReport,
     Generation,
     ImplicitCastStats,
-    MemoryStats,
     Prediction,
     ScanReport,
     SearchReport,
     Seconds,
     SpeedReport,
 )
-from dtype_engine.results.export import ExportReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import LossRemedy, ValueLoss
 from dtype_engine.runtime import process_memory as memory
-from dtype_engine.runtime.inputs import Inputs, from_values, make_inputs, one_of_each_shape, reading
+from dtype_engine.runtime.cast_model import CastModel, reading_weights
+from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, reading
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Causes
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
@@ -51,41 +43,28 @@ from dtype_engine.runtime.measure.noise_floor import measure_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import Say, load, pick_device
 from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
 from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan
 from dtype_engine.search.pareto import Constraints, Front, make_items
 from dtype_engine.search.sensitivity import predict, scalar_drift
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from dtype_engine.search.solve import fixed_bytes, solve
 
 
-def _reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
-    """A method that reads weights: it raises UserError where their files are not, or no longer, those that were opened."""
+class Session(CastModel):
+    """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
 
-    @functools.wraps(method)
-    def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
-        with unchanged(self.model.identities):
-            return method(self, *arguments, **named)
-
-    return reads
-
-
-class Session:
-    """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`."""
+    Methods that read weights raise UserError where the model's files are no longer those that were opened.
+    """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
+        super().__init__(model)
         started = time.perf_counter()
-        self.model = model
         self.options = options
         self.settings: RunSettings = options.settings
         self.no_forward: str | None = None
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
-        self._history = History()
-        self._plan = make_plan(model.tree, self.recipe)
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, Floor] | None = None
         self._scan: Scan | None = None
@@ -97,84 +76,32 @@ class Session:
                 self.no_forward = str(error)
         self.opening_seconds = time.perf_counter() - started
 
-    @property
-    def tree(self) -> Tree:
-        """Modules and tensors, with classes, ties and buffers."""
-        return self.model.tree
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe in force."""
-        return self._history.recipe
-
-    @property
-    def plan(self) -> Plan:
-        """The dtype of every tensor under the recipe in force."""
-        return self._plan
-
-    @_reading_weights
-    def cast(self, pattern: str, dtype: str) -> Plan:
-        """Add a rule and cast what it takes, in place. Raises UserError for a bad pattern or dtype, or one that takes
-        nothing.
-        """
-        rule = Rule.make(pattern, dtype)
-        recipe = self.recipe.then(rule)
-        plan = make_plan(self.tree, recipe)
-        plan.refuse_too_slow()
-        if not plan.selections[-1]:
-            raise UserError(explain_no_match(self.tree, rule.pattern, plan.selections[-1]))
-        self.apply(recipe)
-        return self._plan
-
-    @_reading_weights
-    def apply(
-        self,
-        recipe: Recipe,
-        on_progress: Callable[[int, int], None] | None = None,
-        cancelled: IsCancelled = never,
-    ) -> None:
-        """Put a whole recipe in force and cast what it changes. Rules that take nothing have no effect (see
-        `plan.unmatched`). Raises TooSlow, and changes nothing, for a pattern that takes too long to match.
-        """
-        make_plan(self.tree, recipe).refuse_too_slow()
-        self._history.push(recipe)
-        self._cast(on_progress, cancelled)
-
-    @_reading_weights
-    def undo(self) -> bool:
-        """Go back to the recipe before. False when there is nothing left to undo."""
-        moved = self._history.undo()
-        self._cast()
-        return moved
-
-    @_reading_weights
-    def redo(self) -> bool:
-        """Go forward again. False when nothing was undone."""
-        moved = self._history.redo()
-        self._cast()
-        return moved
-
-    def _cast(self, on_progress: Callable[[int, int], None] | None = None, cancelled: IsCancelled = never) -> None:
-        if self._plan.recipe != self.recipe:
-            self._plan = make_plan(self.tree, self.recipe)
-        self.model.apply(self._plan.dtypes, on_progress, cancelled)
-
-    @_reading_weights
-    def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
-        """The weights that lose values, besides rounding them, under the recipe in force or another plan. Raises Cancelled."""
-        return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
-
-    @_reading_weights
+    @reading_weights
     def drift(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
         cancelled: IsCancelled = never,
     ) -> DriftReport:
-        """Run reference and candidate over the inputs and compare.
+        """Run reference and candidate over the inputs and compare their outputs.
 
-        Raises NoForward when the model can't be run, KernelError when an operation has no kernel for a dtype, and
-        Cancelled.
+        Args:
+            on_progress: Called with the run ("reference", "candidate"), module calls done and all, None while unknown.
+            on_modules: Called with the drift of the modules compared so far.
+            cancelled: Asked between module calls.
+
+        Returns:
+            Figures of the main output and of every module, memory in bytes, times in seconds.
+
+        Raises:
+            NoForward: The model can't be run.
+            KernelError: An operation has no kernel for a dtype.
+            Cancelled: `cancelled` said so.
+
+        Example:
+            >>> _ = session.cast("*", "bfloat16")
+            >>> 0 < session.drift().output.max_abs < 1
+            True
         """
         inputs = self._need_inputs()
         if self._meter is None:
@@ -202,29 +129,44 @@ class Session:
             lost=self.lost_values(cancelled),
         )
 
-    @_reading_weights
+    @reading_weights
     def causes(
         self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> AttributionReport:
-        """Which modules the drift of the recipe in force arises in; see `causes`. Raises as `drift` does, and UserError."""
+        """Run every module as cast by itself: in which of them the drift of the recipe in force arises.
+
+        Raises as `drift` does, and UserError where nothing is cast.
+        """
         causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
         return causes.report(on_progress, cancelled)
 
-    @_reading_weights
+    @reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> Floor:
-        """The drift of the reference against itself, measured once for the inputs; see `floor`. Raises as `drift` does."""
+        """The drift of the reference against itself, for the same sums in another order; measured once for the inputs.
+
+        Raises as `drift` does.
+
+        Example:
+            >>> session.floor() is session.floor()
+            True
+        """
         inputs = self._need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
             self._floor = inputs, measure_floor(self.model, inputs, on_progress, cancelled)
         return self._floor[1]
 
-    @_reading_weights
+    @reading_weights
     def nonfinite(
         self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
-        """Where values stop being finite and what mends it, for a report of the recipe in force; None where all are finite.
+        """Where values stop being finite, and which rules mend it.
 
-        Raises as `drift` does; see `nonfinite.diagnose_nonfinite`.
+        Args:
+            report: A measurement of the recipe in force.
+            on_trial: Called with the remedies tried and all.
+
+        Returns:
+            None where all values are finite. Raises as `drift` does.
         """
         output = report.output
         if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
@@ -235,12 +177,18 @@ class Session:
         finally:
             self.model.apply(self._plan.dtypes)
 
-    @_reading_weights
+    @reading_weights
     def loss_remedy(
         self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
-        """The rules that keep the values which the recipe in force loses, tried out where there is a report of it; None where
-        nothing is lost but by rounding. Raises Cancelled.
+        """The rules that keep the values which the recipe in force loses.
+
+        Args:
+            report: A measurement of the recipe in force, to try the rules out beside; None for untried ones.
+            on_trial: Called with the rules tried and all.
+
+        Returns:
+            None where nothing is lost but by rounding. Raises Cancelled.
         """
 
         def count(name: str, dtype: str) -> ValueLoss | None:
@@ -255,33 +203,51 @@ class Session:
         finally:
             self.model.apply(self._plan.dtypes)
 
-    @_reading_weights
+    @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """Every implicit cast of one forward pass over the first input, summed by module and operation. Raises as `drift` does."""
+        """Every implicit cast of one forward pass over the first input, summed by module and operation.
+
+        Raises as `drift` does.
+
+        Example:
+            >>> _ = session.cast("*.mlp", "bfloat16")
+            >>> len(session.flow()) > 0
+            True
+        """
         inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled) as passes:
             return summed(passes.flow(inputs.batches[0]))
 
-    @_reading_weights
+    @reading_weights
     def generate(
         self,
         tokens: int = 32,
         on_tokens: OnTokens = lambda which, done, most: None,
         cancelled: IsCancelled = never,
     ) -> tuple[Generation, ...]:
-        """Text or captions of reference and candidate, written greedily; see `generation.generate`."""
+        """Let reference and candidate write `tokens` tokens after every input, greedily.
+
+        Raises as `drift` does; NoForward also for a model that does not generate.
+
+        Example:
+            >>> session.generate(2)[0].differs  # nothing is cast
+            False
+        """
         inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled) as passes:
             return generate(passes, inputs, tokens, on_tokens)
 
-    @_reading_weights
+    @reading_weights
     def speed(
         self,
         on_passes: OnPasses = lambda what, done, total: None,
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
-        """Time whole forward passes in the reference's dtype, as stored, and as cast; see `speed.measure_speed`."""
+        """Time whole forward passes in the reference's dtype, as stored, and as cast.
+
+        The report has seconds a pass: the median of `repeats` after a warm-up. Raises as `drift` does.
+        """
         inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
             rows, notices = measure_speed(passes, inputs, self._plan.dtypes, on_passes, repeats)
@@ -295,21 +261,7 @@ class Session:
             notices=notices,
         )
 
-    def export(
-        self,
-        folder: str | Path,
-        max_shard_size: int | str = "5GB",
-        on_bytes: Callable[[int, int], None] = lambda done, total: None,
-        cancelled: IsCancelled = never,
-        force: bool = False,
-    ) -> ExportReport:
-        """Write a checkpoint in the dtypes of the recipe in force; see `export.export`."""
-        from dtype_engine.runtime.export import export, of_live
-
-        contents = of_live(self.model, self.recipe, self._plan.dtypes)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
-
-    @_reading_weights
+    @reading_weights
     def scan(
         self,
         dtypes: Sequence[str] = DEFAULT_DTYPES,
@@ -320,11 +272,27 @@ class Session:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """How much every weight matters in each of `dtypes`, everything else as in the reference.
+        """How much every weight matters in each of `dtypes`, everything else as in the reference, whatever recipe is in force.
 
-        Estimated from `draws` backward passes a sequence; `exact` measures each alone. A scan that was cancelled goes on
-        where it was when the same is asked for again; `save` names a file to keep it in, and to go on from. The recipe in
-        force plays no part. Raises as `drift` does, and UserError for a saved scan that is of something else.
+        A scan that was cancelled goes on where it was when the same is asked for again.
+
+        Args:
+            dtypes: What to cast to.
+            draws: Backward passes a sequence, to estimate from; by default 24 over all, at least 4.
+            exact: Measure each weight in each dtype alone, instead of estimating.
+            save: A file to keep the scan in after every sequence, and to go on from.
+            on_progress: Called with what is done, how much of it, and all.
+            on_estimate: Called with the scores so far.
+            cancelled: Asked between module calls.
+
+        Returns:
+            Scores in nats per position, or another unit that the report names. Raises as `drift` does, and UserError for a
+            saved scan of something else.
+
+        Example:
+            >>> scan = session.scan(["bfloat16"], draws=1)
+            >>> session.search(budget=session.tree.stored_bytes * 3 // 4).planned_bytes <= session.tree.stored_bytes * 3 // 4
+            True
         """
         inputs = self._need_inputs()
         asked = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
@@ -373,30 +341,21 @@ class Session:
         measure: bool = False,
         cancelled: IsCancelled = never,
     ) -> SearchReport:
-        """The recipe of the lowest predicted drift within `budget` bytes (of the whole model), or the smallest whose
-        predicted drift is at most `max_drift`; by the last scan.
+        """The best recipe for one limit, by the last scan.
 
-        measure: put it in force and measure it too. Raises UserError, and OutOfReach when nothing meets the limit.
+        Args:
+            budget: The most bytes of the whole model; the predicted drift is then the lowest.
+            max_drift: The most predicted drift; the bytes are then the fewest.
+            constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
+            measure: Put the recipe in force, and measure it too.
+            cancelled: Asked between module calls of the measurement.
+
+        Returns:
+            The rules, their bytes and drift, and the Pareto front. Raises UserError when nothing was scanned, and OutOfReach
+            when nothing meets the limit.
         """
-        if (budget is None) == (max_drift is None):
-            raise UserError("a search needs either a budget in bytes or the most drift there may be")
         front = self.front(constraints)
-        fixed = self.tree.stored_bytes - sum(
-            self.tree.tensors[name].nbytes for item in front.items for name in item.weights
-        )
-        if budget is not None:
-            found = front.within(budget - fixed)
-            if found is None:
-                raise OutOfReach(
-                    f"nothing fits in {budget:,} bytes: the smallest is {front.points[0].bytes + fixed:,} bytes"
-                )
-        else:
-            assert max_drift is not None
-            found = front.reaching(max_drift)
-            if found is None:
-                raise OutOfReach(
-                    f"nothing drifts by {max_drift:g} or less: the best is {front.points[-1].predicted:.3g} predicted"
-                )
+        fixed, found = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
         recipe = compress(self.tree, found.dtypes)
         measured = None
         if measure:
@@ -416,9 +375,9 @@ class Session:
             lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),
         )
 
-    @_reading_weights
+    @reading_weights
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
-        """Run on other inputs from now on: those of `options`, whose other fields do not matter here.
+        """Run on the inputs of `options` from now on; its other fields do not matter here.
 
         They are tried with the reference: one call, of given tensors one of each shape. Raises UserError when they can't be
         made, do not fit the model or do not run, and Cancelled; everything is as it was then.
@@ -439,61 +398,3 @@ class Session:
         if self.inputs is None:
             raise NoForward(self.no_forward or "the model can't be run")
         return self.inputs
-
-    def memory(self) -> MemoryStats:
-        """Memory now; `peak_rss_bytes` since the last measurement began."""
-        process = memory.process_memory(self.model.files)
-        reading = MemoryStats(
-            stored_bytes=self._plan.stored_bytes,
-            planned_bytes=self._plan.planned_bytes,
-            resident_bytes=self.model.resident_bytes,
-            resident_by_device=tuple(self.model.resident_by_device().items()),
-            rss_bytes=process.rss,
-            anonymous_bytes=process.anonymous,
-            mapped_bytes=process.mapped,
-            peak_rss_bytes=process.peak_rss,
-        )
-        if self.model.device.type != "cuda":
-            return reading
-        device = self.model.device
-        return dataclasses.replace(
-            reading,
-            device_allocated_bytes=torch.cuda.memory_allocated(device),
-            device_reserved_bytes=torch.cuda.memory_reserved(device),
-            device_peak_bytes=torch.cuda.max_memory_allocated(device),
-        )
-
-
-def open_session(
-    model: str | Source | nn.Module | None = None,
-    options: Options | None = None,
-    inputs: Any = None,
-    say: Say = lambda step: None,
-    refused: Callable[[str], None] | None = None,
-) -> Session:
-    """Open a model: a path, Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live
-    module.
-
-    A live `nn.Module` is taken over as it is: put in evaluation mode, and cast in place. `inputs` is what to run it
-    on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
-    Raises UserError, among them NoForward when there is no architecture to load the weights into. `refused`: hears of inputs in
-    `options` that do not fit, and the session opens with the defaults instead.
-    """
-    options = options or Options()
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    given = from_values(inputs, "inputs") if inputs is not None else None
-    if isinstance(model, nn.Module):
-        device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))
-        live = LiveModel.wrap(model, type(model).__name__, device)
-        return Session(live, options, given)
-    source = model if isinstance(model, Source) else locate(model)
-    live = load(source, options, say)
-    refuse_unreadable(live.identities)
-    try:
-        return Session(live, options, given)
-    except UserError as error:
-        if refused is None:
-            raise
-        refused(str(error))
-        return Session(live, typed(options, ""), given)

@@ -287,7 +287,7 @@ class Worker:
             if reason := shortfall(self._checkpoint):
                 raise NoForward(f"{self._source.title}: {reason}")
         self._emit(events.LoadingProgress("importing torch"))
-        from dtype_engine.runtime.session import open_session
+        from dtype_engine.runtime.opening import open_session
 
         session = open_session(
             self._source,

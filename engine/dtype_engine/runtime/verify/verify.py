@@ -24,7 +24,8 @@ from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import fill, load, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
-from dtype_engine.runtime.session import Session, open_session
+from dtype_engine.runtime.opening import open_session
+from dtype_engine.runtime.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 

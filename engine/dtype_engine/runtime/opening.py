@@ -1,0 +1,60 @@
+"""Opens what a user named, or a live module, as a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import refuse_unreadable
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import typed
+from dtype_engine.core.options import Options
+from dtype_engine.runtime.inputs import from_values
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.load import Say, load, pick_device
+from dtype_engine.runtime.session import Session
+
+
+def open_session(
+    model: str | Source | nn.Module | None = None,
+    options: Options | None = None,
+    inputs: Any = None,
+    say: Say = lambda step: None,
+    refused: Callable[[str], None] | None = None,
+) -> Session:
+    """Open a model: load it, make its inputs, cast nothing.
+
+    Args:
+        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module, which is
+            taken over as it is: put in evaluation mode, and cast in place.
+        options: How to open and run it.
+        inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+        say: Called with what is being done.
+        refused: Called with why inputs in `options` do not fit; the session opens with the defaults then. None: raise.
+
+    Raises:
+        NoForward: There is no architecture to load the weights into.
+        UserError: Anything else that is wrong with the model, the options or the inputs.
+    """
+    options = options or Options()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    given = from_values(inputs, "inputs") if inputs is not None else None
+    if isinstance(model, nn.Module):
+        device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))
+        live = LiveModel.wrap(model, type(model).__name__, device)
+        return Session(live, options, given)
+    source = model if isinstance(model, Source) else locate(model)
+    live = load(source, options, say)
+    refuse_unreadable(live.identities)
+    try:
+        return Session(live, options, given)
+    except UserError as error:
+        if refused is None:
+            raise
+        refused(str(error))
+        return Session(live, typed(options, ""), given)

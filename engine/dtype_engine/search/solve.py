@@ -1,0 +1,35 @@
+"""The solution of a Pareto front for one limit, which counts the whole model."""
+
+from __future__ import annotations
+
+from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.tree import Tree
+from dtype_engine.search.pareto import Front, Solution
+
+
+def fixed_bytes(front: Front, tree: Tree) -> int:
+    """Bytes of a model that no choice of the front changes: integers, parts of quantized weights, what is kept as stored."""
+    return tree.stored_bytes - sum(tree.tensors[name].nbytes for item in front.items for name in item.weights)
+
+
+def solve(front: Front, tree: Tree, budget: int | None = None, max_drift: float | None = None) -> Solution:
+    """The lowest predicted drift within `budget` bytes of the whole model, or the fewest bytes with at most `max_drift`.
+
+    The bytes of the solution are those of the front's own items. Raises UserError where not just one limit is given, and
+    OutOfReach when nothing meets it.
+    """
+    if (budget is None) == (max_drift is None):
+        raise UserError("a search needs either a budget in bytes or the most drift there may be")
+    if budget is not None:
+        fixed = fixed_bytes(front, tree)
+        within = front.within(budget - fixed)
+        if within is None:
+            smallest = front.points[0].bytes + fixed
+            raise OutOfReach(f"nothing fits in {budget:,} bytes: the smallest is {smallest:,} bytes")
+        return within
+    assert max_drift is not None
+    reaching = front.reaching(max_drift)
+    if reaching is None:
+        best = front.points[-1].predicted
+        raise OutOfReach(f"nothing drifts by {max_drift:g} or less: the best is {best:.3g} predicted")
+    return reaching
