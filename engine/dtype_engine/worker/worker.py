@@ -122,7 +122,7 @@ class Worker:
                 self.set_recipe(recipe)
                 return
             self._recipe = recipe
-        self._ask("recipe", self._with_session(lambda session, recipe: session.apply(recipe)))
+        self._ask("recipe", self._with_session(lambda session, recipe: session.use_recipe(recipe)))
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
@@ -393,12 +393,12 @@ class Worker:
             self._emit(events.InputsReady(reading))
 
     def _tell_flow(self, session: Session, recipe: Recipe) -> None:
-        session.apply(recipe, cancelled=self._stop_now.is_set)
+        session.use_recipe(recipe, cancelled=self._stop_now.is_set)
         self._emit(events.ImplicitCastsTraced(recipe, session.flow(self._stop_now.is_set)))
 
     def _tell_causes(self, session: Session, recipe: Recipe) -> None:
         cancelled, told = self._stop_now.is_set, _Throttle()
-        session.apply(recipe, cancelled=cancelled)
+        session.use_recipe(recipe, cancelled=cancelled)
 
         def on_parts(done: int, total: int) -> None:
             told(
@@ -437,7 +437,7 @@ class Worker:
 
     def _tell_text(self, session: Session, recipe: Recipe, tokens: int) -> None:
         cancelled, told = self._stop_now.is_set, _Throttle()
-        session.apply(recipe, cancelled=cancelled)
+        session.use_recipe(recipe, cancelled=cancelled)
 
         def on_tokens(which: str, done: int, most: int) -> None:
             told(lambda: self._emit(events.WorkingProgress(recipe, f"generating: {which}", done, most)))
@@ -446,7 +446,7 @@ class Worker:
 
     def _tell_speed(self, session: Session, recipe: Recipe) -> None:
         cancelled = self._stop_now.is_set
-        session.apply(recipe, cancelled=cancelled)
+        session.use_recipe(recipe, cancelled=cancelled)
 
         def on_passes(what: str, done: int, total: int) -> None:
             self._emit(events.WorkingProgress(recipe, f"timing: {what}", done, total))
@@ -484,7 +484,7 @@ class Worker:
             self._emit(events.ModulesMeasured(recipe, modules))
 
         self._unmeasured, self._unfinished, self._phase = True, None, "measure"
-        session.apply(
+        session.use_recipe(
             recipe,
             on_progress=lambda done, total: told(lambda: self._emit(events.CastingProgress(recipe, done, total))),
             cancelled=cancelled,
@@ -565,7 +565,7 @@ class Worker:
             self._emit(events.Saved(recipe, False, f"nothing was written: {_unforeseen(error)}"))
         # A report measures for the recipe that it was asked for; what was in force before is so again.
         if self._session is not None and not self._waiting and self._session.recipe != self._recipe:
-            self._session.apply(self._recipe)
+            self._session.use_recipe(self._recipe)
 
     def _guarded(self, recipe: Recipe, job: Job) -> None:
         """Do one thing for a recipe; however it ends, the session goes on and the screen is told."""

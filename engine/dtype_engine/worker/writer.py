@@ -167,7 +167,7 @@ class Workshop:
     def _measured(self) -> tuple[DriftReport | None, str]:
         if self.session is None:
             return None, self.why_closed or "the model is not open"
-        self.session.apply(self.recipe, cancelled=self.cancelled)
+        self.session.use_recipe(self.recipe, cancelled=self.cancelled)
         try:
             return self.session.drift(cancelled=self.cancelled), ""
         except NoForward as error:
