@@ -55,7 +55,7 @@ def read_quantized(
             or dtype not in dtypes.STORAGE_DTYPES
             or data.dtype != dtypes.BY_NAME[dtype].torch_name
             or scale.dtype != "float32"
-            or scale.nbytes != 4 * dtypes.scale_count(data.shape, dtype)
+            or scale.nbytes != dtypes.SCALE_BYTES * dtypes.scale_count(data.shape, dtype)
         ):
             raise UserError(
                 f"{path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"

@@ -110,7 +110,8 @@ def export_text(report: ExportReport) -> str:
     in_folders = any("/" in name for name in report.files)
     files = report.files[0] if len(report.files) == 1 else f"{len(report.files)} {'files' if in_folders else 'shards'}"
     mix = ", ".join(
-        f"{dtypes.badge(name)} {human_bytes(found.nbytes)} in {found.tensors}" for name, found in report.dtypes.items()
+        f"{dtypes.short_name(name)} {human_bytes(found.nbytes)} in {found.tensors}"
+        for name, found in report.dtypes.items()
     )
     return "\n".join(
         [

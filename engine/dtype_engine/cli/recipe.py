@@ -83,8 +83,8 @@ def _left_out_lines(written: Conversion) -> list[str]:
     for entry in written.left_out:
         what = "left out" if entry.part == "dtype" else "other scales"
         lines.append(
-            f"{what}: {_some(entry.tensors)}: {entry.why}; planned {dtypes.badge(entry.planned)}, "
-            f"gets {dtypes.badge(entry.instead)}"
+            f"{what}: {_some(entry.tensors)}: {entry.why}; planned {dtypes.short_name(entry.planned)}, "
+            f"gets {dtypes.short_name(entry.instead)}"
         )
     return lines
 

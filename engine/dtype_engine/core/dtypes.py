@@ -1,8 +1,8 @@
-"""The table of dtypes: their names everywhere, bits, range, and whether one can compute in them.
+"""The table of dtypes: their names everywhere, bits, range, and what a storage format is made of. Without torch.
 
-Names are torch's; `@tensor` behind a storage-only one says that a whole tensor shares one scale, where otherwise
-every output channel has its own. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types),
-checked in the tests against `torch.finfo`. This module never imports torch.
+Names are torch's; `@tensor` behind a storage dtype says that a whole tensor shares one scale, where otherwise every
+output channel has its own. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types), checked
+in the tests against `torch.finfo`. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ class DType:
     """One dtype. `max` is its largest finite value, `tiny` its smallest normal one."""
 
     name: str
-    badge: str
+    short_name: str
     bits: int
     kind: Literal["float", "int", "bool", "complex"]
     safetensors: str | None
@@ -35,7 +36,6 @@ class DType:
     mantissa: int = 0
     max: float = 0.0
     tiny: float = 0.0
-    storage_only: bool = False
     per_tensor: bool = False
 
     @property
@@ -44,9 +44,11 @@ class DType:
         return self.name.removesuffix(PER_TENSOR)
 
 
-def _float(name: str, badge: str, safetensors: str, exponent: int, mantissa: int, top: float, tiny: float) -> DType:
+def _float(
+    name: str, short_name: str, safetensors: str, exponent: int, mantissa: int, top: float, tiny: float
+) -> DType:
     bits = 1 + exponent + mantissa
-    return DType(name, badge, bits, "float", safetensors, exponent, mantissa, top, tiny, storage_only=bits <= 8)
+    return DType(name, short_name, bits, "float", safetensors, exponent, mantissa, top, tiny)
 
 
 _TABLE = (
@@ -58,9 +60,9 @@ _TABLE = (
     _float("float8_e5m2", "fp8e5", "F8_E5M2", 5, 2, 57344.0, math.ldexp(1, -14)),
     _float("float8_e4m3fnuz", "fp8fnuz", "F8_E4M3FNUZ", 4, 3, 240.0, math.ldexp(1, -7)),
     _float("float8_e5m2fnuz", "fp8e5fnuz", "F8_E5M2FNUZ", 5, 2, 57344.0, math.ldexp(1, -15)),
-    DType("float8_e8m0fnu", "e8m0", 8, "float", "F8_E8M0", 8, 0, 2.0**127, 2.0**-127, storage_only=True),
-    DType("float4_e2m1fn_x2", "fp4", 4, "float", "F4", 2, 1, 6.0, 1.0, storage_only=True),
-    DType("int8", "i8", 8, "int", "I8", max=127, storage_only=True),
+    DType("float8_e8m0fnu", "e8m0", 8, "float", "F8_E8M0", 8, 0, 2.0**127, 2.0**-127),
+    DType("float4_e2m1fn_x2", "fp4", 4, "float", "F4", 2, 1, 6.0, 1.0),
+    DType("int8", "i8", 8, "int", "I8", max=127),
     DType("int64", "i64", 64, "int", "I64", max=2**63 - 1),
     DType("int32", "i32", 32, "int", "I32", max=2**31 - 1),
     DType("int16", "i16", 16, "int", "I16", max=2**15 - 1),
@@ -73,24 +75,26 @@ _TABLE = (
     DType("complex128", "c128", 128, "complex", None),
 )
 
+SCALE_BYTES = 4
+"""A scale is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
-_ONE_SCALE = tuple(
+_PER_TENSOR_SCALES = tuple(
     dataclasses.replace(
-        dtype, name=dtype.name + PER_TENSOR, badge=dtype.badge + "@t", safetensors=None, per_tensor=True
+        dtype, name=dtype.name + PER_TENSOR, short_name=dtype.short_name + "@t", safetensors=None, per_tensor=True
     )
     for dtype in _TABLE
     if dtype.name in PER_CHANNEL_SCALES
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_ONE_SCALE)}
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES)}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes a forward pass computes in, largest first."""
-STORAGE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _ONE_SCALE))
-"""Kept with a scale and brought back to a computed dtype when used."""
-TARGETS = COMPUTE_DTYPES + STORAGE_DTYPES
+STORAGE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
+"""Codes and scales: dequantized to a compute dtype when used. What they are is written in `runtime/numerics/quantize.py`."""
+CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """Everything a rule may cast to, besides `STORED`."""
 
 _ALIASES = {
@@ -107,21 +111,24 @@ def info(name: str) -> DType:
     return BY_NAME[name]
 
 
-def badge(name: str) -> str:
-    """The short form for a badge: `bf16` for `bfloat16`; names not in the table stay as they are."""
-    found = BY_NAME.get(name)
-    return found.badge if found else name
+def short_name(name: str) -> str:
+    """The short form for a short_name: `bf16` for `bfloat16`; names not in the table stay as they are."""
+    row = BY_NAME.get(name)
+    return row.short_name if row else name
 
 
 def parse_target(text: str) -> str:
     """Read what a user wrote for a dtype to cast to (`bf16`, `torch.bfloat16`, `half`, `stored`).
 
-    Returns a name of `TARGETS`, or `STORED`. Raises UserError with the nearest name otherwise.
+    Returns a name of `CASTABLE_DTYPES`, or `STORED`. Raises UserError with the nearest name otherwise.
     """
     whole = text.strip().lower().removeprefix("torch.")
     word, at, scale = whole.partition("@")
     names = (
-        _ALIASES | {BY_NAME[name].badge: name for name in TARGETS} | {name: name for name in TARGETS} | {STORED: STORED}
+        _ALIASES
+        | {BY_NAME[name].short_name: name for name in CASTABLE_DTYPES}
+        | {name: name for name in CASTABLE_DTYPES}
+        | {STORED: STORED}
     )
     if at and word in names:
         if names[word] not in PER_CHANNEL_SCALES or scale not in _SCALES:
@@ -132,25 +139,27 @@ def parse_target(text: str) -> str:
     if whole in names:
         return names[whole]
     if word in BY_NAME:
-        raise UserError(f"can't cast to {word}: weights may be {', '.join(TARGETS)}, or {STORED}")
+        raise UserError(f"can't cast to {word}: weights may be {', '.join(CASTABLE_DTYPES)}, or {STORED}")
     near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(TARGETS)}, or {STORED}"
+    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
 
 
-def scale_count(shape: tuple[int, ...], dtype: str) -> int:
-    """How many float32 scales a tensor of this shape carries in a storage-only dtype.
+def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
+    """Whether a tensor of this shape has a scale for each output channel (its first dimension) in a storage dtype.
 
-    One per output channel (the first dimension) for matrices and above, one for a vector or scalar; one for all where
-    the dtype is `@tensor`.
+    Matrices and above have, unless the dtype is `@tensor`. A vector or scalar has one scale for all.
     """
-    return shape[0] if len(shape) >= 2 and not BY_NAME[dtype].per_tensor else 1
+    return len(shape) >= 2 and not BY_NAME[dtype].per_tensor
 
 
-def stored_bytes(shape: tuple[int, ...], dtype: str) -> int:
-    """Bytes of a tensor of `shape` after a cast to `dtype`, the scales of a storage-only dtype included."""
+def scale_count(shape: Sequence[int], dtype: str) -> int:
+    """How many float32 scales a tensor of this shape carries in a storage dtype."""
+    return shape[0] if has_channel_scales(shape, dtype) else 1
+
+
+def nbytes_in(shape: Sequence[int], dtype: str) -> int:
+    """Bytes of a tensor of `shape` after a cast to `dtype`, the scales of a storage dtype included."""
     row = BY_NAME[dtype]
-    size = math.prod(shape) * row.bits // 8
-    if dtype in STORAGE_DTYPES:
-        size += 4 * scale_count(shape, dtype)
-    return size
+    codes = math.prod(shape) * row.bits // 8
+    return codes + SCALE_BYTES * scale_count(shape, dtype) if dtype in STORAGE_DTYPES else codes

@@ -55,7 +55,7 @@ class TensorInfo:
         known = dtypes.BY_NAME.get(self.dtype)
         nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
         if self.scaled:
-            nbytes = dtypes.stored_bytes(self.shape, self.dtype)
+            nbytes = dtypes.nbytes_in(self.shape, self.dtype)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", nbytes)
 
@@ -171,7 +171,7 @@ class NodeTotals(Mapping[str, Totals]):
 
     def _under_plan(self, tensor: TensorInfo) -> tuple[str, int]:
         dtype = tensor.dtype if self._planned is None else self._planned.get(tensor.name, tensor.dtype)
-        return dtype, tensor.nbytes if dtype == tensor.dtype else dtypes.stored_bytes(tensor.shape, dtype)
+        return dtype, tensor.nbytes if dtype == tensor.dtype else dtypes.nbytes_in(tensor.shape, dtype)
 
     def __getitem__(self, module: str) -> Totals:
         node = self._tree.modules[module]

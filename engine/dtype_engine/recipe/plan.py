@@ -177,7 +177,7 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
     """Bytes of one tensor in `dtype`: as stored, or as it would be after the cast."""
-    return tensor.nbytes if dtype == tensor.dtype else dtypes.stored_bytes(tensor.shape, dtype)
+    return tensor.nbytes if dtype == tensor.dtype else dtypes.nbytes_in(tensor.shape, dtype)
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> None:

@@ -12,7 +12,7 @@ from dtype_engine.recipe.pattern import compile_pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Everything that `pattern` takes gets `dtype` (a name of `dtypes.TARGETS`, or `dtypes.STORED`)."""
+    """Everything that `pattern` takes gets `dtype` (a name of `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`)."""
 
     pattern: str
     dtype: str

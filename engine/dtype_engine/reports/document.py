@@ -160,7 +160,11 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
 
 def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
     return tuple(
-        (dtypes.badge(name), float(totals.nbytes[name]), f"{dtypes.badge(name)} {human_bytes(totals.nbytes[name])}")
+        (
+            dtypes.short_name(name),
+            float(totals.nbytes[name]),
+            f"{dtypes.short_name(name)} {human_bytes(totals.nbytes[name])}",
+        )
         for name, _ in totals.mix()
         if totals.nbytes[name]
     )

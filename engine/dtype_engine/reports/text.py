@@ -35,8 +35,8 @@ def mix_text(totals: Totals) -> str:
     """`bf16 83 % · f32 17 %`, shares of the bytes, or the one dtype."""
     shares = totals.mix()
     if len(shares) == 1:
-        return dtypes.badge(shares[0][0])
-    return " · ".join(f"{dtypes.badge(name)} {percent(share)} %" for name, share in shares)
+        return dtypes.short_name(shares[0][0])
+    return " · ".join(f"{dtypes.short_name(name)} {percent(share)} %" for name, share in shares)
 
 
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
@@ -64,11 +64,11 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
             planned = plan.dtypes[tensor.name]
             shape = " x ".join(map(str, tensor.shape)) or "scalar"
             dtype = (
-                dtypes.badge(planned)
+                dtypes.short_name(planned)
                 if planned == tensor.dtype
-                else f"{dtypes.badge(tensor.dtype)}→{dtypes.badge(planned)}"
+                else f"{dtypes.short_name(tensor.dtype)}→{dtypes.short_name(planned)}"
             )
-            size = tensor.nbytes if planned == tensor.dtype else dtypes.stored_bytes(tensor.shape, planned)
+            size = tensor.nbytes if planned == tensor.dtype else dtypes.nbytes_in(tensor.shape, planned)
             kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
             count = "" if kind else "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters)
             rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
@@ -113,7 +113,7 @@ def weights_text(found: Sequence[WeightError]) -> str:
         rows.append(
             (
                 printable(error.name, 100),
-                f"{dtypes.badge(error.stored)}→{dtypes.badge(error.dtype)}",
+                f"{dtypes.short_name(error.stored)}→{dtypes.short_name(error.dtype)}",
                 "-" if error.sqnr_db is None else decibels(error.sqnr_db),
                 f"{error.max_abs:.3e}",
                 f"{error.mean_abs:.3e}",
@@ -251,7 +251,7 @@ def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
         return "no implicit casts: every operation was given one dtype"
     rows = [("module", "operation", "from → to", "elements", "times", "plain torch")]
     for cast in casts:
-        change = f"{dtypes.badge(cast.source)} → {dtypes.badge(cast.target)}"
+        change = f"{dtypes.short_name(cast.source)} → {dtypes.short_name(cast.target)}"
         name = printable(cast.module, 200) or "the model"
         rows.append(
             (

@@ -30,9 +30,9 @@ def scan_text(report: ScanReport, rows: int = 20) -> str:
     for weight in report.weights:
         sums[weight.dtype].append(weight.score)
     lines.append("all weights in one dtype, by the sum of their scores")
-    width = max((len(dtypes.badge(dtype)) for dtype in sums), default=0)
+    width = max((len(dtypes.short_name(dtype)) for dtype in sums), default=0)
     lines += [
-        f"  {dtypes.badge(dtype):<{width}}  {math.fsum(found):.4e}"
+        f"  {dtypes.short_name(dtype):<{width}}  {math.fsum(found):.4e}"
         for dtype, found in sorted(sums.items(), key=lambda item: math.fsum(item[1]))
         if dtype in report.dtypes
     ]
@@ -45,9 +45,9 @@ def _table(weights: Sequence[WeightScore]) -> list[str]:
     if not weights:
         return []
     name = max(len(printable(weight.name)) for weight in weights)
-    badge = max(len(dtypes.badge(weight.dtype)) for weight in weights)
+    badge = max(len(dtypes.short_name(weight.dtype)) for weight in weights)
     return [
-        f"  {printable(weight.name):<{name}}  {dtypes.badge(weight.dtype):<{badge}}  {human_bytes(weight.bytes):>10}  "
+        f"  {printable(weight.name):<{name}}  {dtypes.short_name(weight.dtype):<{badge}}  {human_bytes(weight.bytes):>10}  "
         f"{with_error(weight.score, weight.error)}"
         for weight in weights
     ]

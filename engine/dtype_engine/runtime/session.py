@@ -297,7 +297,7 @@ class Session(CastModel):
         inputs = self._need_inputs()
         asked = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
         if dtype_table.STORED in asked or not asked:
-            raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtype_table.TARGETS)}")
+            raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtype_table.CASTABLE_DTYPES)}")
         settings = RunSettings(compute=self.settings.compute)
         if exact:
             try:

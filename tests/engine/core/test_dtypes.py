@@ -7,7 +7,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.numerics.quantize import convert
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 
 @pytest.mark.parametrize(
@@ -47,14 +47,14 @@ def test_the_nearest_name_is_offered() -> None:
         dtypes.parse_target("bfloat17")
 
 
-@pytest.mark.parametrize("dtype", dtypes.TARGETS)
+@pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4)])
 def test_stored_bytes_are_those_of_the_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
-    data, scale = convert(torch.randn(shape), dtype)
-    assert dtypes.stored_bytes(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
+    data, scale = cast_or_quantize(torch.randn(shape), dtype)
+    assert dtypes.nbytes_in(shape, dtype) == data.nbytes + (scale.nbytes if scale is not None else 0)
 
 
 def test_badges_differ() -> None:
-    badges = [row.badge for row in dtypes.BY_NAME.values()]
+    badges = [row.short_name for row in dtypes.BY_NAME.values()]
     assert len(set(badges)) == len(badges)
     assert all(math.isfinite(row.max) for row in dtypes.BY_NAME.values())

@@ -53,7 +53,7 @@ PATTERNS = st.sampled_from(
         "re:.*0",
     ]
 )
-RULES = st.builds(Rule, PATTERNS, st.sampled_from([*dtypes.TARGETS, dtypes.STORED]))
+RULES = st.builds(Rule, PATTERNS, st.sampled_from([*dtypes.CASTABLE_DTYPES, dtypes.STORED]))
 RECIPES = st.lists(RULES, max_size=6).map(tuple).map(Recipe)
 
 
@@ -166,7 +166,9 @@ SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, 
 
 
 @given(
-    st.lists(st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.TARGETS)), max_size=5),
+    st.lists(
+        st.builds(Rule, SPEAKABLE.map(str.strip).filter(bool), st.sampled_from(dtypes.CASTABLE_DTYPES)), max_size=5
+    ),
     SPEAKABLE,
 )
 def test_recipe_files_come_back_as_written(

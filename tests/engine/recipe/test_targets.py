@@ -98,7 +98,7 @@ PATTERNS = [
     "re:.*layers\\.\\d*[13579]\\..*proj", "model.embed_tokens", "*.experts.{0..4}", "*.experts", "model.norm", "*.down_proj",
     "*.experts.3.up_proj", "*.q_proj.bias",
 ]  # fmt: skip
-DTYPES = [*dtypes.TARGETS, dtypes.STORED, "bfloat16", "bfloat16", "float8_e4m3fn", "int8"]
+DTYPES = [*dtypes.CASTABLE_DTYPES, dtypes.STORED, "bfloat16", "bfloat16", "float8_e4m3fn", "int8"]
 RECIPES = st.lists(st.builds(Rule, st.sampled_from(PATTERNS), st.sampled_from(DTYPES)), max_size=6).map(Recipe.of)
 CONTEXTS = st.builds(
     lambda model, recipe: Context(model[0], make_plan(model[0], recipe), "m", model[1]),

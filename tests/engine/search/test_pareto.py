@@ -111,9 +111,10 @@ def tree_of() -> Tree:
 
 
 WANTED = st.one_of(
-    st.lists(st.sampled_from(dtypes.TARGETS), min_size=len(NAMES), max_size=len(NAMES)),
+    st.lists(st.sampled_from(dtypes.CASTABLE_DTYPES), min_size=len(NAMES), max_size=len(NAMES)),
     st.tuples(
-        st.lists(st.sampled_from(dtypes.TARGETS[1:4]), min_size=len(KINDS), max_size=len(KINDS)), st.integers(0, LAYERS)
+        st.lists(st.sampled_from(dtypes.CASTABLE_DTYPES[1:4]), min_size=len(KINDS), max_size=len(KINDS)),
+        st.integers(0, LAYERS),
     ).map(
         lambda drawn: [
             drawn[0][place % len(KINDS)] if place // len(KINDS) < drawn[1] else "float32" for place in range(len(NAMES))

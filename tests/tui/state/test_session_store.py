@@ -125,7 +125,11 @@ def test_a_file_of_an_earlier_program_reads_the_same_and_is_written_the_same() -
 @given(
     st.lists(
         st.lists(
-            st.builds(Rule, st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1), st.sampled_from(dtypes.TARGETS)),
+            st.builds(
+                Rule,
+                st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1),
+                st.sampled_from(dtypes.CASTABLE_DTYPES),
+            ),
             max_size=4,
         ),
         min_size=1, max_size=5,

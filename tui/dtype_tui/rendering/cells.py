@@ -53,11 +53,11 @@ def mix_cell(totals: Totals, width: int) -> list[tuple[str, str]]:
     if not shares:
         return []
     if len(shares) == 1:
-        return [(dtypes.badge(shares[0][0]), shares[0][0])]
+        return [(dtypes.short_name(shares[0][0]), shares[0][0])]
     pieces: list[tuple[str, str]] = []
     used = 0
     for index, (dtype, share) in enumerate(shares):
-        text = f"{dtypes.badge(dtype)} {percent(share)} %"
+        text = f"{dtypes.short_name(dtype)} {percent(share)} %"
         rest = f" +{len(shares) - index}"
         separator = " · " if pieces else ""
         needed = (

@@ -26,8 +26,8 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     words = ("operation", "from → to", "elements", *(["times"] if repeated else []), "in torch")
     rows: list[list[Text]] = []
     for cast in casts:
-        change = Text(f"{dtypes.badge(cast.source)} → ")
-        change.append(dtypes.badge(cast.target), style="bold" if cast.target == "float64" else "")
+        change = Text(f"{dtypes.short_name(cast.source)} → ")
+        change.append(dtypes.short_name(cast.target), style="bold" if cast.target == "float64" else "")
         raises = Text("raises", style="bold") if cast.torch_raises else Text("promotes", style="dim")
         times = [Text(str(cast.count))] if repeated else []
         rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])

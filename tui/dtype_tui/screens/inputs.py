@@ -142,7 +142,7 @@ def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
 
 def _arguments(batch: InputBatch) -> str:
     parts = [
-        f"{printable(tensor.name, 60)} {'×'.join(map(str, tensor.shape)) or 'scalar'} {dtypes.badge(tensor.dtype)}"
+        f"{printable(tensor.name, 60)} {'×'.join(map(str, tensor.shape)) or 'scalar'} {dtypes.short_name(tensor.dtype)}"
         for tensor in batch.tensors
     ]
     if batch.positions is not None:

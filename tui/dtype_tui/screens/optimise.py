@@ -229,7 +229,7 @@ class OptimiseScreen(ModalScreen[None]):
         elif not recipe.rules:
             text.append("\nno rules: as stored", style="dim")
         for rule in recipe.rules if recipe is not None else ():
-            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.badge(rule.dtype)
+            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.short_name(rule.dtype)
             width = max(20, self.size.width - 16)
             text.append(f"\n{truncate(printable(rule.pattern, 500), width)} → ", style="")
             text.append(dtype, style=f"bold {colour(rule.dtype)}")

@@ -96,6 +96,6 @@ def _append_rules(text: Text, effect: Outcome | None, width: int) -> None:
         return
     shown = effect.recipe.rules[:8]
     for rule in shown:
-        text.append(f"    {printable(rule.pattern, width - 8)} → {dtypes.badge(rule.dtype)}\n")
+        text.append(f"    {printable(rule.pattern, width - 8)} → {dtypes.short_name(rule.dtype)}\n")
     if len(effect.recipe.rules) > len(shown):
         text.append(f"    and {len(effect.recipe.rules) - len(shown)} more rules\n", style="dim")

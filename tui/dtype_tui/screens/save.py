@@ -144,7 +144,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         if planned.plan is None:
             return [(planned.reason, "bold")]
         plan = planned.plan
-        mix = " · ".join(f"{dtypes.badge(name)} {human_bytes(size)}" for name, _, size in plan.dtypes)
+        mix = " · ".join(f"{dtypes.short_name(name)} {human_bytes(size)}" for name, _, size in plan.dtypes)
         tensors = sum(count for _, count, _ in plan.dtypes)
         files = "1 file" if plan.files == 1 else f"{plan.files} files"
         lines = [(f"{human_bytes(plan.nbytes)} in {files}, {tensors:,} tensors: {mix}", "bold")]

@@ -95,7 +95,7 @@ class ScanScreen(ModalScreen[str | None]):
         report = self.view.report
         if report is None:
             return
-        shown = "all dtypes" if self._all else dtypes.badge(self.view.dtype)
+        shown = "all dtypes" if self._all else dtypes.short_name(self.view.dtype)
         state = "" if self.view.finished else "  scanning" if self.view.running else "  stopped: s goes on"
         state = "  paused: Space goes on" if self.view.paused else state
         title = Text(no_wrap=True, overflow="ellipsis")
@@ -137,7 +137,7 @@ class ScanScreen(ModalScreen[str | None]):
             name = printable(row.score.name, 500).removesuffix(".weight")
             cells = [Text(name if len(name) <= name_width else "…" + name[-(name_width - 1) :])]
             if self._all:
-                cells.append(Text(dtypes.badge(row.score.dtype), style=colour(row.score.dtype)))
+                cells.append(Text(dtypes.short_name(row.score.dtype), style=colour(row.score.dtype)))
             cells += [
                 Text(_score(row.score, wide), justify="right"),
                 Text(_shade(row.score.score, most) * 3, style=_heat_style(_share(row.score.score, most))),

@@ -40,7 +40,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
             text.append("\n")
             text.append(*self.marker(index))
             text.append("[x] " if dtype in self._chosen else "[ ] ", style="bold")
-            text.append(f"{dtypes.badge(dtype):<9}", style=f"bold {colour(dtype)}")
+            text.append(f"{dtypes.short_name(dtype):<9}", style=f"bold {colour(dtype)}")
             text.append(dtype, style="bold" if index == self.index else "dim")
         text.append("\n\nIt takes the time of about 20 forward passes; Esc stops it, s goes on.", style="dim")
         return text

@@ -32,7 +32,7 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
     (
         "compute",
         "storage-only weights",
-        tuple((name, dtypes.badge(name)) for name in ("float32", "bfloat16", "float16", "float64")),
+        tuple((name, dtypes.short_name(name)) for name in ("float32", "bfloat16", "float16", "float64")),
         "What fp8 and int8 weights come back to where no activation says which: an embedding look-up, say.",
     ),
 )

@@ -27,7 +27,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal)
         cells = [share_text(count, error.elements) for count in counts]
         table.add_row(
-            Text(dtypes.badge(error.dtype), style="bold"),
+            Text(dtypes.short_name(error.dtype), style="bold"),
             "-" if error.sqnr_db is None else decibels(error.sqnr_db),
             f"{error.max_abs:.2e}",
             *cells,
@@ -37,7 +37,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
     whole.add_row(Text(""))
     whole.add_row(exponent_histogram(reading))
     tensor = experiment.tensor(name)
-    stored = f", stored {dtypes.badge(tensor.dtype)}" if tensor else ""
+    stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
     return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
 
 
@@ -53,7 +53,7 @@ def exponent_histogram(reading: WeightStats) -> Text:
     low, high = min(counts), max(counts)
     step = max(1, -(-(high - low + 1) // 24))
     text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
-    text.append("  ".join(dtypes.badge(name) for name in _HISTOGRAM_DTYPES) + "\n", style="dim")
+    text.append("  ".join(dtypes.short_name(name) for name in _HISTOGRAM_DTYPES) + "\n", style="dim")
     grouped = [
         (first, sum(counts.get(power, 0) for power in range(first, first + step)))
         for first in range(low + (high - low) // step * step, low - 1, -step)
@@ -65,7 +65,7 @@ def exponent_histogram(reading: WeightStats) -> Text:
         for name in _HISTOGRAM_DTYPES:
             row = dtypes.BY_NAME[name]
             mark = range_mark(first, step, row)
-            text.append(f"  {mark:<{len(row.badge)}}", style="bold" if mark not in ("|", ":") else "dim")
+            text.append(f"  {mark:<{len(row.short_name)}}", style="bold" if mark not in ("|", ":") else "dim")
         text.append("\n")
     text.append(
         "| in range  : subnormal, fewer bits  0 vanishes  ∞ overflows (fp8 and int8 are scaled first)", style="dim"

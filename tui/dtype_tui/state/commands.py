@@ -113,7 +113,7 @@ class Completer:
 
     def _words(self, kind: str, begun: str) -> list[str]:
         if kind == "dtype":
-            words = [*map(dtypes.badge, dtypes.TARGETS), dtypes.STORED]
+            words = [*map(dtypes.short_name, dtypes.CASTABLE_DTYPES), dtypes.STORED]
             return [word for word in words if word.startswith(begun)]
         if kind in WITH_PATHS:
             return _paths(begun, only_folders=kind == "folder")

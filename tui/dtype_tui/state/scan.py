@@ -148,9 +148,9 @@ class ScanView:
     def heading(self) -> str:
         """Over the tree's column."""
         return (
-            f"nats {dtypes.badge(self.dtype)}"
+            f"nats {dtypes.short_name(self.dtype)}"
             if self.report and "nats" in self.report.unit
-            else dtypes.badge(self.dtype)
+            else dtypes.short_name(self.dtype)
         )
 
 

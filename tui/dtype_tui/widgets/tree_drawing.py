@@ -155,9 +155,9 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
     else:
         planned = experiment.plan.dtypes[row.tensor.name]
         if planned == row.tensor.dtype:
-            pieces = [(dtypes.badge(planned), planned)]
+            pieces = [(dtypes.short_name(planned), planned)]
         else:
-            pieces = [(f"{dtypes.badge(row.tensor.dtype)}→", ""), (dtypes.badge(planned), planned)]
+            pieces = [(f"{dtypes.short_name(row.tensor.dtype)}→", ""), (dtypes.short_name(planned), planned)]
         if not row.tensor.persistent:
             pieces.append((" not saved", ""))
         mark = experiment.loss_marks.get(row.tensor.name)

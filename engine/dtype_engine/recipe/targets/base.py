@@ -219,7 +219,7 @@ def _refusal(
     if tensor.aliases:
         return f"the weight is tied, and {tool} would part it from its other names"
     if dtype not in formats:
-        return f"{tool} has no {dtypes.badge(dtype)}"
+        return f"{tool} has no {dtypes.short_name(dtype)}"
     return None
 
 

@@ -128,4 +128,4 @@ def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:
             sizes[casts[name]] = sizes.get(casts[name], 0) + tensor_bytes(weight.info, casts[name])
-    return " + ".join(dtypes.badge(name) for name in sorted(sizes, key=lambda name: -sizes[name]))
+    return " + ".join(dtypes.short_name(name) for name in sorted(sizes, key=lambda name: -sizes[name]))

@@ -25,7 +25,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.numerics.quantize import convert, dtype_name, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import count_losses
 
 
@@ -60,7 +60,7 @@ class Weight:
             self.tensor.data = self.original.to(self.tensor.device)
             self.scale = self.stored_scale
         else:
-            data, scale = convert(self.original.to(self.tensor.device), dtype)
+            data, scale = cast_or_quantize(self.original.to(self.tensor.device), dtype)
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 

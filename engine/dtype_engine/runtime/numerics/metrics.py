@@ -234,11 +234,11 @@ def _quantile(values: torch.Tensor, q: float, fewest: int = FEWEST_FOR_PERCENTIL
     if len(values) < fewest:
         return None
     ordered = values.sort().values
-    place = q * (len(ordered) - 1)
-    low = math.floor(place)
+    rank = q * (len(ordered) - 1)
+    low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
     bottom, top = float(ordered[low]), float(ordered[high])
-    return bottom if low == high or bottom == top else bottom + (place - low) * (top - bottom)
+    return bottom if low == high or bottom == top else bottom + (rank - low) * (top - bottom)
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:

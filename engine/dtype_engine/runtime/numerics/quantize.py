@@ -1,10 +1,10 @@
-"""How a storage-only weight is kept and brought back: the one place that knows.
+"""Storage formats: how a tensor is quantized and dequantized. The one place that knows.
 
-A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` is kept as q = round(w / s) with a float32 scale
+A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales
 s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
 vector or scalar, and one for any tensor where the dtype's name ends in `@tensor`. A scale is never below float32's
-smallest normal value: smaller ones lose their bits, the smallest become zero. It comes back as q * s, computed in
-float32 and rounded once to the dtype asked for.
+smallest normal value: smaller ones lose their bits, the smallest become zero. Dequantized it is q * s,
+computed in float32 and rounded once to the dtype asked for. `core.dtypes.nbytes_in` has the bytes of both parts.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ T = TypeVar("T")
 
 def torch_dtype(name: str) -> torch.dtype:
     """torch's dtype of a name of `dtypes`."""
-    found = getattr(torch, dtypes.BY_NAME[name].torch_name)
-    assert isinstance(found, torch.dtype)
-    return found
+    dtype = getattr(torch, dtypes.BY_NAME[name].torch_name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -43,8 +43,8 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """`tensor` in `dtype`, and its scale where that is a storage-only one.
+def cast_or_quantize(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`tensor` in `dtype`: cast, or quantized to codes and their scale where that is a storage dtype.
 
     The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise and for `@tensor`. A channel of
     zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
@@ -53,13 +53,21 @@ def convert(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tenso
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
-    kept = torch.empty(tensor.shape, dtype=target, device=tensor.device)
-    flat = kept.view(-1)
+    whole = torch.empty(tensor.shape, dtype=target, device=tensor.device)
+    flat = whole.view(-1)
 
     def keep(start: int, codes: torch.Tensor) -> None:
         flat[start : start + len(codes)] = codes
 
-    return kept, quantize_in_blocks(tensor, dtype, keep)
+    return whole, quantize_in_blocks(tensor, dtype, keep)
+
+
+def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype) -> torch.Tensor:
+    """The values of `tensor` after a cast: in `dtype` itself, always a copy; those of a storage dtype dequantized to `compute`."""
+    data, scale = cast_or_quantize(tensor, dtype)
+    if scale is not None:
+        return dequantize(data, scale, compute)
+    return data.clone() if data is tensor else data
 
 
 class Rows(Protocol):
@@ -91,10 +99,10 @@ class Values(Protocol):
 def quantize_in_blocks(
     tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, torch.Tensor], None]
 ) -> torch.Tensor:
-    """A tensor in a storage-only dtype, a piece at a time; returns its scale, as `convert` has it.
+    """Quantize a tensor a piece at a time; returns its scale, as `cast_or_quantize` has it.
 
-    `take` hears where in the flattened tensor a piece begins, and its codes, flat, in memory that the next piece uses again. It
-    is called in several threads, in no order.
+    `take(start, codes)` gets the index in the flattened tensor at which a piece begins, and its codes, flat, in memory that the
+    next piece uses again. It is called in several threads, in no order.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
@@ -109,15 +117,15 @@ def quantize_in_blocks(
 
     def some(numbers: range) -> None:
         shape = torch.Size((len(range(rows.shape[0])[pieces[0]]), rows.shape[1]))
-        scratch = Workspace.like(shape, dtype, torch.float32, tensor.device)
+        buffers = Workspace.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
         for piece in map(pieces.__getitem__, numbers):
             source = rows[piece]
             part = values[: len(source)].copy_(source)
-            room = scratch.first(len(part))
+            workspace = buffers.first(len(part))
             scale = amax_to_scale(finite_amax(part), top) if whole is None else whole
             scales[piece] = scale
-            take(piece.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, room).view(-1))
+            take(piece.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
 
     _piece_by_piece(some, pieces, tensor.device)
     return scales if whole is None else whole
@@ -141,10 +149,10 @@ def finite_amax(values: torch.Tensor) -> torch.Tensor:
     """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
     if not values.shape[1]:
         return values.new_zeros(len(values))
-    found = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
-    if not bool(torch.isfinite(found).all()):
-        found = torch.nan_to_num(values.abs(), 0.0, 0.0, 0.0).amax(dim=1)
-    return found
+    amax = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
+    if not bool(torch.isfinite(amax).all()):
+        amax = torch.nan_to_num(values.abs(), 0.0, 0.0, 0.0).amax(dim=1)
+    return amax
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
@@ -166,8 +174,8 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
-    """`work` on `count` pieces, in as many Python threads as torch has now, each with one torch thread of its own and every so
-    manieth piece: what they do to one piece stays in one processor's cache. The same split each time, so the same sums.
+    """Run `work` on every n-th of `count` pieces in n threads, as many as torch has now, each with one intra-op thread, so that
+    a piece stays in one core's cache. The split is deterministic, and with it the sums.
     """
     threads = max(1, min(torch.get_num_threads(), count // _PIECES_WORTH_A_THREAD))
     with single_intraop_thread():
@@ -190,7 +198,7 @@ class Workspace:
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """For pieces up to this shape, kept in `dtype` and brought back in `wide`."""
+        """For pieces up to this shape, cast to `dtype` and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
@@ -199,27 +207,27 @@ class Workspace:
         return Workspace(self.kept[:count], self.values[:count], self.half[:count])
 
     def bits(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for `count` integers in place of the values, as soon as these are not needed any more. Flat."""
+        """The memory of the values as `count` integers, once these are not needed any more. Flat."""
         return self.values.view(-1).view(dtype)[:count]
 
 
 def quantize_block(
-    values: torch.Tensor, scale: torch.Tensor, dtype: str, scratch: Workspace | None = None
+    values: torch.Tensor, scale: torch.Tensor, dtype: str, workspace: Workspace | None = None
 ) -> torch.Tensor:
-    """float32 values in a storage-only dtype under a scale that spreads over them; NaN is 0 in an integer."""
+    """The codes of float32 values under a scale that broadcasts over them; NaN is 0 in an integer."""
     top = dtypes.BY_NAME[dtype].max
-    scaled = torch.div(values, scale, out=scratch.values if scratch is not None else None).clamp_(-top, top)
+    scaled = torch.div(values, scale, out=workspace.values if workspace is not None else None).clamp_(-top, top)
     target = torch_dtype(dtype)
     if target == torch.int8:
         scaled.round_()
         # Only here would NaN become any number at all; looking at the sum is one pass, replacing it two.
         if not math.isfinite(float(scaled.sum())):
             scaled.nan_to_num_(0.0)
-    return scaled.to(target) if scratch is None else scratch.kept.copy_(scaled)
+    return scaled.to(target) if workspace is None else workspace.kept.copy_(scaled)
 
 
-def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, scratch: Workspace | None = None) -> torch.Tensor:
-    """A storage-only tensor as float32, times a scale that spreads over it.
+def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+    """Codes as float32 values, times a scale that broadcasts over them.
 
     On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
     gives the same values ten times as fast: e5m2 is the upper byte, e4m3fn has an exponent that counts from 8 less.
@@ -227,32 +235,35 @@ def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, scratch: Workspace
     bits = kept.contiguous().view(torch.int8) if kept.element_size() == 1 else kept
     slow = kept.device.type != "cpu" or kept.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
     e4m3 = kept.dtype == torch.float8_e4m3fn
-    # NaN of e4m3fn has no place of its own in float16.
+    # float16 has no code that e4m3fn's NaN could be moved to.
     if slow or (e4m3 and bits.numel() and int((bits & 0x7F).max()) == 0x7F):
-        values = kept.to(torch.float32) if scratch is None else scratch.values.copy_(kept)
+        values = kept.to(torch.float32) if workspace is None else workspace.values.copy_(kept)
         return values.mul_(scale)
-    half = bits.to(torch.int16) if scratch is None else scratch.half.copy_(bits)
+    half = bits.to(torch.int16) if workspace is None else workspace.half.copy_(bits)
     half.bitwise_left_shift_(7 if e4m3 else 8)
     if e4m3:
         half.bitwise_and_(~0x4000)
     floats = half.view(torch.float16)
-    values = floats.to(torch.float32) if scratch is None else scratch.values.copy_(floats)
-    # Times 256 in one go with the scale: a power of two rounds nothing, and amax / 448 leaves it room.
+    values = floats.to(torch.float32) if workspace is None else workspace.values.copy_(floats)
+    # Times 256 in one go with the scale: a power of two rounds nothing, and amax / 448 is small enough for it.
     return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
 def dequantize(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A storage-only tensor as values again, in `dtype`. Same shape as `kept`; no more memory than that."""
+    """The values of codes `kept`, in `dtype` and of the same shape; a piece at a time, so with no more memory than that.
+
+    scale: float32 [channels] or [1], as `cast_or_quantize` has it.
+    """
     per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
     rows = as_rows(kept) if per_channel else kept.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=kept.device)
     pieces = _pieces(rows)
 
     def some(numbers: range) -> None:
-        scratch = Workspace.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
+        buffers = Workspace.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
         for piece in map(pieces.__getitem__, numbers):
-            room = scratch.first(len(rows[piece]))
-            values[piece] = dequantize_block(rows[piece], (scale[piece] if per_channel else scale)[:, None], room)
+            workspace = buffers.first(len(rows[piece]))
+            values[piece] = dequantize_block(rows[piece], (scale[piece] if per_channel else scale)[:, None], workspace)
 
     _piece_by_piece(some, pieces, kept.device)
     return values.view(kept.shape)

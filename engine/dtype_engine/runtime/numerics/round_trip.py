@@ -32,7 +32,7 @@ CHUNK = 1 << 19
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
-    """The error of casting `tensor` to `dtype` and back; see `readings.WeightError`. Raises Cancelled."""
+    """The error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
     pieces = _Pieces(tensor, dtype)
     sums = _Sums()
     for part in parallel_map(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
@@ -45,7 +45,7 @@ def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancell
         mean_abs=sums.total / max(1, tensor.numel()),
         max_abs=sums.largest,
         rel_l2=0.0 if sums.noise == 0 else math.sqrt(sums.noise / sums.energy) if sums.energy else math.inf,
-        sqnr_db=_told(sqnr_db(sums.energy, sums.noise), sums),
+        sqnr_db=_reported(sqnr_db(sums.energy, sums.noise), sums),
         overflowed=sums.overflowed,
         saturated=sums.saturated,
         underflowed=sums.underflowed,
@@ -60,10 +60,10 @@ values that vanished.
 """
 
 
-def _told(found: float, sums: _Sums) -> float | None:
-    """A tensor's SQNR, where it says what it seems to: see `readings.WeightError`."""
-    praise = sums.nonfinite or (sums.underflowed and found > _BEST_DB)
-    return None if praise and found > -math.inf else found
+def _reported(sqnr: float, sums: _Sums) -> float | None:
+    """A tensor's SQNR, None where the figure would flatter: see `results.WeightError`."""
+    praise = sums.nonfinite or (sums.underflowed and sqnr > _BEST_DB)
+    return None if praise and sqnr > -math.inf else sqnr
 
 
 @dataclass(slots=True)
@@ -96,18 +96,17 @@ class _Pieces:
     """A tensor in pieces: flat ones, or whole rows where each row has a scale of its own."""
 
     def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
-        row = dtypes.BY_NAME[dtype]
-        storage_only = dtype in dtypes.STORAGE_DTYPES
+        quantized = dtype in dtypes.STORAGE_DTYPES
         self.scale: torch.Tensor | None = None
         """The one scale of all pieces, where there is one."""
-        if storage_only and tensor.ndim >= 2 and not row.per_tensor:
+        if quantized and dtypes.has_channel_scales(tensor.shape, dtype):
             self.tensor = tensor.reshape(tensor.shape[0], -1) if tensor.numel() else tensor.reshape(0, 1)
             self.step = max(1, CHUNK // self.tensor.shape[1])
             return
         self.tensor, self.step = tensor.reshape(-1), CHUNK
-        if storage_only:
+        if quantized:
             amax = parallel_map(self._largest, len(self))
-            self.scale = amax_to_scale(torch.tensor([max(amax, default=0.0)]), row.max)
+            self.scale = amax_to_scale(torch.tensor([max(amax, default=0.0)]), dtypes.BY_NAME[dtype].max)
 
     def __len__(self) -> int:
         return -(-len(self.tensor) // self.step)
@@ -123,7 +122,7 @@ def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: IsCanc
     """The sums over some of the pieces, in buffers of their own. Raises Cancelled."""
     wide = torch.float64 if stored == torch.float64 or dtype == "float64" else torch.float32
     shape = pieces[numbers[0]].shape
-    scratch = Workspace.like(shape, dtype, wide)
+    buffers = Workspace.like(shape, dtype, wide)
     x_buffer = torch.empty(shape, dtype=wide) if stored != wide else None
     sums = _Sums()
     for number in numbers:
@@ -131,26 +130,26 @@ def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: IsCanc
             raise Cancelled
         part = pieces[number]
         x = part if x_buffer is None else x_buffer[: len(part)].copy_(part)
-        _measure_piece(x, dtype, pieces.scale, scratch.first(len(part)), sums)
+        _measure_piece(x, dtype, pieces.scale, buffers.first(len(part)), sums)
     return sums
 
 
-def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room: Workspace, sums: _Sums) -> None:
+def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, workspace: Workspace, sums: _Sums) -> None:
     """Adds the error of one piece, already in float32 or float64, to `sums`."""
     if dtype in dtypes.STORAGE_DTYPES:
         if scale is None:
             amax = finite_amax(x.to(torch.float32))
             scale = amax_to_scale(amax, dtypes.BY_NAME[dtype].max)[:, None]
         if x.dtype == torch.float32:
-            dequantize_block(quantize_block(x, scale, dtype, room), scale, room)
+            dequantize_block(quantize_block(x, scale, dtype, workspace), scale, workspace)
         else:
-            room.values.copy_(
-                dequantize_block(room.kept.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
+            workspace.values.copy_(
+                dequantize_block(workspace.kept.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
             )
     else:
-        room.kept.copy_(x)
-        room.values.copy_(room.kept)
-    x, kept, delta = x.view(-1), room.kept.view(-1), room.values.sub_(x).view(-1)
+        workspace.kept.copy_(x)
+        workspace.values.copy_(workspace.kept)
+    x, kept, delta = x.view(-1), workspace.kept.view(-1), workspace.values.sub_(x).view(-1)
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     if not (math.isfinite(noise) and math.isfinite(energy)):
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
@@ -171,7 +170,7 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, room
         delta.abs_()
         sums.total += float(delta.sum())
         sums.largest = max(sums.largest, float(delta.amax()))
-    small, gone = _small(x, kept, dtype, room)
+    small, gone = _small(x, kept, dtype, workspace)
     sums.subnormal += small
     sums.underflowed += gone
 
@@ -184,7 +183,7 @@ _BITS = {
 }
 
 
-def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Workspace) -> tuple[int, int]:
+def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, workspace: Workspace) -> tuple[int, int]:
     """Values that become subnormal, and values that become zero. Those that were zero are neither.
 
     Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
@@ -196,8 +195,8 @@ def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Workspace) -> 
         nan = int(torch.isnan(x).sum()) if zeros_after else 0
         return 0, zeros_after - nan - (x.numel() - int(torch.count_nonzero(x))) if zeros_after else 0
     view, mask = _BITS[kept.element_size()]
-    # The values that came back are read, so their room is free for the bits.
-    bits = torch.bitwise_and(kept.view(view), mask, out=room.bits(kept.numel(), view))
+    # The dequantized values are not needed any more: their memory is free for the bits.
+    bits = torch.bitwise_and(kept.view(view), mask, out=workspace.bits(kept.numel(), view))
     least = int(bits.amin())
     if least >> row.mantissa:
         return 0, 0
@@ -206,7 +205,7 @@ def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, room: Workspace) -> 
     if not zeros:
         return below, 0
     # Looking for the smallest is two passes, and takes half as long as counting zeros in float32.
-    lowest = float(torch.abs(x, out=room.values.view(-1)).amin())
+    lowest = float(torch.abs(x, out=workspace.values.view(-1)).amin())
     zeros_before = 0 if lowest > 0 else x.numel() - int(torch.count_nonzero(x))
     return below - zeros, zeros - zeros_before
 
@@ -245,7 +244,7 @@ def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -
         # frexp gives a fraction from 0.5 to 1, so its exponent is one more than floor(log2).
         powers = torch.frexp(part).exponent.to(torch.int64) - 1
         low = int(powers.min())
-        for place, count in enumerate(torch.bincount(powers - low).tolist()):
+        for power, count in enumerate(torch.bincount(powers - low).tolist(), low):
             if count:
-                counts[low + place] = counts.get(low + place, 0) + count
+                counts[power] = counts.get(power, 0) + count
     return ExponentHistogram(name, tuple(sorted(counts.items())), zeros, nonfinite)

@@ -93,7 +93,7 @@ class LossCounter:
             total = _count_codes(self._original, self.dtype, cancelled)
         elif total.vanished and total.zeros >= self._width:  # else there is no channel of zeros
             total.channels = _vanished_channels(self._original, self.dtype, cancelled)
-        found = ValueLoss(
+        loss = ValueLoss(
             tensor=self.name,
             dtype=self.dtype,
             overflowed=total.overflowed,
@@ -103,7 +103,7 @@ class LossCounter:
             saturated=total.saturated,
             nonfinite=total.nonfinite,
         )
-        return found if found.is_listed else None
+        return loss if loss.is_listed else None
 
 
 def count_losses(
@@ -118,7 +118,7 @@ def count_losses(
         return None
     counter = LossCounter(name, original, dtype)
     before, after = original.reshape(-1), cast.reshape(-1) if cast is not None else None
-    storage_only, target = dtype in dtypes.STORAGE_DTYPES, torch_dtype(dtype)
+    quantized, target = dtype in dtypes.STORAGE_DTYPES, torch_dtype(dtype)
     width = as_rows(original).shape[1]
 
     def see(start: int, piece: torch.Tensor) -> None:
@@ -126,11 +126,11 @@ def count_losses(
             raise Cancelled
         counter.see(start, piece)
 
-    if storage_only and after is None:
+    if quantized and after is None:
         quantize_in_blocks(original, dtype, see)
         return counter.result(cancelled)
     step = PIECE if after is None or after.device.type == "cpu" else _DEVICE_PIECE
-    if storage_only:
+    if quantized:
         step = max(1, step // width) * width
 
     def some(numbers: range) -> None:
@@ -187,16 +187,16 @@ def _vanished_channels(original: torch.Tensor | Values, dtype: str, cancelled: I
     """Output channels that had values and have none after the cast, a few rows at a time."""
     rows, target = as_rows(original), torch_dtype(dtype)
     step = max(1, PIECE // max(1, rows.shape[1]))
-    found = 0
+    gone = 0
     for start in range(0, rows.shape[0], step):
         if cancelled():
             raise Cancelled
         part = rows[start : start + step]
         if len(part) == 1:
-            found += _is_gone(part[0], target)
+            gone += _is_gone(part[0], target)
         else:
-            found += int(((part != 0).any(dim=1) & ~(part.to(target) != 0).any(dim=1)).sum())
-    return found
+            gone += int(((part != 0).any(dim=1) & ~(part.to(target) != 0).any(dim=1)).sum())
+    return gone
 
 
 def _is_gone(row: torch.Tensor, target: torch.dtype) -> bool:
@@ -213,17 +213,17 @@ def _is_gone(row: torch.Tensor, target: torch.dtype) -> bool:
 def _count_codes(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> _Counts:
     """The counts of a dtype with scales: nothing overflows in it. The codes are made once more, beside the values."""
     rows = as_rows(original)
-    found: list[_Counts] = []  # a list takes one from several threads at once
+    parts: list[_Counts] = []  # appended to from several threads
 
     def take(start: int, codes: torch.Tensor) -> None:
         if cancelled():
             raise Cancelled
         first, part = start // rows.shape[1], codes.view(-1, rows.shape[1])
-        found.append(_count_code_rows(rows[first : first + len(part)], part))
+        parts.append(_count_code_rows(rows[first : first + len(part)], part))
 
     quantize_in_blocks(original, dtype, take)
     total = _Counts()
-    for counts in found:
+    for counts in parts:
         total.add(counts)
     return total
 

@@ -1,6 +1,6 @@
 """Local errors: what a weighted operation gives with one of its weights in another dtype, less what it gave.
 
-`LocalErrors` runs one operation again under the four rules of `execution`, with everything else as in the reference.
+`LocalErrors` runs one operation again under the four rules of `modes.mixed`, with everything else as in the reference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
 from dtype_engine.runtime.modes.reference import reference_dtype
-from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
+from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.weight_ops import Operation, Source
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
@@ -33,14 +33,14 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class LocalErrors:
     """Runs weighted operations again with one weight in another dtype.
 
-    room: bytes of cast weights kept from one operation and sequence to the next.
+    budget: bytes of cast weights kept from one operation and sequence to the next.
     """
 
-    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, room: int) -> None:
+    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, budget: int) -> None:
         self.weights = weights
         self.compute = compute
         self.device = device
-        self.room = room
+        self.budget = budget
         self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._held = 0
 
@@ -50,14 +50,14 @@ class LocalErrors:
 
         Raises KernelError where there is no kernel for a dtype.
         """
-        found = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
-                 for before in operation.outputs]  # fmt: skip
+        errors = [torch.empty((len(names), *before.shape), dtype=before.dtype, device=before.device)
+                  for before in operation.outputs]  # fmt: skip
         with torch.no_grad():
             again = _Again(operation, weight, self)
             for row, dtype in enumerate(names):
-                for errors, before, after in zip(found, operation.outputs, again.outputs(dtype), strict=True):
-                    torch.sub(after.to(before.dtype), before, out=errors[row])
-        return [errors.flatten(1) if errors.ndim > 1 else errors[:, None] for errors in found]
+                for error, before, after in zip(errors, operation.outputs, again.outputs(dtype), strict=True):
+                    torch.sub(after.to(before.dtype), before, out=error[row])
+        return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
         """A weight's values in the reference."""
@@ -65,22 +65,16 @@ class LocalErrors:
         return weight.original.to(self.device, reference_dtype(weight))
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight's values after a cast: in a computed dtype itself, or brought back to the reference's."""
+        """A weight's values after a cast: in a compute dtype itself, dequantized to the reference's otherwise."""
         key = (name, dtype)
         if key in self._cast:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        original = weight.original.to(self.device)
-        if dtype in dtypes.STORAGE_DTYPES:
-            data, scale = convert(original, dtype)
-            assert scale is not None
-            values = dequantize(data, scale, reference_dtype(weight))
-        else:
-            values = original.to(torch_dtype(dtype), copy=True)
+        values = values_in(weight.original.to(self.device), dtype, reference_dtype(weight))
         self._cast[key] = values
         self._held += values.nbytes
-        while self._held > self.room and len(self._cast) > 1:
+        while self._held > self.budget and len(self._cast) > 1:
             _, oldest = self._cast.popitem(last=False)
             self._held -= oldest.nbytes
         return values

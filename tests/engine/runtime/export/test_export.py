@@ -31,7 +31,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.runtime.export import export_checkpoint, of_checkpoint
 from dtype_engine.runtime.export.write import header
-from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 
 
 def recipe(*casts: str) -> Recipe:
@@ -109,7 +109,7 @@ def test_scaled_linear_weights_are_stored_as_compressed_tensors_has_them(make_ll
         if label is None:
             assert same_bits(after[name], tensor)
             continue
-        data, scale = convert(tensor, label)
+        data, scale = cast_or_quantize(tensor, label)
         assert scale is not None
         assert same_bits(after[name], data)
         found = after[f"{name}_scale"]
@@ -206,13 +206,13 @@ def test_load_pretrained_gives_scaled_weights_in_the_configured_dtype(make_llama
     for name, tensor in stored(source).items():
         label = "float8_e4m3fn" if "mlp" in name else "float8_e5m2@tensor" if "v_proj" in name else None
         if label is not None:
-            data, scale = convert(tensor, label)
+            data, scale = cast_or_quantize(tensor, label)
             assert scale is not None
             tensor = dequantize(data, scale, torch.bfloat16)
         assert same_bits(model.state_dict()[name], tensor), name
 
 
-TARGETS = st.sampled_from([*dtypes.TARGETS, dtypes.STORED])
+TARGETS = st.sampled_from([*dtypes.CASTABLE_DTYPES, dtypes.STORED])
 PATTERNS = st.sampled_from(
     [
         "*",
@@ -264,12 +264,14 @@ def test_whatever_the_recipe_an_export_is_the_plan(sources: Path, rules: Any, ti
     for file in target.glob("*.safetensors"):
         with open(file, "rb") as opened:
             on_disk += file.stat().st_size - 8 - int.from_bytes(opened.read(8), "little")
-    assert on_disk == report.nbytes == sum(dtypes.stored_bytes(item.shape, item.dtype) for item in contents.items)
+    assert on_disk == report.nbytes == sum(dtypes.nbytes_in(item.shape, item.dtype) for item in contents.items)
     assert exported.weights.keys() == before.keys()
     after = stored(target)
     for item in contents.items:
         assert exported.dtype(item.name) == item.dtype
-        data, scale = (before[item.name], None) if item.dtype == item.stored else convert(before[item.name], item.dtype)
+        data, scale = (
+            (before[item.name], None) if item.dtype == item.stored else cast_or_quantize(before[item.name], item.dtype)
+        )
         assert same_bits(after[exported.weights[item.name].name], data), item.name
         if scale is not None:
             assert torch.equal(after[f"{item.name}_scale"].reshape(-1), scale)

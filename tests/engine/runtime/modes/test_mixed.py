@@ -16,7 +16,7 @@ from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes import mixed as execution
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
-from dtype_engine.runtime.numerics.quantize import convert, dequantize
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize
 from dtype_engine.runtime.passes.runner import main_output
 
 DEVICES = [
@@ -198,7 +198,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
 ) -> None:
     taken = torch.tensor(ids, dtype=torch.long)
     model = nn.Embedding(100, 4, padding_idx=0)
-    kept, scale = convert(model.weight.data, dtype)
+    kept, scale = cast_or_quantize(model.weight.data, dtype)
     assert scale is not None
     wanted = functional.embedding(taken, dequantize(kept, scale, torch.float32))
     brought = []

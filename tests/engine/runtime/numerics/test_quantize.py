@@ -10,7 +10,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.numerics import quantize as storage
-from dtype_engine.runtime.numerics.quantize import convert, dequantize
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, values_in
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
 
@@ -39,7 +39,7 @@ def every_value(dtype: str) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
 def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
     assert kept.shape == weight.shape
     rows = weight.reshape(shape[0], -1) if len(shape) > 1 else weight.reshape(1, -1)
@@ -51,8 +51,8 @@ def test_scales_are_amax_over_the_largest_value(dtype: str, shape: tuple[int, ..
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), (), (0, 4), (3000, 2000)])
 def test_one_scale_for_a_tensor_is_that_of_its_values_in_a_row(dtype: str, shape: tuple[int, ...]) -> None:
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    kept, scale = convert(weight, dtype + "@tensor")
-    in_a_row, expected = convert(weight.reshape(-1), dtype)
+    kept, scale = cast_or_quantize(weight, dtype + "@tensor")
+    in_a_row, expected = cast_or_quantize(weight.reshape(-1), dtype)
     assert scale is not None
     assert expected is not None
     assert torch.equal(scale, expected)
@@ -67,7 +67,7 @@ def test_one_scale_for_a_tensor_is_that_of_its_values_in_a_row(dtype: str, shape
 @pytest.mark.parametrize("shape", [(6, 50), (5, 4, 3), (70,)])
 def test_every_element_gets_the_nearest_value_that_the_dtype_has(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
     by_row = (
         (weight.reshape(shape[0], -1), kept.reshape(shape[0], -1)) if len(shape) > 1 else (weight[None], kept[None])
@@ -81,7 +81,7 @@ def test_every_element_gets_the_nearest_value_that_the_dtype_has(dtype: str, sha
 @STORAGE
 @pytest.mark.parametrize("target", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, target: torch.dtype) -> None:
-    kept, scale = convert(normal(4, 9), dtype)
+    kept, scale = cast_or_quantize(normal(4, 9), dtype)
     assert scale is not None
     by_hand = [
         [np.float32(value) * np.float32(s) for value in row] for row, s in zip(kept.tolist(), scale, strict=True)
@@ -94,9 +94,9 @@ def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, ta
 @STORAGE
 def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = of_every_size(600).reshape(30, 20)
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     monkeypatch.setattr(storage, "_PIECE", 70)
-    in_parts, scale_in_parts = convert(weight, dtype)
+    in_parts, scale_in_parts = cast_or_quantize(weight, dtype)
     assert scale is not None
     assert scale_in_parts is not None
     assert torch.equal(in_parts.view(torch.uint8), kept.view(torch.uint8))
@@ -106,7 +106,7 @@ def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.Monkey
 @STORAGE
 def test_channels_too_small_for_a_scale_of_their_own_do_not_become_nan(dtype: str) -> None:
     weight = torch.tensor([[1e-44, 0.0, -1e-45], [1e-40, 5e-41, 0.0], [2e-38, 1e-38, 0.0], [0.0, 0.0, 0.0]])
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
     back = dequantize(kept, scale, torch.float32)
     smallest = torch.finfo(torch.float32).tiny
@@ -117,7 +117,7 @@ def test_channels_too_small_for_a_scale_of_their_own_do_not_become_nan(dtype: st
 @STORAGE
 def test_values_come_back_within_half_a_step(dtype: str) -> None:
     weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
     error = (dequantize(kept, scale, torch.float32) - weight).abs()
     row = dtypes.BY_NAME[dtype]
@@ -132,7 +132,7 @@ def test_values_come_back_within_half_a_step(dtype: str) -> None:
 @STORAGE
 def test_zeros_and_infinities(dtype: str) -> None:
     weight = torch.tensor([[0.0, 0.0], [1.0, math.inf], [2.0, -math.inf]])
-    kept, scale = convert(weight, dtype)
+    kept, scale = cast_or_quantize(weight, dtype)
     assert scale is not None
     back = dequantize(kept, scale, torch.float32)
     assert back[0].tolist() == [0, 0]
@@ -143,6 +143,26 @@ def test_zeros_and_infinities(dtype: str) -> None:
 def test_a_cast_to_integers_would_wrap_so_int8_is_always_scaled() -> None:
     weight = torch.tensor([[0.3, -0.4], [300.0, 100.0]])
     assert weight.to(torch.int8).tolist()[0] == [0, 0]
-    kept, scale = convert(weight, "int8")
+    kept, scale = cast_or_quantize(weight, "int8")
     assert scale is not None
     assert kept.tolist() == [[95, -127], [127, 42]]
+
+
+@pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
+@pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
+def test_the_values_of_a_cast_are_its_own_and_those_of_its_parts(dtype: str, shape: tuple[int, ...]) -> None:
+    weight = normal(*shape)
+    before = weight.clone()
+    values = values_in(weight, dtype, torch.float64)
+    if dtype in dtypes.STORAGE_DTYPES:
+        codes, scale = cast_or_quantize(weight, dtype)
+        assert scale is not None
+        assert scale.shape == (dtypes.scale_count(shape, dtype),)
+        steps = scale.reshape(-1, *[1] * (len(shape) - 1)) if dtypes.has_channel_scales(shape, dtype) else scale[0]
+        expected = (codes.to(torch.float32) * steps).double()
+    else:
+        expected = weight.to(getattr(torch, dtype))
+    assert values.dtype == expected.dtype
+    assert torch.equal(values, expected)
+    values.zero_()
+    assert torch.equal(weight, before)  # also where nothing had to be cast

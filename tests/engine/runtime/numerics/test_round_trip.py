@@ -15,10 +15,10 @@ from tests.helpers.peak_memory import peak_anonymous
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.numerics import round_trip as weights
-from dtype_engine.runtime.numerics.quantize import convert, dequantize, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
 
-DTYPES = pytest.mark.parametrize("dtype", dtypes.TARGETS)
+DTYPES = pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
 
 
 def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -30,7 +30,7 @@ def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def there_and_back(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
-    kept, scale = convert(tensor, dtype)
+    kept, scale = cast_or_quantize(tensor, dtype)
     return kept.double() if scale is None else dequantize(kept, scale, torch.float32).double()
 
 
@@ -61,7 +61,7 @@ def test_lost_values_are_counted_one_by_one(dtype: str, special: tuple[float, ..
     tensor = of_every_size(40, 50)
     tensor.view(-1)[: len(special)] = torch.tensor(special)
     found = round_trip("w", tensor, dtype)
-    kept, scale = convert(tensor, dtype)
+    kept, scale = cast_or_quantize(tensor, dtype)
     codes = kept.double()
     before, after = tensor.double(), there_and_back(tensor, dtype)
     finite = before.isfinite()
@@ -79,7 +79,7 @@ def test_lost_values_are_counted_one_by_one(dtype: str, special: tuple[float, ..
     del scale
 
 
-@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.sampled_from(dtypes.TARGETS))
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.sampled_from(dtypes.CASTABLE_DTYPES))
 @settings(max_examples=300)
 def test_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
     tensor = torch.tensor(values)
@@ -100,7 +100,7 @@ def test_a_tensor_in_its_own_dtype_is_exact() -> None:
 
 def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = of_every_size(64, 33)
-    for dtype in dtypes.TARGETS:
+    for dtype in dtypes.CASTABLE_DTYPES:
         whole = round_trip("w", tensor, dtype)
         monkeypatch.setattr(weights, "CHUNK", 50)
         parts = round_trip("w", tensor, dtype)

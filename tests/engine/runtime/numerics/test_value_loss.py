@@ -29,7 +29,7 @@ from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sente
 from dtype_engine.results.losses import ValueLoss, severe
 from dtype_engine.runtime.measure.stored_losses import losses_in_files
 from dtype_engine.runtime.numerics import value_loss
-from dtype_engine.runtime.numerics.quantize import convert
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.runtime.numerics.round_trip import round_trip
 from dtype_engine.runtime.numerics.value_loss import count_losses
 from dtype_engine.worker import events
@@ -119,7 +119,7 @@ def test_computed_dtypes_are_counted_as_torch_casts(
 def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0
-    codes, _ = convert(tensor, dtype)
+    codes, _ = cast_or_quantize(tensor, dtype)
     assert int(((tensor != 0) & (codes.float() == 0)).sum()) > 0 or "float8" in dtype  # int8 rounds some to zero
     assert count_losses("w", tensor, dtype, codes) is None
     assert count_losses("w", tensor, dtype) is None
@@ -131,7 +131,7 @@ def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, mo
     monkeypatch.setattr(value_loss, "PIECE", piece)
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[7], tensor[9] = tensor[7] * 1e-20, -tensor[9].abs() * 1e-20
-    codes, _ = convert(tensor, dtype)
+    codes, _ = cast_or_quantize(tensor, dtype)
     vanished = int(((tensor != 0) & (codes.float() == 0)).sum())
     for given in (None, codes):
         loss = count_losses("w", tensor, dtype, given)
@@ -165,7 +165,7 @@ def test_the_counts_are_those_of_the_weights_command(dtype: str) -> None:
 def test_a_vector_of_which_most_vanish_in_float8_is_told() -> None:
     variance = torch.tensor([1e6, *[1e-3] * 63])
     loss = count_losses("bn.running_var", variance, "float8_e4m3fn")
-    codes, _ = convert(variance, "float8_e4m3fn")
+    codes, _ = cast_or_quantize(variance, "float8_e4m3fn")
     assert loss is not None
     assert loss.vanished == int((codes.float() == 0).sum()) == 63
 
@@ -175,7 +175,7 @@ def test_nothing_is_told_of_rounding_nor_of_an_empty_tensor() -> None:
     assert count_losses("w", torch.zeros(100), "float16") is None
     assert count_losses("w", torch.tensor([-0.0, 0.0]), "float16") is None
     for shape in ((0,), (0, 4), (4, 0)):
-        for dtype in dtypes.TARGETS:
+        for dtype in dtypes.CASTABLE_DTYPES:
             assert count_losses("w", torch.zeros(shape), dtype) is None
     assert count_losses("w", torch.tensor(1e-9), "float16") == ValueLoss("w", "float16", 0, 1, 1, channels=1)
 

@@ -122,7 +122,7 @@ def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
         grid.add_row("because", values)
     if diagnosis.remedy is not None:
         rule = Rule.parse(diagnosis.remedy)
-        words = f"{printable(rule.pattern, 200)} → {dtypes.badge(rule.dtype)}"
+        words = f"{printable(rule.pattern, 200)} → {dtypes.short_name(rule.dtype)}"
         grid.add_row("a applies", Text(words, style="bold"))
     else:
         grid.add_row("no remedy", printable(diagnosis.reason, 300))

@@ -75,7 +75,7 @@ class MemoryPane(Pane):
         text.append("·" * max(0, width - drawn), style="dim")
         used = width  # the legend starts on a line of its own, and none of its entries is broken
         for index, (dtype, share) in enumerate(shares):
-            entry = f" {dtypes.badge(dtype)} {percent(share)} %"
+            entry = f" {dtypes.short_name(dtype)} {percent(share)} %"
             fits = used + 3 + len(entry) <= width
             text.append("  " if fits else "\n")
             text.append("█▓▒░"[min(index, 3)], style=colour(dtype))

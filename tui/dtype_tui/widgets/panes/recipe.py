@@ -34,7 +34,7 @@ class RecipePane(Pane):
             return text
         for index, rule in enumerate(experiment.recipe.rules):
             taken = len(plan.selections[index])
-            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.badge(rule.dtype)
+            dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.short_name(rule.dtype)
             width = max(8, self.columns - len(dtype) - len(f"{taken:,}") - 8)
             text.append(f"{index + 1:>2} ", style="dim")
             text.append(truncate(printable(rule.pattern, 500), width))
