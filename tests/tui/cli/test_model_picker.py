@@ -64,10 +64,14 @@ async def test_an_unexpected_error_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
     app = ModelPicker(OFFERS, fail)
     app.error_console = Console(file=io.StringIO(), width=400)
-    with pytest.raises(ZeroDivisionError):
+
+    async def open_the_first() -> None:
         async with app.run_test() as pilot:
             await pilot.press("enter")
             await pilot.pause()
+
+    with pytest.raises(ZeroDivisionError):
+        await open_the_first()
     assert app.return_code == 1
     app._print_error_renderables()
     printed = app.error_console.file.getvalue()  # type: ignore[attr-defined]
