@@ -43,7 +43,7 @@ def opened(app: DtypeApp) -> set[str]:
 
 
 def rules(app: DtypeApp) -> list[str]:
-    return [str(rule) for rule in app.experiment.recipe.rules]
+    return [str(rule) for rule in app.controller.experiment.recipe.rules]
 
 
 def last_rule(app: DtypeApp) -> str:
@@ -91,7 +91,7 @@ def scrolled(app: DtypeApp) -> float:
 
 
 def pane(app: DtypeApp) -> str:
-    return next(str(pane.border_title) for pane in app.side.panes if pane.display)
+    return next(str(pane.border_title) for pane in app.main.side.panes if pane.display)
 
 
 def point(app: DtypeApp) -> int:
@@ -158,7 +158,7 @@ async def wait(app: DtypeApp, pilot: Pilot[None], look: Look, seen: Any) -> None
 
 def not_finite(app: DtypeApp) -> events.Event:
     found = NonFiniteDiagnosis("activation", DOWN, MLP, "mul", "float16", 65504.0, (), 1.1e4, 2.1e5, f"{MLP}=bfloat16")
-    return events.NonfiniteFound(app.experiment.recipe, found)
+    return events.NonfiniteFound(app.controller.experiment.recipe, found)
 
 
 def many_inputs(app: DtypeApp) -> events.Event:

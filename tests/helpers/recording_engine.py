@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from textual.pilot import Pilot
 
@@ -16,6 +17,7 @@ from dtype_engine.results.drift import DriftReport, MemoryStats, ModuleDrift, Ou
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
+from dtype_tui.state.launch import Launch
 
 
 @dataclass
@@ -88,8 +90,16 @@ def demo_tree() -> Tree:
     return checkpoint.tree()
 
 
-def make_app(tree: Tree | None = None, title: str = "demo") -> DtypeApp:
-    return DtypeApp(title, tree if tree is not None else demo_tree(), RecordingEngine)
+def make_app(tree: Tree | None = None, title: str = "demo", **more: Any) -> DtypeApp:
+    """The app on a tree, the demo's unless another is given; `more` as in `Launch`."""
+    return app_of(Launch(title, tree if tree is not None else demo_tree(), **more))
+
+
+def app_of(launch: Launch) -> DtypeApp:
+    """The app as it is launched; what the engine tells is drawn at once."""
+    app = DtypeApp(launch, RecordingEngine)
+    app.main.draw_every_s = 0.0
+    return app
 
 
 @asynccontextmanager
@@ -101,15 +111,15 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
 
 
 def engine(app: DtypeApp) -> RecordingEngine:
-    assert isinstance(app.engine, RecordingEngine)
-    return app.engine
+    assert isinstance(app.controller.engine, RecordingEngine)
+    return app.controller.engine
 
 
 async def say(app: DtypeApp, pilot: Pilot[None], *said: events.Event) -> None:
     """The engine says this, and the app takes it in."""
     for event in said:
         engine(app).emit(event)
-    app.look()
+    await pilot.pause()
     await pilot.pause()
 
 

@@ -66,16 +66,15 @@ def memory() -> MemoryStats:
 
 async def ready(app: DtypeApp, pilot: Pilot[None]) -> None:
     """The model is there and nothing is cast."""
-    tree = app.experiment.tree
+    tree = app.controller.experiment.tree
     await say(app, pilot, events.ModelReady(tree, "LlamaForCausalLM", "cpu", 1.0, "6 default prompts, 973 tokens", ()))
-    await say(app, pilot, events.Memory(app.experiment.recipe, memory()), events.Idle())
+    await say(app, pilot, events.Memory(app.controller.experiment.recipe, memory()), events.Idle())
 
 
 async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     """A mixed recipe, measured."""
     await ready(app, pilot)
-    app.experiment.push(MIXED)
-    app.recipe_changed()
+    app.controller.put_in_force(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
     await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
@@ -85,8 +84,7 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
-    app.experiment.push(MIXED)
-    app.recipe_changed()
+    app.controller.put_in_force(MIXED)
     await say(
         app,
         pilot,
@@ -120,7 +118,7 @@ async def failed(app: DtypeApp, pilot: Pilot[None]) -> None:
     await ready(app, pilot)
     await pilot.press("3")
     words = "model.layers.3.mlp: linear has no float16 kernel on cpu; bfloat16 works there (not implemented for 'Half')"
-    await say(app, pilot, events.Failed(app.experiment.recipe, words, "model.layers.3.mlp"), events.Idle())
+    await say(app, pilot, events.Failed(app.controller.experiment.recipe, words, "model.layers.3.mlp"), events.Idle())
     app.clear_notifications()
 
 
@@ -128,7 +126,7 @@ async def history(app: DtypeApp, pilot: Pilot[None]) -> None:
     await mixed(app, pilot)
     for place, rules in enumerate(("*=bfloat16", "*=float16", "*.mlp=float8_e4m3fn")):
         recipe = Recipe((Rule.parse(rules),))
-        app.experiment.push(recipe)
+        app.controller.experiment.push(recipe)
         measured = report(recipe, 1e-3 * (place + 1), modules())
         output = dataclasses.replace(measured.output, kl_mean=10.0 ** -(3 + place))
         await say(app, pilot, events.Measured(recipe, dataclasses.replace(measured, output=output)), events.Idle())
@@ -142,7 +140,7 @@ def flow(app: DtypeApp) -> events.Event:
         ImplicitCastStats("model.layers.4.mlp.gate_proj", "linear", "bfloat16", "float32", 98304, 6, True),
         ImplicitCastStats("model.norm", "mul", "bfloat16", "float32", 12288, 12, False),
     )
-    return events.ImplicitCastsTraced(app.experiment.recipe, casts)
+    return events.ImplicitCastsTraced(app.controller.experiment.recipe, casts)
 
 
 def generated(app: DtypeApp) -> events.Event:
@@ -151,7 +149,7 @@ def generated(app: DtypeApp) -> events.Event:
         "    def run(self):\n        pass\n\n    def stop(self):\n",
     )
     both = [Written(tuple(map(ord, text)), tuple(text), 0.5) for text in texts]
-    return events.Generated(app.experiment.recipe, (Generation("class Worker:\n", *both),))
+    return events.Generated(app.controller.experiment.recipe, (Generation("class Worker:\n", *both),))
 
 
 def timed(app: DtypeApp) -> events.Event:
@@ -160,7 +158,9 @@ def timed(app: DtypeApp) -> events.Event:
         SpeedRow("as stored", "f32", 0.5, 0.4, 0.6, 5, 2000.0, False),
         SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
     )
-    return events.SpeedMeasured(app.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows))
+    return events.SpeedMeasured(
+        app.controller.experiment.recipe, SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
+    )
 
 
 def values(app: DtypeApp) -> events.Event:
@@ -171,7 +171,7 @@ def values(app: DtypeApp) -> events.Event:
         for dtype, error, decibels in (("bfloat16", 1e-4, 55.9), ("float16", 1e-5, 73.9), ("float8_e4m3fn", 1e-3, 31.5))
     )
     return events.WeightInspected(
-        app.experiment.recipe, name, WeightStats(ExponentHistogram(name, counts, 7, 0), errors)
+        app.controller.experiment.recipe, name, WeightStats(ExponentHistogram(name, counts, 7, 0), errors)
     )
 
 
@@ -188,13 +188,13 @@ def inputs(app: DtypeApp) -> events.Event:
 def exported(app: DtypeApp) -> events.Event:
     mix = (("bfloat16", 43, 528_384), ("float8_e4m3fn", 6, 221_184), ("float32", 13, 4_992))
     loading = "from_pretrained would make all of it bfloat16; dtype_engine.load_pretrained keeps every dtype."
-    return events.ExportPlanned(app.experiment.recipe, ExportPlan(754_560, 1, mix, loading, ()))
+    return events.ExportPlanned(app.controller.experiment.recipe, ExportPlan(754_560, 1, mix, loading, ()))
 
 
 def causes(app: DtypeApp) -> events.Event:
     parts = (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0))
     return events.AttributionReady(
-        app.experiment.recipe,
+        app.controller.experiment.recipe,
         AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),
     )
 
@@ -202,12 +202,24 @@ def causes(app: DtypeApp) -> events.Event:
 def scanned(app: DtypeApp) -> events.Event:
     weights = []
     dtypes = ("bfloat16", "float8_e4m3fn", "int8")
-    for place, (name, tensor) in enumerate(app.experiment.tree.tensors.items(), 1):
+    for place, (name, tensor) in enumerate(app.controller.experiment.tree.tensors.items(), 1):
         for dtype, scale in (("float32", 0.0), ("bfloat16", 1e-7), ("float8_e4m3fn", 3e-5), ("int8", 1e-6)):
             score = (place * 37 % 41) * scale
             weights.append(WeightScore(name, dtype, tensor_bytes(tensor, dtype), score, score / 10))
     found = ScanReport(
-        "demo", "cpu", "float32", app.experiment.inputs, NATS, False, 4, 6, 6, dtypes, 1.0, 15.0, tuple(weights)
+        "demo",
+        "cpu",
+        "float32",
+        app.controller.experiment.inputs,
+        NATS,
+        False,
+        4,
+        6,
+        6,
+        dtypes,
+        1.0,
+        15.0,
+        tuple(weights),
     )
     return events.ScanUpdated(found, True)
 

@@ -51,7 +51,7 @@ def shown(app: DtypeApp) -> str:
 
 def pane(app: DtypeApp, name: str) -> str:
     """The words of one pane, as they stand on the screen."""
-    (found,) = (pane for pane in app.side.panes if pane.border_title == name)
+    (found,) = (pane for pane in app.main.side.panes if pane.border_title == name)
     region = found.region
     lines = shown(app).splitlines()[region.y + 1 : region.bottom - 1]
     return " ".join(" ".join(line[region.x + 1 : region.right - 1] for line in lines).split())
@@ -80,7 +80,9 @@ async def opened(made: Made, *more: str) -> AsyncIterator[tuple[DtypeApp, Pilot[
 
 def ready(app: DtypeApp) -> bool:
     """The engine has nothing to do, and the model, or why there is none, is known."""
-    return not app.busy and (app.open_error is not None or (app.has_tree and app.experiment.live))
+    return not app.controller.busy and (
+        app.controller.open_error is not None or (app.controller.experiment.has_tree and app.controller.experiment.live)
+    )
 
 
 def _figures(text: str) -> list[float]:
@@ -126,7 +128,7 @@ async def _memory(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = pane(app, "Drift")
     if made.module is None or made.inputs is None:
-        assert app.experiment.report is None
+        assert app.controller.experiment.report is None
         assert text.startswith("No drift: "), text
         raise Refused(text)
     await until(pilot, lambda: "max |Δ|" in pane(app, "Drift"), "no drift")
@@ -144,7 +146,7 @@ async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     target = "f16" if castable[name].dtype == BF16 else "bf16"
     before = pane(app, "Drift")
     app.clear_notifications()
-    assert app.tree_view.go_to(name), name
+    assert app.main.tree_view.go_to(name), name
     await pilot.press("v")
     await until(pilot, lambda: len(app.screen_stack) > 1 or app._notifications, "no values")
     if len(app.screen_stack) == 1:
@@ -214,20 +216,20 @@ async def walk(made: Made, work: Path) -> dict[str, Cell | str]:
             await fill("app: Drift", _drift(app, pilot, made), pilot)
             await fill("app: v", _values(app, pilot, made), pilot)
             await fill("app: e", _export(app, pilot, made, work), pilot)
-            rules, cursor = app.experiment.recipe, app.tree_view.current.name
+            rules, cursor = app.controller.experiment.recipe, app.main.tree_view.current.name
         await fill("app: --resume", _resume(made, rules, cursor))
     return cells
 
 
 async def _resume(made: Made, rules: Any, cursor: str) -> str:
     async with opened(made, "--resume") as (app, pilot):
-        assert app.experiment.recipe == rules
+        assert app.controller.experiment.recipe == rules
         assert [str(rule) for rule in rules.rules] == ["*=bfloat16"]
-        assert app.tree_view.current.name == cursor
+        assert app.main.tree_view.current.name == cursor
         planned = f"planned {human(made.planned_bytes(BF16))}"
         await until(pilot, lambda: planned in pane(app, "Memory"), "planned bytes")
         await pilot.press("u")
-        await until(pilot, lambda: not app.experiment.recipe.rules, "undo does not go back")
+        await until(pilot, lambda: not app.controller.experiment.recipe.rules, "undo does not go back")
     return made.loader
 
 

@@ -26,7 +26,8 @@ from textual.widgets import Input
 import dtype_tui
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
-from dtype_tui.config.key_names import on_keyboard
+from dtype_tui.config.bindings import KEYS
+from dtype_tui.config.key_names import name_of, on_keyboard
 from dtype_tui.screens.help import sections
 from dtype_tui.state.commands import WITH_ARGUMENTS
 from dtype_tui.widgets.command_line import CommandLine
@@ -58,7 +59,7 @@ async def by_palette(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
 
 async def by_command(app: DtypeApp, pilot: Pilot[None], key: str) -> None:
     """The `:` command of the key's action."""
-    name = of_the_app(key).action.replace("_", "-")
+    name = name_of(of_the_app(key).action)
     await enter(app, pilot, name)
 
 
@@ -70,7 +71,7 @@ async def enter(app: DtypeApp, pilot: Pilot[None], line: str) -> None:
 
 
 def of_the_app(key: str) -> Binding:
-    (found,) = (binding for binding in DtypeApp.BINDINGS if isinstance(binding, Binding) and binding.key == key)
+    (found,) = (binding for binding in KEYS if isinstance(binding, Binding) and binding.key == key)
     return found
 
 
@@ -100,7 +101,7 @@ async def test_every_key_does_what_the_help_says(walk: Walk) -> None:
 
 
 def by_no_palette(key: str) -> bool:
-    return of_the_app(key).action in ("quit", "help", "command_palette")
+    return of_the_app(key).action in ("app.quit", "help", "app.command_palette")
 
 
 def by_no_command(key: str) -> bool:
@@ -135,7 +136,7 @@ async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_row_of_the_help_is_walked_and_no_other() -> None:
-    shown, _ = sections(DtypeApp.BINDINGS, {}, ())
+    shown, _ = sections(KEYS, {}, ())
     named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
     walked = {
         (walk.place, on_keyboard(step.key))
@@ -148,7 +149,9 @@ def test_every_row_of_the_help_is_walked_and_no_other() -> None:
 
 
 def test_every_place_with_keys_is_in_the_help() -> None:
-    """Each class of the app that binds keys of its own, but for the screen to choose a model in and what leads to the tree's."""
+    """Each class that binds keys of its own, but for the screen to choose a model in and what leads to the tree's; the keys of the
+    app stand with those of the main screen.
+    """
     bound = {
         found.__name__
         for module in pkgutil.walk_packages(dtype_tui.__path__, "dtype_tui.")
@@ -156,8 +159,8 @@ def test_every_place_with_keys_is_in_the_help() -> None:
         for found in vars(importlib.import_module(module.name)).values()
         if isinstance(found, type) and found.__module__.startswith("dtype_tui") and "BINDINGS" in vars(found)
     }
-    shown, _ = sections(DtypeApp.BINDINGS, {}, ())
-    assert len(bound - {"ModelPicker", "SidePanes"}) == len(shown)
+    shown, _ = sections(KEYS, {}, ())
+    assert len(bound - {"ModelPicker", "SidePanes", "DtypeApp"}) == len(shown)
 
 
 WORDS: dict[str, tuple[Look, Any]] = {
@@ -191,7 +194,7 @@ async def test_what_the_palette_has_beside_the_keys_works() -> None:
     app = make_app()
     async with app.run_test(size=SMALL) as pilot:
         await ready(app, pilot)
-        keys = {binding.description for binding in app.BINDINGS if isinstance(binding, Binding)}
+        keys = {binding.description for binding in KEYS if isinstance(binding, Binding)}
         more = {command.title: command for command in app.get_system_commands(app.screen) if command.title not in keys}
         assert set(more) == {"Theme", "Keys", "Maximize", "Screenshot"}
         for name, look, seen in (

@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
+from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
 from textual.widgets import Input
@@ -26,10 +26,13 @@ from dtype_engine.results.drift import (
     Written,
 )
 from dtype_engine.worker import events
-from dtype_tui.app import DIGITS, DtypeApp
+from dtype_tui.app import DtypeApp
+from dtype_tui.config.bindings import DIGITS, KEYS
+from dtype_tui.main_screen import MainScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
+from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.drift import DriftPane
 from dtype_tui.widgets.panes.memory import MemoryPane
@@ -45,7 +48,7 @@ def app() -> DtypeApp:
 
 
 def ready(app: DtypeApp) -> events.ModelReady:
-    return events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+    return events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
 
 
 def tree_of(app: DtypeApp) -> ModuleTree:
@@ -93,7 +96,7 @@ async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str)
         await pilot.press(key)
         assert engine(app).recipes == [Recipe((Rule("model.layers.3.mlp", dtype),))]
         expected = "float32" if dtype == dtypes.STORED else dtype
-        assert app.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
+        assert app.controller.experiment.plan.dtypes["model.layers.3.mlp.up_proj.weight"] == expected
 
 
 async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
@@ -103,15 +106,15 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
         tree_of(app).go_to("model.layers.3")
         await pilot.press("3")
         await pilot.press("u")
-        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
+        assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
         await pilot.press("ctrl+r")
-        assert len(app.experiment.recipe) == 2
+        assert len(app.controller.experiment.recipe) == 2
         await pilot.press("x")
-        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
+        assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),))
         await pilot.press("x")
         assert "rule 1 reaches beyond this node" in notices(app)[-1]
         await pilot.press("u", "u", "u", "u")
-        assert app.experiment.recipe == Recipe()
+        assert app.controller.experiment.recipe == Recipe()
         assert "nothing left to undo" in notices(app)[-1]
         assert [len(recipe) for recipe in engine(app).recipes] == [1, 2, 1, 2, 1, 2, 1, 0]
 
@@ -177,30 +180,30 @@ async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> N
         await pilot.pause(0.1)
         assert "matches nothing in this model" in screen(app)
         await pilot.press("escape")
-        app.add_rule(Rule.make("*.nowhere", "bf16"))
+        app.controller.add_rule(Rule.make("*.nowhere", "bf16"))
         await pilot.pause()
         assert "matches nothing in this model" in notices(app)[-1]
         assert engine(app).recipes == []
-        assert app.experiment.recipe.rules == ()
+        assert app.controller.experiment.recipe.rules == ()
 
 
 async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
-        recipe = app.experiment.recipe
+        recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
-        before = app.experiment.report
+        before = app.controller.experiment.report
         assert before is not None
         asked = len(engine(app).recipes)
-        app.add_rule(Rule.make("model.layers.0.mlp", "bf16"))
+        app.controller.add_rule(Rule.make("model.layers.0.mlp", "bf16"))
         await pilot.pause()
-        assert len(app.experiment.recipe) == 2
-        assert app.experiment.report is before
+        assert len(app.controller.experiment.recipe) == 2
+        assert app.controller.experiment.report is before
         assert len(engine(app).recipes) == asked
         assert engine(app).commands[-1] == "follow *=bfloat16, model.layers.0.mlp=bfloat16"
-        app.add_rule(Rule.make("model.layers.0.mlp", "f16"))
+        app.controller.add_rule(Rule.make("model.layers.0.mlp", "f16"))
         await pilot.pause()
-        assert app.experiment.report is None
+        assert app.controller.experiment.report is None
         assert len(engine(app).recipes) == asked + 1
 
 
@@ -229,7 +232,7 @@ async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None
     async with running(app) as pilot:
         await say(app, pilot, ready(app))
         await pilot.press("2")
-        old, new = Recipe(), app.experiment.recipe
+        old, new = Recipe(), app.controller.experiment.recipe
         stale = (ModuleDrift("model.layers.0", 11.1, 9.0, 0),)
         await say(app, pilot, events.ModulesMeasured(old, stale), events.Measured(old, report(old, 7.77e-7, stale)))
         assert "7.77" not in screen(app)
@@ -242,7 +245,7 @@ async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None
 
 async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        recipe = app.experiment.recipe
+        recipe = app.controller.experiment.recipe
         modules = (ModuleDrift("model.layers.0", 45.6, 0.1, 0), ModuleDrift("model.layers.1", 1.0, 9.9, 4))
         await say(
             app,
@@ -262,7 +265,7 @@ async def test_drift_goes_by_module_as_the_pass_goes_by(app: DtypeApp) -> None:
 
 async def test_the_drift_pane_has_every_figure_with_its_unit(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        recipe = app.experiment.recipe
+        recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
         text = screen(app)
         for words in (
@@ -286,7 +289,7 @@ async def test_memory_says_what_is_planned_at_once_and_what_is_there_when_told(a
             resident_bytes=1 << 21, resident_by_device=(("cpu", 1 << 21),), rss_bytes=3 << 30, anonymous_bytes=1 << 30,
             mapped_bytes=2 << 30, peak_rss_bytes=4 << 30,
         )  # fmt: skip
-        await say(app, pilot, events.Memory(app.experiment.recipe, reading))
+        await say(app, pilot, events.Memory(app.controller.experiment.recipe, reading))
         text = screen(app)
         for words in ("cpu 2.00 MiB", "3.0 GiB, peak 4.0 GiB", "1.00 GiB", "2.00 GiB of the"):
             assert words in text
@@ -332,7 +335,7 @@ async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -
         )
         await say(app, pilot, event)
         assert tree_of(app).current.name == "model.layers.3.mlp"
-        assert app.experiment.recipe == Recipe((Rule("model.layers.3.mlp", "bfloat16"),))
+        assert app.controller.experiment.recipe == Recipe((Rule("model.layers.3.mlp", "bfloat16"),))
         assert "LlamaMLP" in screen(app)
         assert "one weight is new" in notices(app)
         tree_of(app).go_to("lm_head.weight")
@@ -342,7 +345,7 @@ async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -
 
 async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        recipe = app.experiment.recipe
+        recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle())
         assert "[bold]no kernel[/]" in notices(app)
         assert any("failed here" in line for line in lines(app))
@@ -364,7 +367,7 @@ async def test_without_a_model_the_headers_can_still_be_planned(app: DtypeApp) -
 
 
 async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() -> None:
-    app = DtypeApp("x.py:Y", None, RecordingEngine)
+    app = app_of(Launch("x.py:Y"))
     async with running(app) as pilot:
         assert "The tree appears" in screen(app)
         await say(app, pilot, events.OpenFailed("importing it failed"), events.Idle())
@@ -374,8 +377,8 @@ async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() ->
 
 async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        app.experiment.tree.modules["model.norm"].island = "declared"
-        app.show_all()
+        app.controller.experiment.tree.modules["model.norm"].island = "declared"
+        app.main.show_all()
         await pilot.pause()
         assert "keep f32" in screen(app)
         await pilot.press("2")
@@ -407,7 +410,7 @@ async def test_help_has_every_binding(app: DtypeApp) -> None:
         await pilot.press("question_mark")
         await pilot.pause()
         text = " ".join(screen(app).split())
-        for binding in (*app.BINDINGS, *ModuleTree.BINDINGS):
+        for binding in (*KEYS, *ModuleTree.BINDINGS):
             assert binding.description in text  # type: ignore[union-attr]
         await pilot.press("escape")
         assert not isinstance(app.screen, Overlay)
@@ -437,7 +440,7 @@ async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
 
 async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        recipe = app.experiment.recipe
+        recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.MeasuringProgress(recipe, "candidate", 1, 60))
         await pilot.press("escape")
         assert engine(app).commands == ["start", "cancel"]
@@ -481,17 +484,17 @@ async def test_ninety_thousand_tensors_open_filter_and_cast() -> None:
         await pilot.press("enter", "escape")
         tree.go_to("model.layers.7.mlp.experts")
         await pilot.press("3")
-        assert app.experiment.plan.planned_bytes == app.experiment.plan.stored_bytes
-        assert len(app.experiment.plan.selections[0]) == 750
+        assert app.controller.experiment.plan.planned_bytes == app.controller.experiment.plan.stored_bytes
+        assert len(app.controller.experiment.plan.selections[0]) == 750
 
 
 def test_every_binding_has_its_action() -> None:
-    for owner in (DtypeApp, ModuleTree, CastPrompt, FilterPrompt, SettingsScreen):
+    for owner in (MainScreen, DtypeApp, ModuleTree, CastPrompt, FilterPrompt, SettingsScreen):
         for binding in owner.BINDINGS:
             assert isinstance(binding, Binding)
             name = binding.action.partition("(")[0]
             holder, _, name = name.rpartition(".")
-            assert hasattr(DtypeApp if holder == "app" else owner, f"action_{name}"), binding
+            assert hasattr({"app": DtypeApp, "screen": MainScreen}.get(holder, owner), f"action_{name}"), binding
 
 
 async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
@@ -499,7 +502,7 @@ async def test_the_dtype_flow_has_a_screen_of_its_own(app: DtypeApp) -> None:
         await pilot.press("f")
         assert engine(app).commands[-1] == "flow"
         cast = ImplicitCastStats("model.layers.1.mlp.up_proj", "linear", "float32", "float64", 12288, 1, True)
-        await say(app, pilot, ready(app), events.ImplicitCastsTraced(app.experiment.recipe, (cast,)))
+        await say(app, pilot, ready(app), events.ImplicitCastsTraced(app.controller.experiment.recipe, (cast,)))
         text = screen(app)
         for words in ("model.layers.1.mlp.up_proj", "linear", "f32 → f64", "12.3 k", "raises"):
             assert words in text
@@ -521,10 +524,15 @@ async def test_generated_text_stands_side_by_side_with_the_first_difference_mark
     async with running(app, size) as pilot:
         await pilot.press("g")
         assert engine(app).commands[-1] == "generate 48"
-        await say(app, pilot, ready(app), events.WorkingProgress(app.experiment.recipe, "generating: candidate", 3, 48))
+        await say(
+            app,
+            pilot,
+            ready(app),
+            events.WorkingProgress(app.controller.experiment.recipe, "generating: candidate", 3, 48),
+        )
         assert "generating: candidate" in screen(app)
         texts = (generation("def run\x1b[2J", "def rat\x1b[2J", 5),)
-        await say(app, pilot, events.Generated(app.experiment.recipe, texts))
+        await say(app, pilot, events.Generated(app.controller.experiment.recipe, texts))
         text = screen(app)
         for words in ("reference", "candidate", "def r⟦u⟧n", "def r⟦a⟧t", "the first 5 tokens are the same", "22/s"):
             assert words in text
@@ -542,7 +550,7 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
             SpeedRow("candidate", "f32 + bf16", 2.0, 1.9, 2.1, 5, 500.0, True),
         )
         report = SpeedReport("demo", "cpu", 2, (), "6 default prompts", rows)
-        await say(app, pilot, ready(app), events.SpeedMeasured(app.experiment.recipe, report))
+        await say(app, pilot, ready(app), events.SpeedMeasured(app.controller.experiment.recipe, report))
         text = screen(app)
         for words in (
             "500.0 ms",
@@ -564,7 +572,9 @@ async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeA
 
 async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, ready(app), events.MeasuringProgress(app.experiment.recipe, "candidate", 1, 10))
+        await say(
+            app, pilot, ready(app), events.MeasuringProgress(app.controller.experiment.recipe, "candidate", 1, 10)
+        )
         await pilot.press("t")
         assert re.search(r"measuring: candidate  10 % .* · then: timing  Esc stops", screen(app))
         assert notices(app) == []
@@ -574,7 +584,12 @@ async def test_what_is_asked_while_the_engine_works_is_said_to_come_next(app: Dt
 
 async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> None:
     async with running(app, SMALL) as pilot:
-        await say(app, pilot, ready(app), events.Measured(app.experiment.recipe, report(app.experiment.recipe)))
+        await say(
+            app,
+            pilot,
+            ready(app),
+            events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe)),
+        )
         await pilot.press("comma", "right", "down", "right")
         await pilot.pause()
         assert "[bf16]" in screen(app)
@@ -583,12 +598,12 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
         await pilot.pause()
         chosen = RunSettings(autocast="bfloat16", float_inputs="model")
         assert engine(app).settings == [chosen]
-        assert app.experiment.report is None
-        late = events.Measured(app.experiment.recipe, report(app.experiment.recipe))
+        assert app.controller.experiment.report is None
+        late = events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
         await say(app, pilot, late)
-        assert app.experiment.report is None, "that was measured under other settings"
+        assert app.controller.experiment.report is None, "that was measured under other settings"
         await say(app, pilot, events.Measured(late.recipe, report(late.recipe, settings=str(chosen))))
-        assert app.experiment.report is not None
+        assert app.controller.experiment.report is not None
         assert "autocast bfloat16" in screen(app)
         await pilot.press("comma", "right", "escape")
         assert engine(app).settings == [chosen], "Esc leaves everything as it was"
@@ -597,7 +612,7 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
 async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> None:
     first = Tree([TensorInfo("model.layers.0.weight", (4, 4), "bfloat16")])
     whole = Tree([TensorInfo(f"model.layers.{number}.weight", (4, 4), "bfloat16") for number in range(3)])
-    app = DtypeApp("giant", first, RecordingEngine, whole=False)
+    app = make_app(first, "giant", partial=True)
     async with running(app) as pilot:
         assert "layers" in screen(app)
         assert "stored  32 B" not in screen(app), "sums of a part are not those of the model"
@@ -609,7 +624,7 @@ async def test_a_large_checkpoint_shows_its_first_shard_and_then_all_of_it() -> 
         assert "no engine: planning only" in screen(app)
         assert "626.92 GiB" in " ".join(screen(app).split())
         await pilot.press("1")
-        assert app.experiment.plan.planned_bytes == 192
+        assert app.controller.experiment.plan.planned_bytes == 192
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
@@ -624,7 +639,7 @@ async def test_values_of_a_tensor_have_a_screen_of_their_own(app: DtypeApp, size
         histogram = ExponentHistogram("w", ((-30, 20), (-10, 900), (20, 3)), 7, 0)
         reading = WeightStats(histogram, (lost,))
         name = "model.embed_tokens.weight"
-        await say(app, pilot, events.WeightInspected(app.experiment.recipe, name, reading))
+        await say(app, pilot, events.WeightInspected(app.controller.experiment.recipe, name, reading))
         text = screen(app)
         for words in ("60.00 dB", "20 2.0 %", "500 50.0 %"):
             assert words in text

@@ -18,25 +18,25 @@ async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")
-        before = app.experiment.recipe
+        before = app.controller.experiment.recipe
         await pilot.press("c")
         app.query_one("#cast-input", Input).value = f"{SLOW}=bf16"
         await pilot.pause(0.3)
         assert "takes too long to match" in screen(app)
         await pilot.press("escape")
         assert not app.query_one(CastPrompt).has_class("open")
-        assert app.experiment.recipe == before
+        assert app.controller.experiment.recipe == before
         await pilot.press("u")
-        assert not app.experiment.recipe.rules
+        assert not app.controller.experiment.recipe.rules
 
 
 async def test_it_does_not_become_a_rule() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.press("2")
-        before = app.experiment.recipe
-        app.add_rule(Rule.make(SLOW, "bfloat16"))
+        before = app.controller.experiment.recipe
+        app.controller.add_rule(Rule.make(SLOW, "bfloat16"))
         await pilot.pause()
-        assert app.experiment.recipe == before
+        assert app.controller.experiment.recipe == before
         assert "takes too long to match" in str([note.message for note in app._notifications])
         assert app.query_one(SidePanes)

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree
 from tests.helpers.scenes import SCENES, bring_up, make_app
 from tests.helpers.screen_text import screen
 from textual.pilot import Pilot
@@ -53,4 +52,4 @@ def test_a_wide_terminal(snapped: Compare) -> None:
     ids=["light", "high-contrast", "ascii"],
 )
 def test_other_themes_and_ascii(config: Config, snapped: Compare) -> None:
-    assert snapped("mix", DtypeApp("demo", demo_tree(), RecordingEngine, config=config), (120, 36))
+    assert snapped("mix", make_app(config=config), (120, 36))

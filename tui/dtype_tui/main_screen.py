@@ -1,100 +1,561 @@
-"""Which screens the keys ask for, what they are given, and what comes of what was chosen there.
+"""The main screen: the tree, the panes and the prompts, their keys, and which window a key or a result opens.
 
-The screens' modules are imported when one is asked for: the first paint does not wait for them.
+What a key does to the experiment is the controller's; the windows' modules are imported when one is opened: the first paint does
+not wait for them.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import shlex
+import time
+from collections.abc import Mapping
+from typing import ClassVar
 
-if TYPE_CHECKING:
-    from dtype_tui.app import DtypeApp
-    from dtype_tui.state.measurement_log import MeasuredRecipe
+from rich.text import Text
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Container
+from textual.geometry import Size
+from textual.screen import Screen
+from textual.widget import AwaitMount
+from textual.widgets import Input, Static
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.recipe import Rule, generalisations
+from dtype_engine.worker import events
+from dtype_tui.config.bindings import KEYS, MAIN_KEYS
+from dtype_tui.process.gc_policy import resume_gc
+from dtype_tui.rendering.engine_messages import heard_in_the_app
+from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.commands import Completer, all_commands
+from dtype_tui.state.controller import Controller, Severity
+from dtype_tui.widgets.bottom_prompt import BottomPrompt
+from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.module_tree import COLUMNS, ORDERS, ModuleTree
+from dtype_tui.widgets.panes.side import SidePanes
+from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
+from dtype_tui.widgets.status import next_keys, status_line
+
+SMALLEST = (60, 15)
+NARROW_BELOW = 100
 
 
-def causes(app: DtypeApp) -> None:
-    """Drift over depth, and the modules that it arises in."""
-    experiment = app.experiment
-    if experiment.report is None:
-        app.say(experiment.no_forward or "not measured yet: the causes are those of a drift", "information")
-        return
-    if experiment.causes is None:
-        app.run_forward_task("causes", app.engine.causes)
-    from dtype_tui.screens.causes import CausesScreen
+class MainScreen(Screen[None]):
+    """Explore a model, cast what a pattern takes, watch drift and memory.
 
-    app.push_screen(CausesScreen(experiment, app.doing, app.waits, lambda: app.engine.cancel("causes")))
+    chosen_keys: the keys that the user has put elsewhere, by the id of their binding. cursor: the node to begin at.
+    """
 
+    BINDINGS: ClassVar[list[BindingType]] = MAIN_KEYS
 
-def measured(app: DtypeApp) -> None:
-    """Every measured recipe; one may be gone back to."""
-    if not app.experiment.measured:
-        app.say("nothing was measured yet", "information")
-        return
-    from dtype_tui.screens.history import MeasurementsScreen
+    def __init__(self, controller: Controller, chosen_keys: Mapping[str, str], cursor: str | None = None) -> None:
+        super().__init__()
+        self.controller = controller
+        self.experiment = controller.experiment
+        self._chosen_keys = chosen_keys
+        self._wanted_cursor = cursor
+        """Where the session that was taken up stood, until the cursor is there or is moved."""
+        self._worst = ""
+        """Where the key to the worst module last went."""
+        self._tree = ModuleTree(self.experiment, id="tree")
+        self._prompts: AwaitMount | None = None
+        self.draw_every_s = 0.1
+        """What the engine tells is drawn at most so often: every drawing goes over the wire. A key is drawn at once."""
+        self._draw_is_due = False
+        self._drawn_at = 0.0
 
-    def go_back_to(chosen: MeasuredRecipe | None) -> None:
-        if chosen is None:
+    # -- layout --------------------------------------------------------------------------------------------------
+
+    def compose(self) -> ComposeResult:
+        with Container(id="main"):
+            yield self._tree
+            yield SidePanes(self.experiment)
+        yield Static(id="status", markup=False)
+        yield Static(id="keys", markup=False)
+        yield Static(id="too-small", markup=False)
+        yield Static(id="message", markup=False)
+
+    @property
+    def tree_view(self) -> ModuleTree:
+        return self.query_one(ModuleTree)
+
+    @property
+    def side(self) -> SidePanes:
+        return self.query_one(SidePanes)
+
+    def on_mount(self) -> None:
+        self.fit(self.app.size)
+        # At once, unlike focus(): a prompt that a key opens in the first moment must not lose the focus again.
+        self.set_focus(self._tree)
+        self.show_all()
+        self._go_to_wanted_cursor()
+
+    async def ensure_prompts(self) -> None:
+        """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
+        if self._prompts is None:
+            self._prompts = self.mount(
+                CastPrompt(self.experiment),
+                CommandLine(self.experiment, self._completer()),
+                FilterPrompt(lambda: len(self.tree_view.matches)),
+            )
+        await self._prompts
+        for field in self.query(Input):
+            field.cursor_blink = False  # every blink goes over the wire
+
+    def fit(self, size: Size) -> None:
+        """Lay out for a terminal of this size."""
+        if not self.query("#too-small"):
+            return  # on_mount asks for the size
+        self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
+        narrow = size.width < NARROW_BELOW
+        self.set_class(narrow, "narrow")
+        self.side.set_narrow(narrow)
+        needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
+        words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
+        self.query_one("#too-small", Static).update(words)
+        self.call_after_refresh(self.show_all)
+
+    # -- drawing -------------------------------------------------------------------------------------------------
+
+    def show_all(self) -> None:
+        """Draw what differs from what is on the screen."""
+        if not self.is_running:
             return
-        if chosen.settings != str(app.experiment.settings):
-            app.say(f"that was measured with {chosen.settings}; the settings of now stay", "information")
-        if app.experiment.push(chosen.recipe):
-            app.recipe_changed()
+        self.tree_view.refresh_changed()
+        self._show_panes()
+        self._show_status()
+        message = self.query_one("#message", Static)
+        message.display = not self.experiment.has_tree
+        if not self.experiment.has_tree:
+            waiting = f"{self.controller.activity}…\nThe tree appears when the model is there."
+            message.update(self.controller.open_error or waiting)
 
-    app.push_screen(MeasurementsScreen(app.experiment), go_back_to)
+    def _show_panes(self) -> None:
+        node = self._tree.current.name if self._tree.rows else ""
+        self.side.show(self.controller.doing()[0], node)
 
+    def _show_status(self) -> None:
+        experiment, controller, width = self.experiment, self.controller, self.app.size.width
+        planning_only = controller.open_error is not None
+        self._put("#status", status_line(experiment, controller.doing(), controller.queue, planning_only, width))
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), controller.busy, width)
+        self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
-def inputs(app: DtypeApp, line: str) -> None:
-    """Run on what the line names; without one, show what the model is run on."""
-    experiment = app.experiment
-    if not experiment.live:
-        app.say(app.open_error or "the inputs are known when the model is there", "information")
-        return
-    if line:
-        app.engine.set_inputs(line)
-        app.expect("inputs")
-        return
-    from dtype_tui.screens.inputs import InputsScreen
+    def _put(self, id: str, words: Text) -> None:
+        """Show a line, if it says anything new: what is drawn again goes over the wire again."""
+        line = self.query_one(id, Static)
+        if line.content != words:
+            line.update(words)
 
-    compared = experiment.report.output.positions if experiment.report is not None else None
-    app.push_screen(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, app.engine.set_inputs))
+    def _draw_soon(self) -> None:
+        """Draw once for all that the engine tells meanwhile."""
+        if self._draw_is_due:
+            return
+        self._draw_is_due = True
+        wait = self._drawn_at + self.draw_every_s - time.monotonic()
+        if wait > 0:
+            self.set_timer(wait, self._draw)
+        else:
+            self.call_later(self._draw)
 
+    def _draw(self) -> None:
+        self._draw_is_due, self._drawn_at = False, time.monotonic()
+        self.show_all()
 
-def presets(app: DtypeApp) -> None:
-    """The presets; one may be put in force."""
-    if not app.has_tree:
-        return
-    from dtype_tui.recipe_actions import replace_all
-    from dtype_tui.screens.presets import PresetsScreen
+    def say(self, text: str, severity: Severity) -> None:
+        """Show a sentence for a few seconds."""
+        self.notify(printable(text, 500), severity=severity, markup=False)
 
-    app.push_screen(
-        PresetsScreen(app.experiment.tree), lambda recipe: replace_all(app, recipe) if recipe is not None else None
-    )
+    # -- what the engine tells -----------------------------------------------------------------------------------
 
+    def on_engine_event(self, message: EngineEvent) -> None:
+        """The controller takes it in, then each window that is open."""
+        event = heard_in_the_app(message.event)
+        if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
+            resume_gc()
+        if not self.controller.handle(event):
+            return
+        match event:
+            case events.HeadersRead() | events.ModelReady():
+                self.tree_view.new_tree()
+                self._go_to_wanted_cursor()
+            case events.Measured() if self.tree_view.order == "drift":
+                self.tree_view.rebuild()
+            case _:
+                self._open_result(event)
+        for window in self.app.screen_stack[1:]:
+            window.post_message(EngineEvent(event))
+        self._draw_soon()
 
-def leave_with(app: DtypeApp) -> None:
-    """What to leave with; a wish goes to the engine."""
-    experiment = app.experiment
-    if not app.has_tree:
-        return
-    from dtype_tui.screens.save import SaveScreen
+    def _open_result(self, event: events.Event) -> None:
+        """What was asked for opens a window."""
+        match event:
+            case events.Generated():
+                from dtype_tui.screens.generation import generation_screen
 
-    app.push_screen(
-        SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
-        lambda wish: app.wish(wish) if wish is not None else None,
-    )
-    app.engine.plan_export()
+                self.app.push_screen(generation_screen(event.texts))
+            case events.SpeedMeasured():
+                from dtype_tui.screens.speed import speed_screen
 
+                self.app.push_screen(speed_screen(event.report))
+            case events.ImplicitCastsTraced():
+                from dtype_tui.screens.flow import flow_screen
 
-def details(app: DtypeApp) -> None:
-    """All that is known of the node under the cursor."""
-    from dtype_tui.screens.details import details_screen
+                self.app.push_screen(flow_screen(event.casts, self.app.size.width))
+            case events.WeightInspected():
+                from dtype_tui.screens.weight_values import weight_screen
 
-    app.push_screen(details_screen(app.experiment, app.tree_view.current.name))
+                self.app.push_screen(weight_screen(self.experiment, event.name, event.reading))
 
+    # -- the cursor ----------------------------------------------------------------------------------------------
 
-def help(app: DtypeApp) -> None:
-    """Every key, and what the panes' words mean."""
-    from dtype_tui.screens.help import help_screen, sections
+    @property
+    def cursor(self) -> str | None:
+        """The node that a session taken up begins at; None where nothing is known of the model."""
+        if self._wanted_cursor is not None or not self.experiment.has_tree:
+            return self._wanted_cursor
+        # The widget outlives the screen: the last keys count although the app is ending.
+        return self._tree.current.name if self._tree.rows else ""
 
-    words = [(str(pane.border_title), pane.HELP) for pane in app.side.panes]
-    app.push_screen(help_screen(*sections(app.BINDINGS, app.chosen_keys, words)))
+    def _go_to_wanted_cursor(self) -> None:
+        if self._wanted_cursor is not None and self.experiment.has_tree:
+            there = self.tree_view.go_to(self._wanted_cursor)
+            if there or self.experiment.live or self.controller.open_error:
+                self._wanted_cursor = None
+
+    def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
+        self._wanted_cursor = None
+        self.side.panes[2].show("", message.name)
+
+    def action_worst(self) -> None:
+        """Go to the module that drifts most; from there to the next worst, and round."""
+        names = [reading.name for reading in self.experiment.worst_modules()]
+        if not names:
+            self.say("no module drifts yet", "information")
+            return
+        again = self._worst in names and self._worst == self._tree.current.name
+        self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
+        self.tree_view.go_to(self._worst)
+
+    def action_go_to(self, name: str) -> None:
+        if not self.tree_view.go_to(name):
+            raise UserError(f"there is no {printable(name, 200)} in this model")
+
+    # -- recipes -------------------------------------------------------------------------------------------------
+
+    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
+        """The three prompts open before the next key is looked at: what is typed ahead, on a slow line say, is theirs. So
+        their keys come before those of widgets, and then only in the tree.
+        """
+        if action in ("cast", "filter", "command"):
+            # In its first moment nothing has the focus yet.
+            return self.is_current and (self.focused is None or isinstance(self.focused, ModuleTree))
+        return True
+
+    async def action_cast(self) -> None:
+        await self.ensure_prompts()
+        if self._tree.rows:
+            self.query_one(CastPrompt).open(self._tree.current.name)
+
+    def on_bottom_prompt_previewed(self, message: BottomPrompt.Previewed) -> None:
+        self.tree_view.show_preview(message.preview)
+
+    def on_bottom_prompt_cancelled(self) -> None:
+        self.tree_view.focus()
+        self.show_all()
+
+    def on_cast_prompt_submitted(self, message: CastPrompt.Submitted) -> None:
+        self.tree_view.focus()
+        self.controller.add_rule(message.rule)
+
+    def action_cast_as(self, pattern: str, dtype: str) -> None:
+        self.controller.add_rule(Rule.make(pattern, dtype))
+
+    def action_cast_node(self, dtype: str) -> None:
+        self.controller.add_rule(Rule.make(generalisations(self._tree.current.name)[0], dtype))
+
+    def action_undo(self) -> None:
+        self.controller.undo()
+
+    def action_redo(self) -> None:
+        self.controller.redo()
+
+    def action_drop_rules(self) -> None:
+        self.controller.drop_rules(self._tree.current.name)
+
+    def action_remedy(self) -> None:
+        self.controller.apply_remedy()
+
+    def action_use_preset(self, name: str) -> None:
+        self.controller.use_preset(name)
+
+    def action_presets(self) -> None:
+        if not self.experiment.has_tree:
+            return
+        from dtype_tui.screens.presets import PresetsScreen
+
+        self.app.push_screen(
+            PresetsScreen(self.experiment.tree),
+            lambda recipe: self.controller.replace_rules(recipe) if recipe is not None else None,
+        )
+
+    def action_history(self) -> None:
+        if not self.experiment.measured:
+            self.say("nothing was measured yet", "information")
+            return
+        from dtype_tui.screens.history import MeasurementsScreen
+
+        self.app.push_screen(
+            MeasurementsScreen(self.experiment),
+            lambda measured: self.controller.go_back_to(measured) if measured is not None else None,
+        )
+
+    # -- measuring -----------------------------------------------------------------------------------------------
+
+    def action_measure(self) -> None:
+        self.controller.measure()
+
+    def action_flow(self) -> None:
+        self.controller.flow()
+
+    def action_generate(self) -> None:
+        self.controller.generate()
+
+    def action_speed(self) -> None:
+        self.controller.speed()
+
+    def action_causes(self) -> None:
+        if self.experiment.report is None:
+            why = self.experiment.no_forward or "not measured yet: the causes are those of a drift"
+            self.say(why, "information")
+            return
+        if self.experiment.causes is None:
+            self.controller.causes()
+        from dtype_tui.screens.causes import CausesScreen
+
+        controller = self.controller
+        self.app.push_screen(CausesScreen(self.experiment, controller.doing, controller.waits, controller.stop_causes))
+
+    def action_inputs(self, line: str = "") -> None:
+        """Run on what the line names; without one, show what the model is run on."""
+        experiment = self.experiment
+        if not experiment.live:
+            self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
+            return
+        if line:
+            self.controller.set_inputs(line)
+            return
+        from dtype_tui.screens.inputs import InputsScreen
+
+        compared = experiment.report.output.positions if experiment.report is not None else None
+        set_inputs = self.controller.engine.set_inputs
+        self.app.push_screen(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, set_inputs))
+
+    def action_settings(self) -> None:
+        from dtype_tui.screens.settings import SettingsScreen
+
+        self.app.push_screen(
+            SettingsScreen(self.experiment.settings),
+            lambda settings: self.controller.set_settings(settings) if settings is not None else None,
+        )
+
+    def action_values(self) -> None:
+        tensor = self._tree.current.tensor
+        if tensor is None:
+            self.say("values are those of a tensor: go to one", "information")
+        else:
+            self.controller.inspect_values(tensor.name)
+
+    def action_scan(self) -> None:
+        match self.controller.next_of_scan():
+            case "choose":
+                self._choose_scan()
+            case "show":
+                self._show_scan()
+
+    def _choose_scan(self) -> None:
+        from dtype_tui.screens.scan_setup import ScanSetup
+
+        self.app.push_screen(ScanSetup(), lambda dtypes: self.controller.start_scan(dtypes) if dtypes else None)
+
+    def _show_scan(self) -> None:
+        from dtype_tui.screens.scan import ScanScreen
+
+        def left(where: str | None) -> None:
+            if where == ScanScreen.AGAIN:
+                if not self.controller.resume_scan():
+                    self._choose_scan()
+            elif where is not None:
+                self.tree_view.go_to(where)
+            self.show_all()
+
+        self.app.push_screen(ScanScreen(self.experiment, self.controller.pause_scan), left)
+
+    def action_optimise(self) -> None:
+        experiment = self.experiment
+        if experiment.scan.report is None and experiment.no_forward:
+            self.say(f"the front comes from a scan, and none can be made: {experiment.no_forward}", "warning")
+            return
+        if experiment.scan.report is None or experiment.scan_is_of_other_inputs:
+            self.say("the front comes from a scan: s starts one", "information")
+            return
+        from dtype_tui.screens.optimise import OptimiseScreen
+
+        screen = OptimiseScreen(experiment, self.controller.put_in_force, self.controller.undo)
+        self.app.push_screen(screen, lambda _: self.show_all())
+
+    # -- leaving with something ----------------------------------------------------------------------------------
+
+    def action_leave_with(self) -> None:
+        experiment = self.experiment
+        if not experiment.has_tree:
+            return
+        from dtype_tui.screens.save import SaveScreen
+
+        self.app.push_screen(
+            SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
+            lambda request: self.controller.save(request) if request is not None else None,
+        )
+        self.controller.engine.plan_export()
+
+    def action_export_to(self, folder: str) -> None:
+        self._save_to("checkpoint", folder)
+
+    def action_save_recipe_to(self, file: str) -> None:
+        self._save_to("recipe", file)
+
+    def action_save_report_to(self, file: str) -> None:
+        self._save_to("report", file)
+
+    def _save_to(self, kind: str, typed: str) -> None:
+        """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
+        from dtype_tui.screens.save import where, wish_for
+
+        if not self.experiment.has_tree:
+            raise UserError("there is nothing to write before the model is there")
+        path, taken = where(typed)
+        if taken:
+            raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
+        self.controller.save(wish_for(kind, path, False, self.experiment.report))
+
+    def action_copy_name(self) -> None:
+        self._copy(self._tree.current.name or "*", "the name")
+
+    def action_copy_rules(self) -> None:
+        rules = self.experiment.recipe.rules
+        self._copy(" ".join(f"--cast {shlex.quote(str(rule))}" for rule in rules), "the rules as --cast options")
+
+    def _copy(self, text: str, what: str) -> None:
+        """To the clipboard of the terminal, which over SSH is the one of the person who looks at it (OSC 52)."""
+        if text:
+            self.app.copy_to_clipboard(text)
+            self.say(f"copied {what}: {text}", "information")
+        else:
+            self.say("no rules to copy: every tensor is as stored", "information")
+
+    # -- what is shown -------------------------------------------------------------------------------------------
+
+    def action_stop(self) -> None:
+        if self.tree_view.filter_text:
+            self.tree_view.set_filter("")
+            self.show_all()
+        else:
+            self.controller.stop()
+
+    async def action_filter(self) -> None:
+        await self.ensure_prompts()
+        self.query_one(FilterPrompt).open(self.tree_view.filter_text)
+
+    def on_filter_prompt_changed(self, message: FilterPrompt.Changed) -> None:
+        self.tree_view.set_filter(message.text)
+
+    def on_filter_prompt_submitted(self) -> None:
+        if self.tree_view.matches:
+            self.tree_view.next_match(1)
+        self.tree_view.focus()
+        self.show_all()
+
+    def action_filter_by(self, text: str = "") -> None:
+        self.tree_view.set_filter(text)
+        if self.tree_view.matches:
+            self.tree_view.next_match(1)
+        elif text:
+            self.say(f"no name has {text} in it", "information")
+
+    def action_match(self, step: int) -> None:
+        if not self.tree_view.next_match(step):
+            self.say("no match: / filters by name", "information")
+
+    def action_next_order(self) -> None:
+        self.action_sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
+
+    def action_sort_by(self, order: str) -> None:
+        if order not in ORDERS:
+            raise UserError(f"children are sorted by {', '.join(ORDERS)}")
+        self.tree_view.sort_by(order)
+        self.say(f"children in order of {'the model' if order == 'model' else order}", "information")
+
+    def action_show_columns(self, words: str = "") -> None:
+        """Show these columns of those that can be left out; no words show all."""
+        wanted = words.replace(",", " ").split() or list(COLUMNS)
+        if not set(wanted) <= set(COLUMNS):
+            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
+        self.tree_view.hide(frozenset(COLUMNS) - set(wanted))
+
+    def action_use_theme(self, name: str) -> None:
+        themes = self.app.available_themes
+        if name not in themes:
+            raise UserError(f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(themes))}")
+        self.app.theme = name
+
+    def action_next_pane(self) -> None:
+        self.side.next_pane()
+        self._show_panes()
+
+    def action_details(self) -> None:
+        from dtype_tui.screens.details import details_screen
+
+        self.app.push_screen(details_screen(self.experiment, self._tree.current.name))
+
+    def action_help(self) -> None:
+        from dtype_tui.screens.help import help_screen, sections
+
+        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
+        self.app.push_screen(help_screen(*sections(KEYS, self._chosen_keys, words)))
+
+    # -- the command line ----------------------------------------------------------------------------------------
+
+    async def action_command(self) -> None:
+        await self.ensure_prompts()
+        self.query_one(CommandLine).open()
+
+    async def on_command_line_submitted(self, message: CommandLine.Submitted) -> None:
+        self.tree_view.focus()
+        destination, _, name = message.command.action.rpartition(".")
+        try:
+            await self.app.run_action((destination, name, message.arguments), self)
+        except UserError as error:
+            self.say(str(error), "error")
+
+    def _completer(self) -> Completer:
+        """What may stand in a line: the keys' actions, the commands with words, and this model's names."""
+        actions = [
+            (binding.action, binding.description)
+            for binding in KEYS
+            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
+        ]
+        return Completer(all_commands(actions), lambda: self.experiment.tree.names[0], self._patterns, self._choices)
+
+    def _patterns(self) -> list[str]:
+        node = self._tree.current.name
+        module = self.experiment.tree.modules.get(node)
+        return generalisations(node, module.class_name if module is not None else None)
+
+    def _choices(self, kind: str) -> list[str]:
+        if kind == "preset":
+            from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+
+            return list(PRESETS)
+        choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.app.available_themes)}
+        return list(choices.get(kind, ()))

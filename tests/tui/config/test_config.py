@@ -8,13 +8,12 @@ from pathlib import Path
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, make_app, running
+from tests.helpers.recording_engine import make_app, running
 from tests.helpers.screen_text import screen
 from textual.color import Color
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.drift import ImplicitCastStats
-from dtype_tui.app import DtypeApp
 from dtype_tui.config.ascii import in_ascii, wants_ascii
 from dtype_tui.config.config import Config, config_path, read_config
 from dtype_tui.config.themes import HIGH_CONTRAST
@@ -127,15 +126,15 @@ def test_a_pipe_for_a_configuration_is_refused_at_once(written: Path) -> None:
 
 async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
     config = Config("high-contrast", "never", {"undo": "f5", "drop-rules": "ctrl+d"})
-    app = DtypeApp("demo", demo_tree(), RecordingEngine, config=config)
+    app = make_app(config=config)
     async with app.run_test(size=(120, 100)) as pilot:
         assert app.theme == "high-contrast"
         await pilot.press("2")
-        assert app.experiment.recipe.rules
+        assert app.controller.experiment.recipe.rules
         await pilot.press("u")
-        assert app.experiment.recipe.rules
+        assert app.controller.experiment.recipe.rules
         await pilot.press("f5")
-        assert not app.experiment.recipe.rules
+        assert not app.controller.experiment.recipe.rules
         await pilot.press("question_mark")
         await pilot.pause()
         text = " ".join(screen(app).split())
@@ -146,7 +145,7 @@ async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
 async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
     drawn = {}
     for setting in ("always", "never"):
-        app = DtypeApp("démo→", demo_tree(), RecordingEngine, config=Config(ascii=setting))
+        app = make_app(title="démo→", config=Config(ascii=setting))
         async with app.run_test(size=(120, 36)) as pilot:
             app.query_one(ModuleTree).go_to("model.layers.3.mlp.up_proj.weight")
             await pilot.press("2")

@@ -22,6 +22,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 
 WIDE, SMALL = (120, 36), (80, 24)
@@ -39,8 +40,7 @@ def modules() -> tuple[ModuleDrift, ...]:
 
 async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mean_abs: float = 1e-3) -> None:
     """A recipe in force, measured."""
-    if app.experiment.push(recipe):
-        app.recipe_changed()
+    app.controller.put_in_force(recipe)
     await say(app, pilot, events.Measured(recipe, report(recipe, mean_abs, modules())), events.Idle())
 
 
@@ -74,10 +74,12 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await pilot.press("escape")
         assert engine(app).commands[-1] == "causes"  # told already: nothing to stop
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
-        assert app.experiment.causes is None
+        assert app.controller.experiment.causes is None
         await pilot.press("d")
         await say(
-            app, pilot, events.WorkingProgress(app.experiment.recipe, "running each module as cast by itself", 1, 48)
+            app,
+            pilot,
+            events.WorkingProgress(app.controller.experiment.recipe, "running each module as cast by itself", 1, 48),
         )
         await pilot.press("escape")
         assert engine(app).commands[-2:] == ["causes", "cancel causes"]
@@ -86,7 +88,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
 
 async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
     app = make_app()
-    app.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+    app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
     for size in (WIDE, SMALL):
         async with running(app, size) as pilot:
             await measured(app, pilot)
@@ -101,7 +103,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)))
             assert "no more than its floor" in screen(app)
         app = make_app()
-        app.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
+        app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
@@ -120,8 +122,8 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         assert "mul" in words
         assert "model.layers.1.mlp →" in words, screen(app)
         await pilot.press("a")
-        assert app.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "float32")
-        assert app.experiment.nonfinite is None
+        assert app.controller.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "float32")
+        assert app.controller.experiment.nonfinite is None
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
@@ -134,7 +136,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         half = Recipe((Rule("*", "float16"),))
         await measured(app, pilot, half, 1e-4)
         await measured(app, pilot, half.then(Rule("lm_head", "float32")), 2e-4)
-        assert [len(entry.rules) for entry in app.experiment.measured] == [1, 1, 2]
+        assert [len(entry.rules) for entry in app.controller.experiment.measured] == [1, 1, 2]
         await pilot.press("H")
         assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
@@ -142,7 +144,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         assert "log10 KL nats" in text
         assert "98.00 %" in text
         await pilot.press("j", "j", "p")
-        assert [entry.pinned for entry in app.experiment.measured] == [True, False, False]
+        assert [entry.pinned for entry in app.controller.experiment.measured] == [True, False, False]
         assert "1*" in screen(app)
         await pilot.press("c", "j", "c")
         await pilot.pause()
@@ -155,10 +157,10 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         await pilot.press("k", "enter")
         await pilot.pause()
         assert not isinstance(app.screen, MeasurementsScreen)
-        assert app.experiment.recipe == BF16
+        assert app.controller.experiment.recipe == BF16
         assert engine(app).recipes[-1] == BF16
         await pilot.press("u")
-        assert len(app.experiment.recipe) == 2
+        assert len(app.controller.experiment.recipe) == 2
 
 
 def llama_with_a_large_weight(folder: Path) -> None:
@@ -181,24 +183,24 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
     source = locate(str(tmp_path / "llama"))
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp("llama", checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(Launch("llama", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
     async with running(app, SMALL) as pilot:
         app.query_one(ModuleTree).focus()
         await pilot.press("3")
-        await until(pilot, lambda: app.experiment.nonfinite is not None)
+        await until(pilot, lambda: app.controller.experiment.nonfinite is not None)
         assert "up_proj" in screen(app)
-        assert app.experiment.nonfinite is not None
-        assert app.experiment.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
+        assert app.controller.experiment.nonfinite is not None
+        assert app.controller.experiment.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
         await pilot.press("a")
-        await until(pilot, lambda: app.experiment.report is not None)
-        assert app.experiment.report is not None
-        assert app.experiment.report.output.nonfinite == 0
-        await until(pilot, lambda: app.experiment.floor is not None and not app.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None)
+        assert app.controller.experiment.report is not None
+        assert app.controller.experiment.report.output.nonfinite == 0
+        await until(pilot, lambda: app.controller.experiment.floor is not None and not app.controller.busy)
         await pilot.press("d")
-        await until(pilot, lambda: app.experiment.causes is not None)
+        await until(pilot, lambda: app.controller.experiment.causes is not None)
         await pilot.pause(0.3)
-        assert app.experiment.causes is not None
-        assert causes_headline(app.experiment.causes)[:40] in screen(app)
+        assert app.controller.experiment.causes is not None
+        assert causes_headline(app.controller.experiment.causes)[:40] in screen(app)
         await pilot.press("escape", "H")
         await pilot.pause()
         assert "not finite" in screen(app)

@@ -21,6 +21,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.inputs import MOST_ROWS, InputsScreen
+from dtype_tui.state.launch import Launch
 
 PICTURE = InputBatch(
     "cat.png, 640 x 480: a picture of",
@@ -37,7 +38,7 @@ async def opened(
     """The app with the inputs on the screen, and an engine that only notes."""
     app = make_app()
     async with app.run_test(size=size) as pilot:
-        ready = events.ModelReady(app.experiment.tree, "Blip", "cpu", 1.0, reading.description, ())
+        ready = events.ModelReady(app.controller.experiment.tree, "Blip", "cpu", 1.0, reading.description, ())
         await say(app, pilot, ready, events.InputsReady(reading), events.Idle())
         await pilot.press("i")
         await pilot.pause()
@@ -86,7 +87,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         await say(app, pilot, events.InputsReady(other))
         assert "1 sequence of your prompts" in screen(app)
         assert app.screen.query_one(Input).value == ""
-        assert app.experiment.inputs == "1 sequence of your prompts"
+        assert app.controller.experiment.inputs == "1 sequence of your prompts"
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
         assert "outputs compared at 973" in screen(app)
         await pilot.press("escape")
@@ -97,9 +98,9 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
 async def test_readings_on_other_inputs_are_not_shown() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
-        assert app.experiment.report is not None
+        assert app.controller.experiment.report is not None
         await say(app, pilot, events.InputsReady(READING))
-        assert app.experiment.report is None
+        assert app.controller.experiment.report is None
 
 
 async def test_before_the_model_is_there_the_key_says_so() -> None:
@@ -121,16 +122,17 @@ async def test_names_from_files_are_text() -> None:
 @pytest.mark.slow
 async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_path: Path) -> None:
     source = locate(None)
-    app = DtypeApp(source.title, demo_tree(), lambda emit: Worker(source, Options(), emit))
+    launch = Launch(source.title, demo_tree(), recipe=Recipe((Rule("*", "bfloat16"),)))
+    app = DtypeApp(launch, lambda emit: Worker(source, Options(), emit))
     (tmp_path / "wrong.pt").write_bytes(b"no tensors")
-    app.start_with(Recipe((Rule("*", "bfloat16"),)))
     async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: app.experiment.report is not None)
-        before = app.experiment.report
+        await until(pilot, lambda: app.controller.experiment.report is not None)
+        before = app.controller.experiment.report
         await pilot.press("i")
         await pilot.press(*"import os", "enter")
-        await until(pilot, lambda: app.experiment.report is not None and app.experiment.report.inputs != before.inputs)  # type: ignore[union-attr]
-        after = app.experiment.report
+        assert before is not None
+        await until(pilot, lambda: (now := app.controller.experiment.report) and now.inputs != before.inputs)
+        after = app.controller.experiment.report
         assert after is not None
         assert after.inputs.startswith("1 sequence of your prompts")
         assert after.output.positions is not None
@@ -138,5 +140,5 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
         await pilot.press("enter")
         await until(pilot, lambda: "stay in force" in screen(app))
-        assert app.experiment.report is after
-        assert app.experiment.inputs == after.inputs
+        assert app.controller.experiment.report is after
+        assert app.controller.experiment.inputs == after.inputs

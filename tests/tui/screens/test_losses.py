@@ -21,6 +21,7 @@ from dtype_engine.worker.save_requests import ExportPlan
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.state import measurement_log as history
+from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 
 WIDE, SMALL = (120, 36), (80, 24)
@@ -40,12 +41,13 @@ def flat(app: DtypeApp) -> str:
 
 def pane(app: DtypeApp) -> str:
     """What the Drift pane shows, in one line."""
-    return " ".join("".join(segment.text for line in app.side.panes[0]._shown for segment in (*line, SPACE)).split())
+    return " ".join(
+        "".join(segment.text for line in app.main.side.panes[0]._shown for segment in (*line, SPACE)).split()
+    )
 
 
 async def cast(app: DtypeApp, pilot: object, lost: tuple[ValueLoss, ...] | None, reason: str = "") -> None:
-    app.experiment.push(F16)
-    app.recipe_changed()
+    app.controller.put_in_force(F16)
     await say(app, pilot, events.CastDone(F16, lost, reason), events.Idle())  # type: ignore[arg-type]
 
 
@@ -64,7 +66,7 @@ async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple
         assert len(lines) >= 4  # the tensor and the modules above it
         await say(app, pilot, events.Measured(F16, report(F16)))
         assert SENTENCE in pane(app)
-        app.experiment.measured[:] = [history.measured(replace(report(F16), lost=LOST), 1000)]
+        app.controller.experiment.measured[:] = [history.measured(replace(report(F16), lost=LOST), 1000)]
         await pilot.press("H")
         assert "⚠ 64 inf" in flat(app)
         await pilot.press("escape")
@@ -90,7 +92,7 @@ async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> 
     app = make_app()
     async with running(app) as pilot:
         await pilot.press("a")
-        assert app.experiment.recipe == Recipe()
+        assert app.controller.experiment.recipe == Recipe()
         await cast(app, pilot, LOST)
         drift = report(F16).output
         found = LossRemedy((f"{DOWN}=bfloat16",), (DOWN,), 2000, 2000, drift, drift)
@@ -99,9 +101,9 @@ async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> 
         assert "tried: SQNR 40.00 dB" in pane(app)
         assert "a keeps the lost values" in flat(app)  # the line of keys
         await pilot.press("a")
-        assert app.experiment.recipe == F16.then(Rule(DOWN, "bfloat16"))
-        assert engine(app).recipes[-1] == app.experiment.recipe
-        assert app.experiment.loss_remedy is None
+        assert app.controller.experiment.recipe == F16.then(Rule(DOWN, "bfloat16"))
+        assert engine(app).recipes[-1] == app.controller.experiment.recipe
+        assert app.controller.experiment.loss_remedy is None
 
 
 async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
@@ -113,7 +115,7 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert SENTENCE in flat(app)
         plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), None)
-        app.experiment.set_lost(None, "")
+        app.controller.experiment.set_lost(None, "")
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert "found out while it is written" in flat(app)
         await say(app, pilot, events.CastDone(F16, LOST))
@@ -139,26 +141,26 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
     source = locate(str(path))
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp("net", checkpoint.tree(), lambda emit: Worker(source, Options(device="cpu"), emit))
-    app.start_with(F16)
+    launch = Launch("net", checkpoint.tree(), recipe=F16)
+    app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit))
     async with running(app) as pilot:
-        await until(pilot, lambda: app.experiment.loss_remedy is not None, 60)
-        app.look()
+        await until(pilot, lambda: app.controller.experiment.loss_remedy is not None, 60)
+        await pilot.pause()
         app.clear_notifications()
         await pilot.pause()
         expected = {
             name: (int(tensor.half().isinf().sum()), int(((tensor != 0) & (tensor.half() == 0)).sum()))
             for name, tensor in load_file(path).items()
         }
-        assert app.experiment.lost is not None
-        found = {loss.tensor: (loss.overflowed, loss.vanished) for loss in app.experiment.lost}
+        assert app.controller.experiment.lost is not None
+        found = {loss.tensor: (loss.overflowed, loss.vanished) for loss in app.controller.experiment.lost}
         assert found == {name: counts for name, counts in expected.items() if any(counts)}
         assert "bn.running_var: 64 of 128 values became infinite in float16" in pane(app)
         assert "not tried: there is no live model to run" in pane(app)
         await pilot.press("a")
-        await until(pilot, lambda: app.experiment.lost == (), 60)
-        assert app.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
-        assert app.experiment.plan.dtypes["conv.weight"] == "float16"
+        await until(pilot, lambda: app.controller.experiment.lost == (), 60)
+        assert app.controller.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
+        assert app.controller.experiment.plan.dtypes["conv.weight"] == "float16"
 
 
 async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
@@ -170,12 +172,12 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     path = tmp_path / "net.safetensors"
     save_file({"w": torch.full((64,), 1e6)}, path)
     source = locate(str(path))
-    app = DtypeApp("net", None, lambda emit: Worker(source, Options(device="cpu"), emit, read_headers=True))
-    app.start_with(F16)
+    launch = Launch("net", None, recipe=F16)
+    app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit, read_headers=True))
     async with running(app) as pilot:
-        await until(pilot, lambda: bool(app.experiment.lost_reason), 60)
-        assert app.experiment.lost is None
+        await until(pilot, lambda: bool(app.controller.experiment.lost_reason), 60)
+        assert app.controller.experiment.lost is None
         assert "m looks for those" in pane(app)
         await pilot.press("m")
-        await until(pilot, lambda: app.experiment.lost is not None, 60)
-        assert app.experiment.lost == (ValueLoss("w", "float16", 64, 0, 64),)
+        await until(pilot, lambda: app.controller.experiment.lost is not None, 60)
+        assert app.controller.experiment.lost == (ValueLoss("w", "float16", 64, 0, 64),)

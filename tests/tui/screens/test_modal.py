@@ -22,9 +22,9 @@ from dtype_tui.screens.save import SaveScreen
 @pytest.mark.parametrize("key", ["question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p"])
 async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> None:
     app = make_app()
-    recipe = app.experiment.recipe
+    recipe = app.controller.experiment.recipe
     async with running(app) as pilot:
-        ready = events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+        ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
         await say(app, pilot, ready, events.Measured(recipe, report(recipe)))
         await pilot.press(key)
         await pilot.pause()
@@ -37,7 +37,7 @@ async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> 
         assert len(app.screen_stack) == 1
         window.dismiss(None)
         await pilot.press("2")
-        assert len(app.experiment.recipe) == 1
+        assert len(app.controller.experiment.recipe) == 1
 
 
 async def test_what_a_window_still_had_to_do_when_it_was_closed_is_no_error() -> None:
@@ -74,7 +74,7 @@ async def look_for_nothing(closed: bool) -> None:
         app.call_later(lambda: window.query_one("#nowhere"))
         await pilot.pause()
         await pilot.press("2")
-        assert len(app.experiment.recipe) == closed
+        assert len(app.controller.experiment.recipe) == closed
 
 
 async def test_nothing_found_is_an_error_in_a_window_that_is_open_and_in_no_other() -> None:
@@ -99,7 +99,7 @@ async def test_a_fault_of_textuals_own_palette_closes_the_palette_alone(
         await until(pilot, lambda: len(app.screen_stack) == 1 and notices(app))
         assert "the palette was closed: unexpected IndexError" in notices(app)[-1]
         await pilot.press("2")
-        assert len(app.experiment.recipe) == 1
+        assert len(app.controller.experiment.recipe) == 1
     assert len(list(tmp_path.glob("dtype-tui/error-*.log"))) == 1
 
 
@@ -120,4 +120,4 @@ async def test_a_fault_of_the_palettes_search_is_passed_over(monkeypatch: pytest
         await until(pilot, lambda: len(app.screen_stack) == 1 and notices(app))
         assert "the palette was closed: unexpected NoMatches" in notices(app)[-1]
         await pilot.press("2")
-        assert len(app.experiment.recipe) == 1
+        assert len(app.controller.experiment.recipe) == 1

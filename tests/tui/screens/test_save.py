@@ -58,25 +58,25 @@ def app() -> DtypeApp:
 async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: DtypeApp, size: tuple[int, int]) -> None:
     async with running(app, size) as pilot:
         await pilot.press("2")
-        before = app.experiment.recipe
+        before = app.controller.experiment.recipe
         await pilot.press("p")
         await until(pilot, lambda: "modelopt" in screen(app) and "…\n" not in screen(app) and "-50.0 %" in screen(app))
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.press("down", "down")
         text = screen(app)
-        made = PRESETS["fp8-linears"].recipe(app.experiment.tree)
-        plan = make_plan(app.experiment.tree, made)
-        changed = sum(plan.dtypes[n] != t.dtype for n, t in app.experiment.tree.tensors.items())
+        made = PRESETS["fp8-linears"].recipe(app.controller.experiment.tree)
+        plan = make_plan(app.controller.experiment.tree, made)
+        changed = sum(plan.dtypes[n] != t.dtype for n, t in app.controller.experiment.tree.tensors.items())
         (line,) = [line for line in text.splitlines() if "fp8-linears" in line]
         assert f"{changed} tensors" in line
         assert "2.70 MiB →" in line
         assert f"{100 * (plan.planned_bytes / plan.stored_bytes - 1):+.1f} %" in line
         assert "type:Linear → fp8" in text
         await pilot.press("enter")
-        assert app.experiment.recipe == made
+        assert app.controller.experiment.recipe == made
         assert engine(app).recipes[-1] == made
         await pilot.press("u")
-        assert app.experiment.recipe == before
+        assert app.controller.experiment.recipe == before
 
 
 async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
@@ -88,7 +88,7 @@ async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
         assert isinstance(app.screen, PresetsScreen)
         assert "declares no islands" in notices(app)[0]
         await pilot.press("escape")
-        assert app.experiment.recipe == Recipe()
+        assert app.controller.experiment.recipe == Recipe()
 
 
 def test_outcomes_are_those_of_the_plans() -> None:
@@ -101,28 +101,26 @@ def test_outcomes_are_those_of_the_plans() -> None:
 
 async def test_a_preset_of_the_command_line_waits_for_the_classes() -> None:
     bare = demo_tree()
-    app = make_app(bare)
     casts = Recipe((Rule("lm_head", "float32"),))
-    app.start_with(casts, "fp8-linears")
+    app = make_app(bare, recipe=casts, preset="fp8-linears")
     async with running(app) as pilot:
-        assert app.experiment.recipe == casts
+        assert app.controller.experiment.recipe == casts
         tree = Tree(bare.tensors.values(), {name: "Linear" if "proj" in name else "M" for name in bare.modules})
         engine(app).emit(events.ModelReady(tree, "Llama", "cpu", 1.0, "prompts", ()))
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         made = PRESETS["fp8-linears"].recipe(tree)
-        assert app.experiment.recipe.rules == (*made.rules, *casts.rules)
-        assert engine(app).recipes[-1] == app.experiment.recipe
-    app = make_app(bare)
-    app.start_with(Recipe(), "all-bf16")
-    assert app.experiment.recipe == PRESETS["all-bf16"].recipe(bare)
+        assert app.controller.experiment.recipe.rules == (*made.rules, *casts.rules)
+        assert engine(app).recipes[-1] == app.controller.experiment.recipe
+    app = make_app(bare, preset="all-bf16")
+    assert app.controller.experiment.recipe == PRESETS["all-bf16"].recipe(bare)
 
 
 def planned(app: DtypeApp) -> events.ExportPlanned:
     plan = ExportPlan(
         967_380, 2, (("bfloat16", 43, 528_384), ("float8_e4m3fn", 13, 438_996)), "It loads so.", ("one note",)
     )
-    return events.ExportPlanned(app.experiment.recipe, plan)
+    return events.ExportPlanned(app.controller.experiment.recipe, plan)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -133,7 +131,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert engine(app).commands[-1] == "plan export"
         engine(app).emit(planned(app))
         engine(app).emit(events.Idle())
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         text = screen(app)
         for words in (
@@ -149,7 +147,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert engine(app).wishes == [ExportRequest(Path("demo-cast"))]
         assert "writing" in screen(app)
         engine(app).emit(events.SavingProgress(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         assert "exporting, 310.00 MiB/s  30 %" in screen(app)
         await pilot.press("escape")
@@ -160,10 +158,10 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         assert "Esc stops it" in notices(app)[-1]
         engine(app).emit(events.Saved(Recipe(), False, "stopped: nothing was written"))
         engine(app).emit(events.Idle())
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         assert notices(app)[-1] == "stopped: nothing was written"
-        assert app.experiment.failure is None
+        assert app.controller.experiment.failure is None
         assert "ready" in screen(app)
 
 
@@ -171,7 +169,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("e")
         engine(app).emit(events.ExportPlanned(Recipe(), None, "packed of several tensors"))
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         assert "packed of several tensors" in screen(app)
         await pilot.press("escape")
@@ -182,8 +180,8 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
 async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
-        measured = report(app.experiment.recipe)
-        app.experiment.report = measured
+        measured = report(app.controller.experiment.recipe)
+        app.controller.experiment.report = measured
         for place, (kind, _) in enumerate(KINDS):
             await pilot.press("e", *["down"] * place)
             await pilot.press("enter")
@@ -342,8 +340,8 @@ def test_stopping_an_export_leaves_nothing(recorded: Recorded, tmp_path: Path) -
     assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
 
 
-async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
-    app.keeper = SessionSaver(None, "demo", None, Options(prompts=("a",)))
+async def test_the_session_is_kept_as_it_changes() -> None:
+    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options(prompts=("a",))))
     async with running(app) as pilot:
         await pilot.press("j", "j", "2", "j", "3")
 
@@ -351,10 +349,10 @@ async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
             if not list(sessions_folder().glob("*.json")):
                 return False
             saved = newest_session()
-            return saved.recipe == app.experiment.recipe and saved.cursor == "model.layers"
+            return saved.recipe == app.controller.experiment.recipe and saved.cursor == "model.layers"
 
         await until(pilot, kept)
-        app._settings_chosen(RunSettings(autocast="bfloat16"))
+        app.controller.set_settings(RunSettings(autocast="bfloat16"))
         await pilot.press("u", "G")
         last = app.query_one(ModuleTree).current.name
     saved = newest_session()
@@ -363,25 +361,22 @@ async def test_the_session_is_kept_as_it_changes(app: DtypeApp) -> None:
     assert saved.cursor == last != "model.layers"
     assert saved.options == Options(prompts=("a",), settings=RunSettings(autocast="bfloat16"))
 
-    again = make_app(app.experiment.tree)
-    again.restore(saved)
+    again = make_app(app.controller.experiment.tree, saved=saved)
     async with running(again) as pilot:
         assert again.query_one(ModuleTree).current.name == saved.cursor
-        assert again.experiment.recipe == saved.recipe
+        assert again.controller.experiment.recipe == saved.recipe
         assert engine(again).recipes[-1] == saved.recipe
         await pilot.press("ctrl+r")
-        assert again.experiment.recipe == saved.recipes[2]
+        assert again.controller.experiment.recipe == saved.recipes[2]
         await pilot.press("u", "u")
-        assert again.experiment.recipe == Recipe()
+        assert again.controller.experiment.recipe == Recipe()
 
 
 @pytest.mark.slow
-async def test_a_session_that_can_not_be_written_is_said_once(
-    app: DtypeApp, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_session_that_can_not_be_written_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
-    app.keeper = SessionSaver(None, "demo", None, Options())
+    app = make_app(saver=lambda: SessionSaver(None, "demo", None, Options()))
     async with running(app) as pilot:
         await until(pilot, lambda: notices(app))
         await pilot.press("2", "j")
@@ -390,11 +385,11 @@ async def test_a_session_that_can_not_be_written_is_said_once(
         assert "--resume will not know this session" in notices(app)[0]
 
 
-async def test_a_node_that_is_not_there_any_more_is_no_trouble(app: DtypeApp) -> None:
-    app.restore(SavedSession(None, "demo", cursor="gone.since"))
+async def test_a_node_that_is_not_there_any_more_is_no_trouble() -> None:
+    app = make_app(saved=SavedSession(None, "demo", cursor="gone.since"))
     async with running(app) as pilot:
-        engine(app).emit(events.ModelReady(app.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
-        app.look()
+        engine(app).emit(events.ModelReady(app.controller.experiment.tree, "Llama", "cpu", 1.0, "prompts", ()))
+        await pilot.pause()
         await pilot.press("j")
         assert app.query_one(ModuleTree).cursor == 1
 

@@ -22,6 +22,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.screens.optimise import OptimiseScreen
 from dtype_tui.screens.scan import ScanScreen, short_kinds
 from dtype_tui.screens.scan_setup import PRESET, ScanSetup
+from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
 
 DTYPES = ("bfloat16", "int8")
@@ -46,7 +47,7 @@ async def running(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIter
         await say(
             app,
             pilot,
-            events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()),
+            events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ()),
             events.Idle(),
         )
         yield pilot
@@ -61,7 +62,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
         assert isinstance(app.screen, ScanSetup)
         await pilot.press("space", "down", "enter")  # bfloat16 is left out
         assert engine(app).commands[-1] == f"scan {','.join(PRESET[1:])}"
-        assert app.activity == "scan"
+        assert app.controller.activity == "scan"
 
 
 async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
@@ -79,7 +80,7 @@ async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() ->
         assert engine(app).commands[-1] == "go on"
         await pilot.press("escape", "escape")
         assert engine(app).commands[-1] == "cancel"
-        await say(app, pilot, events.Stopped(app.experiment.recipe, "scan"), events.Idle())
+        await say(app, pilot, events.Stopped(app.controller.experiment.recipe, "scan"), events.Idle())
         await pilot.press("s")
         assert engine(app).commands[-1] == asked
         assert "1 of 2 sequences" in screen(app)
@@ -118,10 +119,10 @@ async def test_the_ranking_sorts_switches_and_leads_to_the_tree(size: tuple[int,
         in_bf16 = sorted((s for s in found.weights if s.dtype == "bfloat16"), key=lambda s: -s.score)
         assert view._names[:3] == [score.name for score in in_bf16[:3]]
         await pilot.press("right")
-        assert app.experiment.scan.dtype == "int8"
+        assert app.controller.experiment.scan.dtype == "int8"
         assert "‹ i8 ›" in screen(app)
         await pilot.press("b")
-        stored = {name: tensor.nbytes for name, tensor in app.experiment.tree.tensors.items()}
+        stored = {name: tensor.nbytes for name, tensor in app.controller.experiment.tree.tensors.items()}
         by_byte = sorted(
             (s for s in found.weights if s.dtype == "int8" and stored[s.name] > s.bytes),
             key=lambda s: -s.score / (stored[s.name] - s.bytes),
@@ -157,15 +158,15 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         assert "predicted" in screen(app)
-        app.experiment.inputs = "another text"
-        app.show_all()
+        app.controller.experiment.inputs = "another text"
+        app.main.show_all()
         await pilot.pause()
         assert "predicted" not in screen(app)
         await pilot.press("o")
         assert not isinstance(app.screen, OptimiseScreen)
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
-        assert app.experiment.scan.report is None
+        assert app.controller.experiment.scan.report is None
 
 
 def test_headings_tell_kinds_apart() -> None:
@@ -183,11 +184,13 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
         await pilot.press("2")
         whole = math.fsum(score.score for score in found.weights if score.dtype == "bfloat16")
         assert f"predicted {whole:.1e} nats per token" in screen(app)
-        await say(app, pilot, events.Measured(app.experiment.recipe, report(app.experiment.recipe)))
+        await say(
+            app, pilot, events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
+        )
         text = screen(app)
         assert "2.500e-04" in text  # measured
         assert f"predicted {whole:.1e}" in " ".join(text.split())
-        (point,) = app.experiment.scan.measured
+        (point,) = app.controller.experiment.scan.measured
         assert (point.predicted, point.measured) == (pytest.approx(whole), 2.5e-4)
         await pilot.press("5")  # float8_e4m3fn was not scanned
         assert "predicted" not in screen(app)
@@ -209,11 +212,11 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert view.place == 0
         await until(pilot, lambda: view.recipe is not None)
         assert view.recipe is not None
-        planned = make_plan(app.experiment.tree, view.recipe)
+        planned = make_plan(app.controller.experiment.tree, view.recipe)
         assert set(planned.dtypes.values()) == {"int8"}
         assert "i8" in screen(app)
         await pilot.press("enter")
-        assert engine(app).recipes[-1] == view.recipe == app.experiment.recipe
+        assert engine(app).recipes[-1] == view.recipe == app.controller.experiment.recipe
         await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
         view._look()
         await pilot.pause()
@@ -223,7 +226,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         await pilot.press("enter")
         assert "in force already" in notices(app)[-1]
         await pilot.press("u")
-        assert app.experiment.recipe == Recipe()
+        assert app.controller.experiment.recipe == Recipe()
         await pilot.press("escape")
         assert not isinstance(app.screen, OptimiseScreen)
 
@@ -251,7 +254,7 @@ async def test_limits_are_typed_and_respected() -> None:
             assert len({chosen[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"}) == 1
         await typed("budget 45%")
         assert view.within is not None
-        stored = app.experiment.tree.stored_bytes
+        stored = app.controller.experiment.tree.stored_bytes
         assert view.within.bytes + view._fixed <= 0.45 * stored
         assert "best within the budget" in screen(app)
         await typed("only float16")
@@ -269,19 +272,21 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     source = locate(None)
     checkpoint = source.open()
     assert checkpoint is not None
-    app = DtypeApp("demo", checkpoint.tree(), lambda emit: Worker(source, Options(), emit))
+    app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):
             await pilot.press("space", "down")  # only int8 is left
         await pilot.press("enter")
-        await until(pilot, lambda: app.experiment.scan.report is not None)
-        app.add_rule(Rule("*.mlp", "int8"))
-        await until(pilot, lambda: app.experiment.report is not None)
-        await until(pilot, lambda: app.experiment.scan.finished)
-        found = app.experiment.scan.prediction(app.experiment.tree, app.experiment.plan)
+        await until(pilot, lambda: app.controller.experiment.scan.report is not None)
+        app.controller.add_rule(Rule("*.mlp", "int8"))
+        await until(pilot, lambda: app.controller.experiment.report is not None)
+        await until(pilot, lambda: app.controller.experiment.scan.finished)
+        found = app.controller.experiment.scan.prediction(
+            app.controller.experiment.tree, app.controller.experiment.plan
+        )
         assert found is not None
-        assert app.experiment.report is not None
-        assert found.value == pytest.approx(app.experiment.report.output.kl_mean, rel=0.5)
+        assert app.controller.experiment.report is not None
+        assert found.value == pytest.approx(app.controller.experiment.report.output.kl_mean, rel=0.5)

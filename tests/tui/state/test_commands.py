@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report
+from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, notices, screen
 from textual.binding import Binding
@@ -18,8 +18,10 @@ from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
+from dtype_tui.config.bindings import KEYS
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.state.commands import Completer, all_commands, parse
+from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -161,7 +163,7 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         await pilot.pause()
         await pilot.press("2")
         await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
-        app.experiment.report = measured = report(app.experiment.recipe)
+        app.controller.experiment.report = measured = report(app.controller.experiment.recipe)
         await enter(app, pilot, f"recipe {tmp_path}/c.yaml")
         await enter(app, pilot, f"report {tmp_path}/r.html")
         (tmp_path / "empty").mkdir()
@@ -202,7 +204,7 @@ async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
         await pilot.pause()
         await pilot.press("3", "colon", *"preset all", "tab", "enter")
         await pilot.pause()
-        assert app.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
+        assert app.controller.experiment.recipe == Recipe((Rule("*", "bfloat16"),)) == engine(app).recipes[-1]
         for line, says in (
             ("preset all-bf16", "in force already"),
             ("preset fp8-linears", "goes by module classes"),
@@ -211,7 +213,7 @@ async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
             await enter(app, pilot, line)
             assert says in notices(app)[-1]
         await pilot.press("u")
-        assert app.experiment.recipe == Recipe((Rule("*", "float16"),))
+        assert app.controller.experiment.recipe == Recipe((Rule("*", "float16"),))
 
 
 async def test_inputs_are_asked_for_in_a_line() -> None:
@@ -225,7 +227,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
         assert engine(app).lines == ["import os, sys"]
         assert "preparing the inputs" in screen(app)
         engine(app).emit(events.InputsRefused("there is no os"))
-        app.look()
+        await pilot.pause()
         await pilot.pause()
         assert notices(app)[-1] == "there is no os"
         await enter(app, pilot, "inputs")
@@ -233,7 +235,7 @@ async def test_inputs_are_asked_for_in_a_line() -> None:
 
 
 async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path) -> None:
-    app = DtypeApp("x.py:Y", None, RecordingEngine)
+    app = app_of(Launch("x.py:Y"))
     async with app.run_test(size=(80, 24)) as pilot:
         await pilot.pause()
         for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not there yet")):
@@ -254,7 +256,7 @@ async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:
         assert app.query_one(ModuleTree).preview is not None
         await pilot.press("enter")
         await pilot.pause()
-        assert app.experiment.recipe.rules == (Rule("*.mlp", "bfloat16"),)
+        assert app.controller.experiment.recipe.rules == (Rule("*.mlp", "bfloat16"),)
         assert app.query_one(ModuleTree).preview is None
         assert app.query_one(ModuleTree).has_focus
 
@@ -326,7 +328,7 @@ async def test_columns_themes_filters_and_actions_by_name() -> None:
         assert app.query_one(ModuleTree).filter_text == ""
         await enter(app, pilot, "cast * f16")
         await enter(app, pilot, "undo")
-        assert app.experiment.recipe.rules == ()
+        assert app.controller.experiment.recipe.rules == ()
 
 
 async def test_every_key_without_words_is_a_command() -> None:
@@ -335,9 +337,10 @@ async def test_every_key_without_words_is_a_command() -> None:
         await pilot.pause()
         known = app.query_one(CommandLine).completer.commands
         actions = {command.action for command in known.values()}
-        for binding in app.BINDINGS:
+        for binding in KEYS:
             assert isinstance(binding, Binding)
             if "(" not in binding.action and binding.action not in ("command", "filter", "cast"):
                 assert binding.action in actions, binding
         for command in known.values():
-            assert hasattr(app, f"action_{command.action}"), command
+            holder = app if command.action.startswith("app.") else app.main
+            assert hasattr(holder, f"action_{command.action.removeprefix('app.')}"), command

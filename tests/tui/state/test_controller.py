@@ -24,6 +24,8 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.save import SaveScreen
+from dtype_tui.state.launch import Launch
+from dtype_tui.state.session_store import SavedSession
 
 LAYERS = 12
 # A model whose every layer takes as long as a variable of the environment says, so that a pass lasts as long as a test needs.
@@ -80,19 +82,20 @@ def module_of(path: Path) -> Any:
     return module.Net
 
 
-def app_on(model: str, options: Options | None = None) -> DtypeApp:
+def app_on(model: str, options: Options | None = None, **more: Any) -> DtypeApp:
     """As the command line opens it."""
     options = options or Options()
     source = locate(model, options.trust_pickle)
     tree, whole = source.peek()
-    return DtypeApp(source.title, tree, lambda emit: Worker(source, options, emit, read_headers=not whole), whole=whole)
+    launch = Launch(source.title, tree, partial=not whole, **more)
+    return DtypeApp(launch, lambda emit: Worker(source, options, emit, read_headers=not whole))
 
 
 @asynccontextmanager
 async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
     """The app with its model open, measured, and the engine at rest."""
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.experiment.live and not app.busy)
+        await until(pilot, lambda: app.controller.experiment.live and not app.controller.busy)
         try:
             yield pilot
         finally:
@@ -126,30 +129,29 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         options = Options(weights=net.parent / "net.pth")
     elif way == "no inputs":
         net.write_text(CODE)
-    app = app_on(model, options)
-    if way in ("cast", "resume"):
-        recipe = Recipe((Rule("layers.*", "bfloat16"),))
-        if way == "cast":
-            app.start_with(recipe)
-        else:
-            from dtype_tui.state.session_store import SavedSession
-
-            app.restore(SavedSession(model, "net", recipes=(Recipe(), recipe), at=1))
+    recipe = Recipe((Rule("layers.*", "bfloat16"),))
+    more: dict[str, dict[str, Any]] = {
+        "cast": {"recipe": recipe},
+        "resume": {"saved": SavedSession(model, "net", recipes=(Recipe(), recipe), at=1)},
+    }
+    app = app_on(model, options, **more.get(way, {}))
     parameters, stored = expected_of(net)
     halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
     async with opened(app) as pilot:
-        assert not app.experiment.partial
-        assert app.experiment.totals[""].parameters == parameters
-        assert app.experiment.plan.stored_bytes == stored
+        assert not app.controller.experiment.partial
+        assert app.controller.experiment.totals[""].parameters == parameters
+        assert app.controller.experiment.plan.stored_bytes == stored
         text = screen(app)
         assert "when all headers are read" not in text
         assert re.search(rf"stored +{stored / 1024:.2f} KiB", text), text
         if way in ("cast", "resume"):
             assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
         # The columns of the tree's root and of its first child.
-        assert re.search(rf"❯.*{parameters / 1000:.1f} k +{app.experiment.plan.planned_bytes / 1024:.1f}", text), text
+        assert re.search(
+            rf"❯.*{parameters / 1000:.1f} k +{app.controller.experiment.plan.planned_bytes / 1024:.1f}", text
+        ), text
         await pilot.press("2")
-        await until(pilot, lambda: not app.busy)
+        await until(pilot, lambda: not app.controller.busy)
         assert "when all headers are read" not in screen(app)
 
 
@@ -160,20 +162,20 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
-        report = app.experiment.report
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        report = app.controller.experiment.report
         hints = screen(app).splitlines()[-1]
         heard: list[events.Event] = []
-        app.engine._emit = lambda event, emit=app.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
-        assert app.tree_view.go_to("norm.num_batches_tracked")
+        app.controller.engine._emit = lambda event, emit=app.controller.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
+        assert app.main.tree_view.go_to("norm.num_batches_tracked")
         for key, words in (("g", "does not generate text"), ("v", "")):
             count = len(notices(app))
             await pilot.press(key)
             await until(pilot, lambda count=count: len(notices(app)) > count)  # type: ignore[misc]
-            await until(pilot, lambda: not app.busy)
+            await until(pilot, lambda: not app.controller.busy)
             assert words in notices(app)[-1]
-            assert app.experiment.failure is None
-            assert app.experiment.report is report
+            assert app.controller.experiment.failure is None
+            assert app.controller.experiment.report is report
             assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
             assert screen(app).splitlines()[-1] == hints
         assert not [
@@ -192,12 +194,12 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
     app = app_on(f"{path}:Net")
     async with opened(app) as pilot:
         await pilot.press("3")
-        await until(pilot, lambda: app.experiment.failure)
-        await until(pilot, lambda: not app.busy)
+        await until(pilot, lambda: app.controller.experiment.failure)
+        await until(pilot, lambda: not app.controller.busy)
         assert "not in half" in screen(app)
         await pilot.press("g")
         await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
-        assert "not in half" in str(app.experiment.failure)
+        assert "not in half" in str(app.controller.experiment.failure)
 
 
 # -- Esc ---------------------------------------------------------------------------------------------------------------
@@ -221,13 +223,13 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, n
     async with opened(app) as pilot:
         slow()
         await pilot.press("2")
-        await until(pilot, lambda: app.activity.startswith("measuring: candidate"))
+        await until(pilot, lambda: app.controller.activity.startswith("measuring: candidate"))
         await pilot.press(key)
         await until(pilot, lambda: len(app.screen_stack) == 2)
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         slow(0)
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
         assert not any("stopped" in words for words in notices(app))
 
 
@@ -235,28 +237,28 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
-        report = app.experiment.report
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        report = app.controller.experiment.report
         slow()
         await pilot.press("t")
-        await until(pilot, lambda: app.activity.startswith("timing"))
+        await until(pilot, lambda: app.controller.activity.startswith("timing"))
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
         await until(pilot, lambda: "the causes come next, after: timing" in screen(app))
         await pilot.press("escape")
-        await until(pilot, lambda: app.running == "speed" and app.waiting == ())
+        await until(pilot, lambda: app.controller.running == "speed" and app.controller.waiting == ())
         slow(0)
         await until(pilot, lambda: isinstance(app.screen, Overlay))  # the times, told to the end
         await pilot.press("escape")
-        await until(pilot, lambda: not app.busy)
+        await until(pilot, lambda: not app.controller.busy)
         slow()
         await pilot.press("d")
-        await until(pilot, lambda: app.running == "causes")
+        await until(pilot, lambda: app.controller.running == "causes")
         await pilot.press("escape")
         slow(0)
-        await until(pilot, lambda: not app.busy)
-        assert app.experiment.causes is None
-        assert app.experiment.report is report
+        await until(pilot, lambda: not app.controller.busy)
+        assert app.controller.experiment.causes is None
+        assert app.controller.experiment.report is report
         assert notices(app)[-1] == "stopped: running each module as cast by itself; d runs them again"
         assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
 
@@ -265,7 +267,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
             (("t", "f"), "stopped: timing; t times again. Not begun: tracing casts"),
@@ -274,30 +276,34 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
             slow()
             await pilot.press(*keys)
             running = {"t": "speed", "m": "measure"}[keys[0]]
-            await until(pilot, lambda running=running: app.running == running)  # type: ignore[misc]
+            await until(pilot, lambda running=running: app.controller.running == running)  # type: ignore[misc]
             await pilot.pause(0.3)
             await pilot.press("escape")
-            await until(pilot, lambda: not app.busy)
+            await until(pilot, lambda: not app.controller.busy)
             assert notices(app)[-1] == said
-            assert (app.experiment.report is not None) == (keys != ("m",))
+            assert (app.controller.experiment.report is not None) == (keys != ("m",))
 
 
 async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> None:
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.experiment.report is not None and not app.busy)
-        assert app.experiment.memory is not None
-        before = app.experiment.memory.resident_bytes
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        assert app.controller.experiment.memory is not None
+        before = app.controller.experiment.memory.resident_bytes
         slow()
         await pilot.press("t")
         # The model is in float32 now, and is seen to be.
         await until(
-            pilot, lambda: app.experiment.memory and (app.experiment.memory.resident_bytes or 0) > (before or 0)
+            pilot,
+            lambda: (
+                app.controller.experiment.memory
+                and (app.controller.experiment.memory.resident_bytes or 0) > (before or 0)
+            ),
         )
         await pilot.press("escape")
-        await until(pilot, lambda: not app.busy)
-        assert app.experiment.memory.resident_bytes == before
+        await until(pilot, lambda: not app.controller.busy)
+        assert app.controller.experiment.memory.resident_bytes == before
 
 
 # -- what waits ------------------------------------------------------------------------------------------------------
@@ -308,16 +314,16 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
     async with opened(app, (80, 24)) as pilot:
         slow()
         await pilot.press("2")
-        await until(pilot, lambda: app.activity.startswith("measuring"))
+        await until(pilot, lambda: app.controller.activity.startswith("measuring"))
         await pilot.press("t", "f", "t")
-        await until(pilot, lambda: app.waiting == ("flow", "speed"))
+        await until(pilot, lambda: app.controller.waiting == ("flow", "speed"))
         assert "then: tracing casts, timing" in screen(app)
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
-        await until(pilot, lambda: app.running == "measure" and app.waiting == ("flow", "speed"))
+        await until(pilot, lambda: app.controller.running == "measure" and app.controller.waiting == ("flow", "speed"))
         slow(0)
-        await until(pilot, lambda: len(app.screen_stack) == 3 and not app.busy)
-        assert app.waiting == ()
+        await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.busy)
+        assert app.controller.waiting == ()
 
 
 async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> None:
@@ -325,12 +331,12 @@ async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> No
     async with opened(app) as pilot:
         slow()
         await pilot.press("t")
-        await until(pilot, lambda: app.running == "speed")
+        await until(pilot, lambda: app.controller.running == "speed")
         await pilot.pause(0.3)
         await pilot.press("3")
-        await until(pilot, lambda: app.running == "measure" and app.waiting == ("speed",))
+        await until(pilot, lambda: app.controller.running == "measure" and app.controller.waiting == ("speed",))
         slow(0)
-        await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.busy)
+        await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.busy)
         await until(pilot, lambda: "f16" in screen(app))
 
 
@@ -339,10 +345,10 @@ async def test_what_an_export_would_write_is_told_while_it_measures(net: Path) -
     async with opened(app) as pilot:
         slow(0.5)
         await pilot.press("2")
-        await until(pilot, lambda: app.activity.startswith("measuring"))
+        await until(pilot, lambda: app.controller.activity.startswith("measuring"))
         await pilot.press("e")
         await until(pilot, lambda: "tensors: bf16" in screen(app), 20)
-        assert app.running == "measure"
+        assert app.controller.running == "measure"
         await pilot.press("escape")
 
 

@@ -18,9 +18,8 @@ MEASURED = MeasuredRecipe(
 
 
 async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
-    app = make_app()
     recipes = (Recipe(), Recipe((Rule("*", "bfloat16"),)))
-    app.restore(SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
+    app = make_app(saved=SavedSession(None, "demo", Path(DEMO), recipes=recipes, at=1, measured=(MEASURED,)))
     async with app.run_test(size=(120, 36)) as pilot:
         await pilot.pause()
         await pilot.press("H")
@@ -28,6 +27,6 @@ async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
         assert "*.mlp" in screen(app)
         await pilot.press("enter")
         await pilot.pause()
-        assert app.experiment.recipe.rules == (Rule("*.mlp", "float16"),)
+        assert app.controller.experiment.recipe.rules == (Rule("*.mlp", "float16"),)
         await pilot.press("u")
-        assert app.experiment.recipe.rules == (Rule("*", "bfloat16"),)
+        assert app.controller.experiment.recipe.rules == (Rule("*", "bfloat16"),)

@@ -22,9 +22,12 @@ def tree_of(app: DtypeApp) -> ModuleTree:
 
 
 async def measured(app: DtypeApp, pilot: Pilot[None], *readings: ModuleDrift) -> None:
-    ready = events.ModelReady(app.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+    ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
     await say(
-        app, pilot, ready, events.Measured(app.experiment.recipe, report(app.experiment.recipe, modules=readings))
+        app,
+        pilot,
+        ready,
+        events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe, modules=readings)),
     )
 
 
@@ -45,7 +48,7 @@ async def test_parents_and_closing_everything() -> None:
         assert not any(row.name.startswith("model.layers.3.") for row in tree.rows)
         await pilot.press("home", "E")
         names = {row.name for row in tree.rows}
-        assert set(app.experiment.tree.names[0]) <= names
+        assert set(app.controller.experiment.tree.names[0]) <= names
         await pilot.press("W")
         assert [row.name for row in tree.rows] == ["", "model"]
 
@@ -67,7 +70,7 @@ async def test_from_cast_to_cast() -> None:
         await pilot.press("right_curly_bracket")
         assert tree.current.name == ""  # nothing is cast: it stays
         for rule in ("model.layers.{1,4}.mlp=bf16", "model.layers.2.self_attn.q_proj=f16", "model.norm=f16"):
-            app.add_rule(Rule.parse(rule))
+            app.controller.add_rule(Rule.parse(rule))
         expected = ["model.layers.1.mlp", "model.layers.2.self_attn.q_proj", "model.layers.4.mlp", "model.norm"]
         for name in (*expected, expected[0]):  # in the model's order, and round
             await pilot.press("right_curly_bracket")
@@ -90,8 +93,8 @@ async def test_from_cast_to_cast() -> None:
 def test_cast_nodes_are_the_topmost(rules: tuple[str, ...], nodes: list[str]) -> None:
     app = make_app()
     for rule in rules:
-        app.experiment.push(app.experiment.recipe.then(Rule.parse(rule)))
-    assert app.experiment.cast_nodes() == nodes
+        app.controller.experiment.push(app.controller.experiment.recipe.then(Rule.parse(rule)))
+    assert app.controller.experiment.cast_nodes() == nodes
 
 
 async def test_w_goes_through_the_worst_and_round() -> None:
@@ -123,7 +126,7 @@ async def test_children_in_other_orders() -> None:
         assert layers() == list("012345")
         await pilot.press("z")
         assert tree.order == "bytes"
-        sizes = [app.experiment.totals[row.name].total_bytes for row in tree.rows if row.depth == 1]
+        sizes = [app.controller.experiment.totals[row.name].total_bytes for row in tree.rows if row.depth == 1]
         assert sizes == sorted(sizes, reverse=True)
         await pilot.press("z")
         by_drift = sorted(readings, key=lambda reading: reading.sqnr_db or 0.0)
@@ -146,7 +149,7 @@ async def test_copying_goes_through_the_terminal_and_only_by_the_key() -> None:
         assert any(f"\x1b]52;c;{encoded}" in data for data in sent)
         await pilot.press("Y")
         assert "no rules to copy" in notices(app)[-1]
-        app.add_rule(Rule.parse("*.{q,k}_proj=bf16"))
+        app.controller.add_rule(Rule.parse("*.{q,k}_proj=bf16"))
         await pilot.press("Y")
         assert app.clipboard == "--cast '*.{q,k}_proj=bfloat16'"
 

@@ -21,7 +21,6 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import Recipe
 from dtype_engine.worker.events import Event
 
 if TYPE_CHECKING:
@@ -65,25 +64,29 @@ def command(request: RunRequest, in_ascii: bool, resume: bool, **limits: Any) ->
         request.refuse_unmatched(source, tree)
     from dtype_engine.worker.worker import Worker
     from dtype_tui.app import DtypeApp
+    from dtype_tui.state.launch import Launch
 
     def start_worker(emit: Callable[[Event], None]) -> Worker:
         return Worker(source, options, emit, read_headers=not whole)
 
-    app = DtypeApp(source.title, tree, start_worker, options.settings, whole, config)
-
-    def begin_keeping() -> SessionSaver:
-        from dtype_tui.process.terminal import exit_on_terminal_loss
+    def session_saver() -> SessionSaver:
         from dtype_tui.state.session_saver import SessionSaver
 
-        exit_on_terminal_loss(app.on_unmount)
         return SessionSaver(model, source.title, source.path, options)
 
-    app.begin_keeping = begin_keeping
-    if saved is not None:
-        app.restore(saved)
-        recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
-    app.start_with(recipe, request.preset)
-    app.experiment.thresholds = thresholds_from(limits)
+    launch = Launch(
+        source.title,
+        tree,
+        partial=not whole,
+        settings=options.settings,
+        thresholds=thresholds_from(limits),
+        recipe=recipe,
+        preset=request.preset,
+        saved=saved,
+        saver=session_saver,
+        config=config,
+    )
+    app = DtypeApp(launch, start_worker)
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0
@@ -135,11 +138,11 @@ def configured() -> Config:
         return Config()
     from textual.theme import BUILTIN_THEMES
 
-    from dtype_tui.app import DtypeApp
+    from dtype_tui.config.bindings import KEYS
     from dtype_tui.config.themes import HIGH_CONTRAST
     from dtype_tui.widgets.module_tree import ModuleTree
 
-    bindings = [binding for binding in (*DtypeApp.BINDINGS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
+    bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
     return read_config(
         [binding.id for binding in bindings if binding.id],
         [*BUILTIN_THEMES, HIGH_CONTRAST.name],

@@ -14,7 +14,7 @@ def _digit_words(dtype: str) -> str:
     return "Put the node back as stored" if dtype == dtypes.STORED else f"Cast the node to {dtype}"
 
 
-KEYS: list[BindingType] = with_ids(
+MAIN_KEYS: list[BindingType] = with_ids(
     [
         Binding("c", "cast", "Cast by pattern", priority=True),
         *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
@@ -46,11 +46,16 @@ KEYS: list[BindingType] = with_ids(
         Binding("enter", "details", "Details of the node"),
         Binding("escape", "stop", "Stop what the engine does"),
         Binding("question_mark", "help", "Help"),
-        Binding("ctrl+p", "command_palette", "Palette: every action by its name"),
-        Binding("ctrl+z", "suspend_process", "Suspend; fg in the shell comes back"),
-        Binding("q", "quit", "Quit"),
     ]
 )
+APP_KEYS: list[BindingType] = with_ids(
+    [
+        Binding("ctrl+p", "app.command_palette", "Palette: every action by its name"),
+        Binding("ctrl+z", "app.suspend_process", "Suspend; fg in the shell comes back"),
+        Binding("q", "app.quit", "Quit"),
+    ]
+)
+KEYS = [*MAIN_KEYS, *APP_KEYS]
 
 
 FRONT_KEYS: list[BindingType] = [
@@ -64,7 +69,7 @@ FRONT_KEYS: list[BindingType] = [
     Binding("up,k", "scroll(-1)", "Scroll the rules", show=False),
     Binding("enter", "apply", "Put the point in force and measure it"),
     Binding("slash,colon,i", "type", "Type a limit: keep, alike, only, budget, clear"),
-    Binding("u", "app.undo", "Undo"),
+    Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Leave"),
 ]
 """The keys of the optimise screen. Here, since the help names every key and that screen imports plots."""

@@ -20,7 +20,7 @@ def with_ids(bindings: Iterable[Binding]) -> list[BindingType]:
 
 def name_of(action: str) -> str:
     """`cast-node-bfloat16` for `cast_node('bfloat16')`, `match-previous` for `match(-1)`."""
-    words = action.removeprefix("app.").replace("(-1)", "_previous").replace("(1)", "_next")
+    words = action.removeprefix("app.").removeprefix("screen.").replace("(-1)", "_previous").replace("(1)", "_next")
     return re.sub(r"[^A-Za-z0-9]+", "-", words).strip("-")
 
 

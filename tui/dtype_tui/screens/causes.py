@@ -18,8 +18,10 @@ from dtype_engine.core.tree import is_number
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_drift import causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport
+from dtype_engine.worker import events
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.plots import Plot
+from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 
@@ -137,6 +139,11 @@ class CausesScreen(ModalScreen[None]):
         if self._experiment.causes is None:
             self._stop_causes()
         self.dismiss()
+
+    def on_engine_event(self, message: EngineEvent) -> None:
+        match message.event:
+            case events.Refused(job="causes", message=why):
+                self.refused(why)
 
     def refused(self, why: str) -> None:
         """The causes can't be told."""

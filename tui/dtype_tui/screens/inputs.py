@@ -15,6 +15,8 @@ from textual.widgets import Input, Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.results.inputs import InputBatch, InputsSummary
+from dtype_engine.worker import events
+from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 
 MOST_ROWS = 200
@@ -84,6 +86,15 @@ class InputsScreen(ModalScreen[None]):
         event.stop()
         self._say("preparing…")
         self._ask(event.value)
+
+    def on_engine_event(self, message: EngineEvent) -> None:
+        match message.event:
+            case events.InputsReady(reading=reading):
+                self.accepted(reading)
+            case events.InputsRefused(message=why) | events.Refused(job="inputs", message=why):
+                self.refused(why)
+            case events.Measured(report=report):
+                self.measured(report.output.positions)
 
     def accepted(self, reading: InputsSummary) -> None:
         """These inputs are in force now."""

@@ -52,11 +52,14 @@ class OptimiseScreen(ModalScreen[None]):
     AUTO_FOCUS = ""  # the line to type limits in would take the arrows
     BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
 
-    def __init__(self, experiment: Experiment, put_in_force: Callable[[Recipe], bool]) -> None:
+    def __init__(
+        self, experiment: Experiment, put_in_force: Callable[[Recipe], bool], undo: Callable[[], None]
+    ) -> None:
         """put_in_force: puts a recipe in force and has it measured; False when it already was."""
         super().__init__()
         self.experiment = experiment
         self._put_in_force = put_in_force
+        self._undo = undo
         self.view = experiment.scan
         self.front: Front | None = None
         self.place = 0
@@ -266,6 +269,9 @@ class OptimiseScreen(ModalScreen[None]):
         if not self._put_in_force(recipe):
             self._say("this point is in force already")
         self._draw()
+
+    def action_undo(self) -> None:
+        self._undo()
 
     def action_type(self) -> None:
         field = self.query_one(Input)

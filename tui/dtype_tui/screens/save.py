@@ -20,7 +20,7 @@ from dtype_engine.core.units import human_bytes
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.worker.events import ExportPlanned
+from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
     TARGET_SUFFIXES,
     ConvertRequest,
@@ -30,6 +30,7 @@ from dtype_engine.worker.save_requests import (
     SaveRequest,
 )
 from dtype_tui.screens.choice import ChoiceScreen
+from dtype_tui.screens.engine_event import EngineEvent
 
 Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (
@@ -65,7 +66,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
         self._drift = drift
-        self._planned: ExportPlanned | None = None
+        self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
         self._lost = lost
 
@@ -78,15 +79,18 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self.query_one(Input).focus()
         self.action_move(0)
 
-    def show_plan(self, planned: ExportPlanned) -> None:
+    def on_engine_event(self, message: EngineEvent) -> None:
+        match message.event:
+            case events.ExportPlanned() as planned:
+                self.show_plan(planned)
+            case events.CastDone():
+                self.redraw()
+
+    def show_plan(self, planned: events.ExportPlanned) -> None:
         """What an export would write is known."""
         self._planned = planned
         if self.is_mounted:
             self.redraw()
-
-    def show_losses(self) -> None:
-        """What the casts lose is known."""
-        self.redraw()
 
     @property
     def _kind(self) -> str:

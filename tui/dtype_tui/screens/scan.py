@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import ClassVar
 
 from rich.style import Style
@@ -63,8 +64,10 @@ class ScanScreen(ModalScreen[str | None]):
         Binding("escape,q", "leave", "Leave; the scan goes on"),
     ]
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, pause: Callable[[], None]) -> None:
+        """pause: lets the scan wait, or go on."""
         super().__init__()
+        self._pause = pause
         self.experiment = experiment
         self.view = experiment.scan
         self._all = self._per_byte = False
@@ -223,8 +226,8 @@ class ScanScreen(ModalScreen[str | None]):
         else:
             self.query_one(DataTable).action_cursor_up()
 
-    async def action_pause(self) -> None:
-        await self.app.run_action("app.pause_scan")
+    def action_pause(self) -> None:
+        self._pause()
         self._draw()
 
     def action_again(self) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_tui.config.key_names import name_of
 
 MOST_COMPLETIONS = 200
 PATHS = ("folder", "file")
@@ -58,8 +59,9 @@ WITH_ARGUMENTS = (
 
 def all_commands(actions: Iterable[tuple[str, str]], more: Iterable[Command] = ()) -> dict[str, Command]:
     """Every command by name: those above, `more` of the kind, and the keys' actions (name, description)."""
-    found = {name: Command(name.replace("_", "-"), name, (), text) for name, text in actions if "(" not in name}
-    by_name = {command.name: command for command in found.values()}
+    by_name = {
+        name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
+    }
     return by_name | {command.name: command for command in (*WITH_ARGUMENTS, *more)}
 
 

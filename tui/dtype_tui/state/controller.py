@@ -1,164 +1,493 @@
-"""What the app makes of each event of the engine's worker."""
+"""What the app does: the controller owns the experiment and the engine, and knows no widget.
+
+The main screen calls its methods for keys and commands, hands it the engine's events, and draws what is there afterwards.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
+from dtype_engine.core.errors import PatternError, UserError
+from dtype_engine.recipe import History, Recipe, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
-from dtype_tui.process.gc_policy import resume_gc
-from dtype_tui.rendering.job_names import stopped_sentence
-from dtype_tui.screens.flow import flow_screen
-from dtype_tui.screens.generation import generation_screen
-from dtype_tui.screens.inputs import InputsScreen
-from dtype_tui.screens.save import SaveScreen
-from dtype_tui.screens.speed import speed_screen
-from dtype_tui.screens.weight_values import weight_screen
-from dtype_tui.state import measurement_log as history
+from dtype_tui.rendering.job_names import WORDS, queue_words, stopped_sentence
+from dtype_tui.state import measurement_log
+from dtype_tui.state.engine import Engine
 
 if TYPE_CHECKING:
-    from dtype_tui.app import DtypeApp
+    from dtype_engine.core.options import RunSettings
+    from dtype_engine.worker.save_requests import SaveRequest
+    from dtype_tui.state.experiment import Experiment
+    from dtype_tui.state.launch import Launch
+
+Severity = Literal["information", "warning", "error"]
+GENERATED_TOKENS = 48
+INSPECTED_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
+"""Dtypes that a tensor's values are compared in."""
+OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
+"""Events that name the recipe they were asked for with, and are taken in whatever recipe is in force by now."""
 
 
-def hear(app: DtypeApp, event: events.Event) -> None:
-    """Take one event in: what the app knows, and what is on the screen because of it. Readings of another recipe than the one in
-    force are passed over.
+class Controller:
+    """One experiment and the engine that runs it.
+
+    notify: shows a sentence for a few seconds. changed: draws what is there now; called when a method other than `handle` has
+    changed something.
     """
-    experiment = app.experiment
-    if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
-        resume_gc()
-    if isinstance(event, events.LoadingProgress):
-        app.busy, app.activity, app.share = True, event.step, None
-    elif isinstance(event, events.ModelReady):
-        _model_ready(app, event)
-    elif isinstance(event, events.HeadersRead):
-        experiment.partial = False
-        experiment.replace_tree(event.tree)
-        app.has_tree = True
-        app.tree_view.new_tree()
-        app.find_cursor()
-        for notice in event.notices:
-            app.say(notice, "information")
-        app.warn_unmatched()
-        if app.open_error is not None:
-            app.start_with_preset()
-    elif isinstance(event, events.OpenFailed):
-        app.open_error = event.message
-        experiment.no_forward, experiment.partial = event.message, False
-        if not event.classes_follow:
-            app.start_with_preset()
-        app.say(event.message, "warning" if app.has_tree else "error")
-    elif isinstance(event, events.InputsReady):
-        experiment.set_inputs(event.reading)
-        if isinstance(app.screen, InputsScreen):
-            app.screen.accepted(event.reading)
-    elif isinstance(event, events.InputsRefused):
-        app.say(event.message, "error")
-        if isinstance(app.screen, InputsScreen):
-            app.screen.refused(event.message)
-    elif isinstance(event, events.Idle):
-        app.busy, app.share, app.saving = False, None, False
-        app.running, app.waiting = "", ()
-        if experiment.scan.running:
-            experiment.scan.stopped()
-    elif isinstance(event, events.SavingProgress):
-        app.saving = True
-        app.busy, app.activity, app.share = True, event.what, event.done / max(1, event.total)
-    elif isinstance(event, events.Saved):
-        app.saving = app.quit_asked = False
-        for sentence in (event.sentence, *event.notices):
-            app.say(sentence, "information" if event.done else "warning")
-    elif isinstance(event, events.FloorMeasured):
-        experiment.floor = event.floor
-    elif isinstance(event, events.ScanUpdated):
-        experiment.scan.put(experiment.tree, event.report, event.finished)
-    elif isinstance(event, events.Jobs):
-        app.running, app.waiting = event.running, event.waiting
-    elif isinstance(event, events.Refused):
-        _refused(app, event)
-    elif isinstance(event, events.Stopped):
-        app.say(stopped_sentence(event.job, event.dropped), "information")
-    elif event.recipe != experiment.recipe:
-        return
-    elif isinstance(event, events.Memory):
-        experiment.memory = event.reading
-    elif isinstance(event, events.CastingProgress):
-        app.busy, app.activity, app.share = True, f"casting {event.total:,} tensors", event.done / event.total
-    elif isinstance(event, events.CastDone):
-        experiment.set_lost(event.lost, event.reason)
-        if isinstance(app.screen, SaveScreen):
-            app.screen.show_losses()
-        _say_lost(app, event)
-    elif isinstance(event, events.LossRemedyFound):
-        experiment.loss_remedy = event.found
-    elif isinstance(event, events.MeasuringProgress):
-        app.busy, app.activity = True, f"measuring: {event.run}"
-        app.share = event.done / event.total if event.total else None
-    elif isinstance(event, events.ModulesMeasured):
-        experiment.modules.update((reading.name, reading) for reading in event.modules)
-    elif isinstance(event, events.Measured):
-        if event.report.settings == str(experiment.settings):
-            experiment.report = event.report
-            experiment.modules = {reading.name: reading for reading in event.report.modules}
-            if app.tree_view.order == "drift":
-                app.tree_view.rebuild()
-            if isinstance(app.screen, InputsScreen):
-                app.screen.measured(event.report.output.positions)
-            experiment.scan.note_measured(experiment.tree, experiment.plan, event.report)
-            history.remember(experiment.measured, history.measured(event.report, experiment.plan.planned_bytes))
-    elif isinstance(event, events.NonfiniteFound):
-        experiment.nonfinite = event.found
-    elif isinstance(event, events.AttributionReady):
-        experiment.causes = event.report
-    elif isinstance(event, events.WorkingProgress):
-        app.busy, app.activity, app.share = True, event.what, event.done / event.total
-    elif isinstance(event, events.Generated):
-        app.push_screen(generation_screen(event.texts))
-    elif isinstance(event, events.SpeedMeasured):
-        app.push_screen(speed_screen(event.report))
-    elif isinstance(event, events.ImplicitCastsTraced):
-        app.push_screen(flow_screen(event.casts, app.size.width))
-    elif isinstance(event, events.WeightInspected):
-        app.push_screen(weight_screen(experiment, event.name, event.reading))
-    elif isinstance(event, events.ExportPlanned):
-        if isinstance(app.screen, SaveScreen):
-            app.screen.show_plan(event)
-    elif isinstance(event, events.Failed):
-        experiment.failure, experiment.failed_module = event.message, event.module
-        app.say(event.message, "error")
 
+    def __init__(
+        self,
+        experiment: Experiment,
+        engine: Engine,
+        notify: Callable[[str, Severity], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self.experiment = experiment
+        self.engine = engine
+        self._notify = notify
+        self._changed = changed
+        self.busy = True
+        self.activity = "opening"
+        """What the engine does, in a few words; while it is busy."""
+        self.share: float | None = None
+        """How much of that is done, from 0 to 1."""
+        self.running = ""
+        """The engine's job, by its name in `JobName`."""
+        self.waiting: tuple[str, ...] = ()
+        """The jobs that wait behind it."""
+        self.open_error: str | None = None
+        """Why there is no live model."""
+        self._saving = self._quit_asked = False
+        self._preset: str | None = None
+        """The preset to begin with, until it is in force."""
+        self._after_preset = Recipe()
 
-def _model_ready(app: DtypeApp, event: events.ModelReady) -> None:
-    experiment = app.experiment
-    experiment.class_name, experiment.device, experiment.inputs = event.class_name, event.device, event.inputs
-    experiment.no_forward, experiment.live, experiment.partial = event.no_forward, True, False
-    experiment.replace_tree(event.tree)
-    app.has_tree = True
-    app.tree_view.new_tree()
-    app.find_cursor()
-    app.start_with_preset()
-    for notice in event.notices:
-        app.say(notice, "warning")
-    if event.no_forward:
-        app.say(event.no_forward, "warning")
-    app.warn_unmatched()
+    # -- what the engine does ------------------------------------------------------------------------------------
 
+    def doing(self) -> tuple[str, float | None]:
+        """What the engine does ("" while nothing), and how much of it is done."""
+        return (self.activity, self.share) if self.busy else ("", None)
 
-def _refused(app: DtypeApp, event: events.Refused) -> None:
-    """What was asked for is not done; nothing that is on the screen goes because of it."""
-    app.say(event.message, "error")
-    # The palette may lie over the window that asked.
-    for screen in app.screen_stack:
-        if event.job == "inputs" and isinstance(screen, InputsScreen):
-            screen.refused(event.message)
-        elif event.job == "causes":
-            from dtype_tui.screens.causes import CausesScreen
+    def waits(self, job: str) -> bool:
+        """Whether the engine was asked for this and has not begun."""
+        return job in self.waiting
 
-            if isinstance(screen, CausesScreen):
-                screen.refused(event.message)
+    @property
+    def queue(self) -> str:
+        """What waits behind the engine's job, in its order."""
+        return queue_words(self.running, self.waiting)
 
+    def _expect(self, job: str) -> None:
+        """A job was asked of the engine: it is on the screen before the engine says so."""
+        if not self.busy:
+            self._work(WORDS[job][0])
+        elif job not in self.waiting:
+            self.waiting += (job,)
+        self._changed()
 
-def _say_lost(app: DtypeApp, event: events.CastDone) -> None:
-    """A word more than what the pane, the tree and the status line go on showing."""
-    if words := loss_notice(event.lost or ()):
-        app.say(words, "warning")
+    def _work(self, activity: str, share: float | None = None) -> None:
+        self.busy, self.activity, self.share = True, activity, share
+
+    # -- what the engine tells -----------------------------------------------------------------------------------
+
+    def handle(self, event: events.Event) -> bool:
+        """Take in what the engine tells. False, and nothing has changed, where it belongs to another recipe or to other settings
+        than those in force. The caller draws: many events may come at once.
+        """
+        if self._is_stale(event):
+            return False
+        match event:
+            case events.HeadersRead() | events.ModelReady() | events.OpenFailed():
+                self._handle_opening(event)
+            case (
+                events.LoadingProgress()
+                | events.CastingProgress()
+                | events.MeasuringProgress()
+                | events.WorkingProgress()
+                | events.SavingProgress()
+                | events.Jobs()
+                | events.Idle()
+            ):
+                self._handle_progress(event)
+            case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
+                self._handle_end(event)
+            case _:
+                self._handle_result(event)
+        return True
+
+    def _is_stale(self, event: events.Event) -> bool:
+        if isinstance(event, events.Measured) and event.report.settings != str(self.experiment.settings):
+            return True
+        recipe = getattr(event, "recipe", None)
+        return recipe is not None and recipe != self.experiment.recipe and not isinstance(event, OF_ANY_RECIPE)
+
+    def _handle_opening(self, event: events.HeadersRead | events.ModelReady | events.OpenFailed) -> None:
+        experiment = self.experiment
+        match event:
+            case events.HeadersRead():
+                experiment.replace_tree(event.tree)
+                self._notify_all(event.notices, "information")
+                self._warn_unmatched()
+                if self.open_error is not None:
+                    self._start_with_preset()
+            case events.ModelReady():
+                experiment.set_model(event)
+                self._start_with_preset()
+                self._notify_all(event.notices, "warning")
+                if event.no_forward:
+                    self._notify(event.no_forward, "warning")
+                self._warn_unmatched()
+            case events.OpenFailed():
+                self.open_error = event.message
+                experiment.no_forward, experiment.partial = event.message, False
+                if not event.classes_follow:
+                    self._start_with_preset()
+                self._notify(event.message, "warning" if experiment.has_tree else "error")
+
+    def _handle_progress(
+        self,
+        event: events.LoadingProgress
+        | events.CastingProgress
+        | events.MeasuringProgress
+        | events.WorkingProgress
+        | events.SavingProgress
+        | events.Jobs
+        | events.Idle,
+    ) -> None:
+        match event:
+            case events.LoadingProgress():
+                self._work(event.step)
+            case events.CastingProgress():
+                self._work(f"casting {event.total:,} tensors", event.done / event.total)
+            case events.MeasuringProgress():
+                self._work(f"measuring: {event.run}", event.done / event.total if event.total else None)
+            case events.WorkingProgress():
+                self._work(event.what, event.done / event.total)
+            case events.SavingProgress():
+                self._saving = True
+                self._work(event.what, event.done / max(1, event.total))
+            case events.Jobs():
+                self.running, self.waiting = event.running, event.waiting
+            case events.Idle():
+                self.busy, self.share, self._saving = False, None, False
+                self.running, self.waiting = "", ()
+                if self.experiment.scan.running:
+                    self.experiment.scan.stopped()
+
+    def _handle_end(
+        self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
+    ) -> None:
+        """A job came to its end; nothing that was measured is less true for one that was refused or stopped."""
+        match event:
+            case events.InputsRefused() | events.Refused():
+                self._notify(event.message, "error")
+            case events.Saved():
+                self._saving = self._quit_asked = False
+                self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
+            case events.Failed():
+                self.experiment.failure, self.experiment.failed_module = event.message, event.module
+                self._notify(event.message, "error")
+            case events.Stopped():
+                self._notify(stopped_sentence(event.job, event.dropped), "information")
+
+    def _handle_result(self, event: events.Event) -> None:
+        """What the experiment keeps of a result; those that only a window shows are not kept."""
+        experiment = self.experiment
+        match event:
+            case events.InputsReady():
+                experiment.set_inputs(event.reading)
+            case events.FloorMeasured():
+                experiment.floor = event.floor
+            case events.ScanUpdated():
+                experiment.scan.put(experiment.tree, event.report, event.finished)
+            case events.Memory():
+                experiment.memory = event.reading
+            case events.CastDone():
+                experiment.set_lost(event.lost, event.reason)
+                if words := loss_notice(event.lost or ()):
+                    self._notify(words, "warning")
+            case events.LossRemedyFound():
+                experiment.loss_remedy = event.found
+            case events.ModulesMeasured():
+                experiment.modules.update((reading.name, reading) for reading in event.modules)
+            case events.Measured():
+                experiment.set_report(event.report)
+            case events.NonfiniteFound():
+                experiment.nonfinite = event.found
+            case events.AttributionReady():
+                experiment.causes = event.report
+
+    def _notify_all(self, sentences: tuple[str, ...], severity: Severity) -> None:
+        for sentence in sentences:
+            self._notify(sentence, severity)
+
+    # -- where it begins -----------------------------------------------------------------------------------------
+
+    def begin(self, launch: Launch) -> None:
+        """Put in force what the app begins with: the session taken up, and the recipe, after the rules of a preset where one was
+        asked for. Most presets wait for module classes to be known.
+        """
+        recipe, saved = launch.recipe, launch.saved
+        if saved is not None:
+            self.experiment.restore(History.of(saved.recipes, saved.at))
+            self.experiment.measured[:] = saved.valid_measurements
+            self.engine.set_recipe(self.experiment.recipe)
+            recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
+        if self.experiment.push(recipe):
+            self.engine.set_recipe(recipe)
+        self._preset, self._after_preset = launch.preset, recipe
+        if self._preset is None:
+            return
+        from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+
+        tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.has_tree
+        if self.experiment.tree.has_classes or tree_suffices:
+            self._start_with_preset()
+
+    def _start_with_preset(self) -> None:
+        """Put the preset in force that was asked for at the start, once."""
+        if self._preset is None:
+            return
+        from dtype_engine.recipe.presets import PRESETS
+
+        name, self._preset = self._preset, None
+        try:
+            made = PRESETS[name].recipe(self.experiment.tree)
+        except UserError as error:
+            self._notify(str(error), "warning")
+            return
+        if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
+            self.engine.set_recipe(self.experiment.recipe)
+
+    # -- recipes -------------------------------------------------------------------------------------------------
+
+    def put_in_force(self, recipe: Recipe) -> bool:
+        """Put a recipe in force; False when it already was."""
+        if not self.experiment.push(recipe):
+            return False
+        self._recipe_changed()
+        return True
+
+    def _recipe_changed(self) -> None:
+        """Tell the engine that the recipe in force is another, and show what is known at once."""
+        if self.experiment.same_plan and not self.busy:
+            self.engine.follow_recipe(self.experiment.recipe)
+        else:
+            self.engine.set_recipe(self.experiment.recipe)
+            if self.open_error is None:
+                self._work("casting")
+        self._changed()
+
+    def add_rule(self, rule: Rule) -> None:
+        """Put one more rule in force, and say what it takes against the model's declarations; refuse one that takes nothing."""
+        experiment = self.experiment
+        try:
+            refusal = experiment.refusal(rule)
+        except PatternError as error:
+            self._notify(str(error), "error")
+            return
+        if refusal is not None:
+            self._notify(refusal, "warning")
+            return
+        if not self.put_in_force(experiment.recipe.then(rule)):
+            self._notify(f"{rule} is in force already", "information")
+            return
+        self._warn_unmatched()
+        broken = experiment.broken_islands(len(experiment.recipe) - 1)
+        if broken:
+            more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+            self._notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+
+    def _warn_unmatched(self) -> None:
+        """Say which rules take nothing."""
+        experiment, plan = self.experiment, self.experiment.plan
+        for index in plan.too_slow:
+            pattern = experiment.recipe.rules[index].pattern
+            self._notify(f"rule {index + 1}: {pattern} takes too long to match: simplify it", "warning")
+        for index in plan.unmatched:
+            pattern = experiment.recipe.rules[index].pattern
+            reason = explain_no_match(experiment.tree, pattern, plan.selections[index])
+            self._notify(f"rule {index + 1}: {reason}", "warning")
+
+    def undo(self) -> None:
+        """Put the recipe before in force."""
+        if self.experiment.undo():
+            self._recipe_changed()
+        else:
+            self._notify("nothing left to undo", "information")
+
+    def redo(self) -> None:
+        """Put the recipe that was undone in force again."""
+        if self.experiment.redo():
+            self._recipe_changed()
+        else:
+            self._notify("nothing to redo", "information")
+
+    def drop_rules(self, node: str) -> None:
+        """Drop the rules of a node: those that take nothing else."""
+        inside, beyond = self.experiment.rules_within(node)
+        if inside:
+            self.put_in_force(self.experiment.recipe.without(inside))
+        elif beyond:
+            self._notify(
+                f"rule {beyond[-1] + 1} reaches beyond this node; go to a node above it, or cast this one (8: as stored)",
+                "warning",
+            )
+        else:
+            self._notify("no rule takes this node", "information")
+
+    def apply_remedy(self) -> None:
+        """Apply the rule that makes an output finite again, if there is one, else those that keep values which casts lose."""
+        nonfinite, losses = self.experiment.nonfinite, self.experiment.loss_remedy
+        if nonfinite is not None and nonfinite.remedy is not None:
+            self.add_rule(Rule.parse(nonfinite.remedy))
+        elif losses is not None:
+            recipe = self.experiment.recipe
+            for rule in losses.rules:
+                recipe = recipe.then(Rule.parse(rule))
+            self.put_in_force(recipe)
+        else:
+            self._notify(nonfinite.reason if nonfinite is not None else "there is nothing to mend", "information")
+
+    def replace_rules(self, recipe: Recipe) -> None:
+        """Put the recipe of a preset in force, in place of all rules."""
+        if not self.put_in_force(recipe):
+            self._notify("this preset is in force already", "information")
+
+    def use_preset(self, name: str) -> None:
+        """Put a preset in force, in place of all rules. Raises UserError."""
+        from dtype_engine.recipe.presets import preset
+
+        found = preset(name)
+        if not self.experiment.has_tree:
+            raise UserError("a preset is made for a model: it is not there yet")
+        self.replace_rules(found.recipe(self.experiment.tree))
+
+    def go_back_to(self, measured: measurement_log.MeasuredRecipe) -> None:
+        """Put a recipe in force that was measured before; the settings stay."""
+        if measured.settings != str(self.experiment.settings):
+            self._notify(f"that was measured with {measured.settings}; the settings of now stay", "information")
+        self.put_in_force(measured.recipe)
+
+    # -- what is asked of the engine -----------------------------------------------------------------------------
+
+    def measure(self) -> None:
+        """Measure the recipe in force once more."""
+        self.experiment.forget_readings()
+        self.engine.measure()
+        self._changed()
+
+    def set_settings(self, settings: RunSettings) -> None:
+        """Run candidates in another way from now on."""
+        if settings == self.experiment.settings:
+            return
+        self.experiment.set_settings(settings)
+        self.engine.set_settings(settings)
+        self._changed()
+
+    def set_inputs(self, line: str) -> None:
+        """Run on what the line names from now on."""
+        self.engine.set_inputs(line)
+        self._expect("inputs")
+
+    def flow(self) -> None:
+        """Trace the implicit casts of a forward pass."""
+        self._run_forward("flow", self.engine.flow)
+
+    def causes(self) -> None:
+        """Run each module as cast by itself."""
+        self._run_forward("causes", self.engine.causes)
+
+    def generate(self) -> None:
+        """Let reference and candidate write."""
+        self._run_forward("generate", lambda: self.engine.generate(GENERATED_TOKENS))
+
+    def speed(self) -> None:
+        """Time forward passes."""
+        self._run_forward("speed", self.engine.speed)
+
+    def _run_forward(self, job: str, ask: Callable[[], None]) -> None:
+        """Ask for a job that needs forward passes; where there are none, say why."""
+        if self.experiment.no_forward:
+            self._notify(self.experiment.no_forward, "warning")
+        else:
+            ask()
+            self._expect(job)
+
+    def inspect_values(self, tensor: str) -> None:
+        """Read a tensor's values, and compare them in other dtypes."""
+        self.engine.look_at(tensor, INSPECTED_DTYPES)
+        self._expect("values")
+
+    def save(self, request: SaveRequest) -> None:
+        """Write something."""
+        self.engine.save(request)
+        self._expect("write")
+
+    def stop(self) -> None:
+        """Stop what the engine does."""
+        if self.busy:
+            self.engine.cancel()
+
+    def stop_causes(self) -> None:
+        """Stop telling causes, and nothing else."""
+        self.engine.cancel("causes")
+
+    def may_quit(self) -> bool:
+        """Whether nothing is being written; asked a second time, whether or not."""
+        if not self._saving or self._quit_asked:
+            return True
+        self._quit_asked = True
+        self._notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        return False
+
+    # -- the scan ------------------------------------------------------------------------------------------------
+
+    def next_of_scan(self) -> Literal["choose", "show", "wait"]:
+        """What the key for the scan does now: dtypes are chosen for a new one, or what there is, is shown. One that was stopped
+        goes on.
+        """
+        experiment, scan = self.experiment, self.experiment.scan
+        if experiment.no_forward:
+            self._notify(experiment.no_forward, "warning")
+            return "wait"
+        if experiment.scan_is_of_other_inputs:
+            self._notify("the inputs are others than those of the scan: scan anew", "information")
+            scan.forget()
+            return "choose"
+        if self.resume_scan() or scan.report is not None:
+            return "show" if scan.report is not None else "wait"
+        if scan.running:
+            self._notify("scanning: the first estimates come with the first sequence", "information")
+            return "wait"
+        return "choose"
+
+    def resume_scan(self) -> bool:
+        """Go on with a scan that was stopped; False where none was."""
+        scan = self.experiment.scan
+        if not scan.asked or scan.running or scan.finished:
+            return False
+        self.start_scan(scan.asked)
+        return True
+
+    def start_scan(self, dtypes: tuple[str, ...]) -> None:
+        """Scan in these dtypes, or go on where that was."""
+        scan = self.experiment.scan
+        if scan.paused:
+            self.pause_scan()
+        if dtypes != scan.asked:
+            scan.forget()
+        scan.asked, scan.running, scan.finished = dtypes, True, False
+        self.engine.scan(dtypes)
+        self._expect("scan")
+
+    def pause_scan(self) -> None:
+        """Let a scan wait where it is, or go on."""
+        scan = self.experiment.scan
+        if scan.running or scan.paused:
+            scan.paused = not scan.paused
+            scan.version += 1
+            self.engine.pause(scan.paused)
+            self._changed()

@@ -15,6 +15,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan, select, tensor_bytes
 from dtype_engine.results.thresholds import Thresholds
 from dtype_tui.rendering.loss_text import loss_marks
+from dtype_tui.state.measurement_log import measured, remember
 from dtype_tui.state.scan import ScanView, figure
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport, MemoryStats, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_engine.worker.events import ModelReady
     from dtype_tui.state.measurement_log import MeasuredRecipe
 
 PREVIEW_S = 0.5
@@ -63,6 +65,8 @@ class Experiment:
     causes: AttributionReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)
     scan: ScanView = field(default_factory=ScanView)
+    has_tree: bool = True
+    """False: nothing is known of the model yet, and `tree` is empty."""
     partial: bool = False
     """Only the first of a large checkpoint's headers are read so far: sums are not yet those of the model."""
     same_plan: bool = False
@@ -92,11 +96,24 @@ class Experiment:
         self.scan.measured.clear()
         self.forget_readings()
 
+    def set_model(self, ready: ModelReady) -> None:
+        """The live model is there."""
+        self.class_name, self.device, self.inputs = ready.class_name, ready.device, ready.inputs
+        self.no_forward, self.live = ready.no_forward, True
+        self.replace_tree(ready.tree)
+
     def set_inputs(self, reading: InputsSummary) -> None:
         """The model is run on other inputs: what was read before was not on these."""
         self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
         self.floor = None
         self.forget_readings()
+
+    def set_report(self, report: DriftReport) -> None:
+        """The recipe in force is measured."""
+        self.report = report
+        self.modules = {reading.name: reading for reading in report.modules}
+        self.scan.note_measured(self.tree, self.plan, report)
+        remember(self.measured, measured(report, self.plan.planned_bytes))
 
     def forget_readings(self) -> None:
         """The figures on the screen are no longer those of what is in force."""
@@ -110,8 +127,8 @@ class Experiment:
         self.loss_marks = loss_marks(losses or ())
 
     def replace_tree(self, tree: Tree) -> None:
-        """The live model's tree takes the place of the headers' one."""
-        self.tree = tree
+        """A tree that is complete takes the place of what was known before."""
+        self.tree, self.has_tree, self.partial = tree, True, False
         self._replan()
 
     def restore(self, history: History) -> None:
