@@ -109,7 +109,8 @@ def experts(check: Checks) -> None:
     with that on the other half than is asked of the scan, the scan is to agree with the truth better than that.
     """
     from experts import DECIDED, decided_session, halves, trained_session
-    from tests.helpers.rank_correlation import FLOOR, spearman
+    from scipy.stats import spearmanr
+    from tests.helpers.rank_correlation import FLOOR
 
     from dtype_engine.runtime.numerics.quantize import single_intraop_thread
 
@@ -123,8 +124,8 @@ def experts(check: Checks) -> None:
     found = scan.scores()
     for dtype, bound in ((None, 0.99), *((dtype, 0.95) for dtype in DTYPES)):
         keys = [key for key, value in truth.items() if value > FLOOR and dtype in (None, key[1])]
-        repeats = spearman([one[key] for key in keys], [other[key] for key in keys])
-        rank = spearman([found[key] for key in keys], [truth[key] for key in keys])
+        repeats = float(spearmanr([one[key] for key in keys], [other[key] for key in keys]).statistic)
+        rank = float(spearmanr([found[key] for key in keys], [truth[key] for key in keys]).statistic)
         ratio = statistics.median(found[key] / truth[key] for key in keys)
         what = f"trained Mixtral: {{}}, {dtype or 'all dtypes'}, {len(keys)} weights"
         check(what.format("Spearman") + f"; the truth repeats with {repeats:.3f}", rank, min(bound, repeats))
@@ -185,7 +186,7 @@ def measured(session: Any, recipe: Any) -> float:
 
 def prediction(check: Checks, session: Any) -> None:
     """Random mixed recipes: the sum of singles against the measured joint drift."""
-    from tests.helpers.rank_correlation import spearman
+    from scipy.stats import spearmanr
 
     chooser = random.Random(0)
     palettes = {"float32 and 6 dtypes": ("float32", *DTYPES), "float32, bf16, int8": ("float32", "bfloat16", "int8")}
@@ -195,7 +196,11 @@ def prediction(check: Checks, session: Any) -> None:
         predicted = [session.predict(recipe).value for recipe in recipes]
         truth = [measured(session, recipe) for recipe in recipes]
         errors = [abs(one - other) / other for one, other in zip(predicted, truth, strict=True)]
-        check(f"20 random recipes of {label}: Spearman predicted, measured", spearman(predicted, truth), low)
+        check(
+            f"20 random recipes of {label}: Spearman predicted, measured",
+            float(spearmanr(predicted, truth).statistic),
+            low,
+        )
         check(f"20 random recipes of {label}: median error", statistics.median(errors), high=0.15)
         print(f"        largest error {max(errors):.3f}")
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine import Recipe, Rule
-from dtype_engine.runtime.scan.routing import noted
+from dtype_engine.runtime.scan.routing import record_topk
 
 VOCABULARY = 64
 
@@ -290,7 +290,7 @@ class _Margins(TorchFunctionMode):
         self.found: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        selection = noted(0, args, kwargs or {}) if func.__name__ == "topk" else None
+        selection = record_topk(0, args, kwargs or {}) if func.__name__ == "topk" else None
         if selection is not None:
             self.found.append(selection.margins[torch.isfinite(selection.margins)])
         return func(*args, **kwargs or {})

@@ -173,11 +173,11 @@ def _session(folder: Path) -> bytes:
 
 def _scan(folder: Path) -> bytes:
     from dtype_engine.runtime.scan import saved as scan_file
-    from dtype_engine.runtime.scan.routing import SelectionSample
+    from dtype_engine.runtime.scan.routing import TopKSample
     from dtype_engine.runtime.scan.scores import SequenceScores
 
     keys = {("a.weight", "bfloat16"): 0.5, ("b.weight", "float16"): 1.5}
-    sample = SelectionSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
+    sample = TopKSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
     done = [SequenceScores(16.0, keys, keys, keys, True, [sample], keys), SequenceScores(8.0, keys)]
     path = folder / "scan.json"
     scan_file.write(path, scan_file.Saved(FINGERPRINT(), 4, "nats", 1.5, 2.5, done))

@@ -17,7 +17,7 @@ from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
 from dtype_engine.runtime.modes.reference import reference_dtype
 from dtype_engine.runtime.numerics.quantize import values_in
-from dtype_engine.runtime.scan.weight_ops import Operation, Source
+from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
 # Products of two 16-bit numbers are exact in float32, and kernels sum them in float32 and round once at the end. On a CPU
 # without instructions for them the 16-bit kernels take eight times as long as rounding before and after a float32 one.
@@ -44,7 +44,7 @@ class LocalErrors:
         self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._held = 0
 
-    def of(self, operation: Operation, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
+    def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
         """The local errors of each output, [dtypes, elements]: what the operation gives with `weight` in each of the dtypes
         `names` and everything else as in the reference, less what it gave. In the reference's dtype.
 
@@ -83,7 +83,7 @@ class LocalErrors:
 class _Again:
     """One operation, to be run again with one of its weights in one dtype after the other."""
 
-    def __init__(self, operation: Operation, weight: str, errors: LocalErrors) -> None:
+    def __init__(self, operation: WeightOp, weight: str, errors: LocalErrors) -> None:
         self.operation = operation
         self.weight = weight
         self.errors = errors
@@ -103,7 +103,7 @@ class _Again:
             if source.weight != weight:
                 self._take(key, source, errors.stored(source.weight), "float32")
 
-    def _take(self, key: int, source: Source, value: torch.Tensor, dtype: str) -> int:
+    def _take(self, key: int, source: WeightOrigin, value: torch.Tensor, dtype: str) -> int:
         """Put `value` of a weight in the place of the argument `key`."""
         made = self.new[key] = source.remake(value)
         if source.itself or made.untyped_storage().data_ptr() == value.untyped_storage().data_ptr():

@@ -1,4 +1,9 @@
-"""What is carried back through a pass: random directions at the main output, whose mean outer product is its Fisher information."""
+"""Probes: random directions at the main output, whose mean outer product is its Fisher information.
+
+Distributions take random signs and not Gaussians, as Hutchinson's estimator of a trace (1990) does: they have the least variance.
+
+Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +12,23 @@ from collections.abc import Iterator
 import torch
 
 
-class Directions:
+class OutputProbes:
     """Gradients at the main output whose mean outer product is what the drift's second order weighs errors by.
 
     For a distribution of C classes over P positions that is the Fisher information of the softmax, for any other output
-    the identity. `mass` is what sums are divided by: positions, or the output's energy. Where few directions span it
+    the identity. `normalizer` is what sums are divided by: positions, or the output's energy Σr². Where few directions span it
     they are all taken, and the result is exact (`complete`): their outer products then sum up to it.
     """
 
-    def __init__(self, output: torch.Tensor, distribution: bool, draws: int, seed: int) -> None:
+    def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:
         self.output = output
         self.generator = torch.Generator(device="cpu").manual_seed(seed)
         self.distribution = distribution
         rows = output.reshape(-1, output.shape[-1]) if distribution else output.reshape(1, -1)
         rank = len(rows) * (rows.shape[1] - 1) if distribution else rows.shape[1]
-        self.complete = rank <= draws
-        self.count = max(1, rank) if self.complete else draws
-        self.mass = float(len(rows)) if distribution else float(output.double().square().sum())
+        self.complete = rank <= num_probes
+        self.count = max(1, rank) if self.complete else num_probes
+        self.normalizer = float(len(rows)) if distribution else float(output.double().square().sum())
         self._rows = rows
 
     def __iter__(self) -> Iterator[torch.Tensor]:

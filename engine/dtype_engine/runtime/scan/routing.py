@@ -10,6 +10,11 @@ are: (Σ g·Δ)² is a sample of the sum of squares of what a weight's error add
 σ. And the reference runs once more with the k-th and the next exchanged for the tokens of the least margins: what that costs in
 drift a token. A token of margin m then flips with probability Φ(-m/σ). Which tokens do is chance, and the error bar says so:
 where most likely none does (less than ln 2 are expected) none is counted, else as many as are expected.
+
+This derivation is our own; we know of no publication that has it. It was checked against drawing the changes of the margins at
+random, and against measuring every weight of mixtures of experts alone (tests/engine/runtime/scan/test_leaps.py).
+
+Shapes: margins [tokens], those of all sequences and positions in a row; flips [dtypes of all weights, tokens].
 """
 
 from __future__ import annotations
@@ -28,29 +33,29 @@ from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
 SELECTIONS = 16
-"""How many are looked at, over all sequences."""
+"""How many calls are sampled, over all sequences."""
 _EXCHANGED = 8
 """One in so many tokens, those of the least margins, is exchanged to see what that costs."""
 
 
 @dataclass(slots=True)
-class Selection:
-    """A `topk` of a pass: which one of all, and its margins: the k-th score less the next, a token each, with a graph."""
+class TopKCall:
+    """A call of `topk` in a pass: its index among all, and its margins [tokens], the k-th score less the next, with a graph."""
 
-    place: int
+    index: int
     margins: torch.Tensor
 
 
 @dataclass
-class SelectionSample:
-    """What one selection gave in one sequence. `share`: 1 / share of the sequence's selections were looked at.
+class TopKSample:
+    """What one call of `topk` gave in one sequence. `share`: 1 / share of the sequence's calls were sampled.
 
     margins: a token each. cost: drift of one exchanged token, summed over the sequence's positions. squares: by weight and
     dtype, a sample of the sum of squares of the changes of the margins; independent: its mean if the errors of an operation's
     output elements were independent.
     """
 
-    place: int
+    index: int
     share: float
     margins: list[float]
     cost: float = 0.0
@@ -58,25 +63,25 @@ class SelectionSample:
     independent: dict[Key, float] = field(default_factory=dict)
 
 
-def chosen(selections: Sequence[Selection], sequence: int, sequences: int) -> list[Selection]:
-    """Those that are looked at in a sequence: others in the next, so that all have their turn."""
+def sample_calls(selections: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
+    """The calls that are sampled in a sequence: others in the next, so that all have their turn."""
     count = len(selections)
     if not count:
         return []
     most = min(count, math.ceil(SELECTIONS / max(1, sequences)))
-    # A step that has no divisor in common with the count comes by every place, spread over the depth.
+    # A step that has no divisor in common with the count comes by every index, spread over the depth.
     step = next(step for step in range(max(1, round(0.62 * count)), count + 1) if math.gcd(step, count) == 1)
     return [selections[(sequence * most + turn) * step % count] for turn in range(most)]
 
 
-def noted(place: int, args: Arguments, kwargs: Mapping[str, Any]) -> Selection | None:
-    """A call of `topk` as a selection; None for one that takes all, or has nothing to do with any weight."""
+def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
+    """A call of `topk` with its margins; None for one that takes all, or has nothing to do with any weight."""
     asked = _asked(args, kwargs)
     if asked is None or not asked[0].requires_grad:
         return None
     scores, k = asked
     best = scores.topk(k + 1, dim=-1).values
-    return Selection(place, (best[..., k - 1] - best[..., k]).reshape(-1))
+    return TopKCall(index, (best[..., k - 1] - best[..., k]).reshape(-1))
 
 
 def _asked(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
@@ -92,12 +97,12 @@ def _asked(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, in
 class SwapTopKMode(ReferenceMode):
     """The reference, with the k-th and the next of one selection exchanged for some tokens.
 
-    place: which `topk` of the pass. rows: of which tokens, bool, flat.
+    index: which `topk` of the pass. rows: of which tokens, bool, flat.
     """
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device, place: int, rows: torch.Tensor) -> None:
+    def __init__(self, weights: Mapping[int, Weight], device: torch.device, index: int, rows: torch.Tensor) -> None:
         super().__init__(weights, device)
-        self.place = place
+        self.index = index
         self.rows = rows
         self._seen = 0
 
@@ -109,7 +114,7 @@ class SwapTopKMode(ReferenceMode):
             return output
         self._seen += 1
         asked = _asked(args, kwargs or {})
-        if self._seen - 1 != self.place or asked is None:
+        if self._seen - 1 != self.index or asked is None:
             return output
         scores, k = asked
         best = scores.topk(k + 1, dim=-1)
@@ -127,7 +132,7 @@ def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
     return rows & torch.isfinite(margins)
 
 
-def rerouting_drift(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float, float]]:
+def rerouting_drift(samples: Sequence[TopKSample]) -> dict[Key, tuple[float, float]]:
     """By weight and dtype: the drift that tokens sent elsewhere most likely add, summed over the sequences of the samples, and
     its variance: whether a token flips is chance.
     """
@@ -135,18 +140,18 @@ def rerouting_drift(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float
     independent: dict[Key, float] = {}
     costs: dict[int, list[float]] = {}
     for sample in samples:
-        costs.setdefault(sample.place, []).append(sample.cost)
+        costs.setdefault(sample.index, []).append(sample.cost)
         for key, value in sample.squares.items():
             squares[key] = squares.get(key, 0.0) + value
             independent[key] = independent.get(key, 0.0) + sample.independent[key]
-    # How much the errors of one weight reinforce each other is nearly the same in all dtypes: see `scan_scores`.
+    # How much the errors of one weight reinforce each other is nearly the same in all dtypes: see `scores`.
     ratios: dict[str, list[float]] = {}
     for key, value in independent.items():
         if 0 < value < math.inf and math.isfinite(squares[key]):
             ratios.setdefault(key[0], []).append(squares[key] / value)
-    found: dict[Key, tuple[float, float, float]] = {}
+    totals: dict[Key, tuple[float, float, float]] = {}
     for sample in samples:
-        cost = statistics.fmean(costs[sample.place])
+        cost = statistics.fmean(costs[sample.index])
         margins = torch.tensor(sample.margins, dtype=torch.float64).clamp(min=0)
         margins = margins[torch.isfinite(margins)]
         keys = [key for key, value in sample.independent.items() if key[0] in ratios and 0 < value < math.inf]
@@ -158,12 +163,12 @@ def rerouting_drift(samples: Sequence[SelectionSample]) -> dict[Key, tuple[float
         ).clamp(min=1e-300)
         flips = torch.special.erfc(margins / (sigma[:, None] * math.sqrt(2))).sum(1) / 2
         for key, count in zip(keys, flips.tolist(), strict=True):
-            mean, variance, flipped = found.get(key, (0.0, 0.0, 0.0))
-            found[key] = (
+            mean, variance, flipped = totals.get(key, (0.0, 0.0, 0.0))
+            totals[key] = (
                 mean + sample.share * cost * count,
                 variance + sample.share * cost * cost * count,
                 flipped + sample.share * count,
             )
     return {
-        key: (mean if flipped >= math.log(2) else 0.0, variance) for key, (mean, variance, flipped) in found.items()
+        key: (mean if flipped >= math.log(2) else 0.0, variance) for key, (mean, variance, flipped) in totals.items()
     }

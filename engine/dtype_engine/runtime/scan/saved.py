@@ -20,7 +20,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.scan.routing import Key, SelectionSample
+from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
 _VERSION = 2
@@ -79,7 +79,7 @@ class Saved:
 
 
 class _Selections(msgspec.Struct):
-    """A SelectionSample in the file. sums: rows of weight, dtype, squares, independent."""
+    """A TopKSample in the file. sums: rows of weight, dtype, squares, independent."""
 
     place: int
     share: float
@@ -115,7 +115,7 @@ def write(path: Path, saved: Saved) -> None:
             _rows(one.sums, one.independent, one.errors, one.measured),
             [
                 _Selections(
-                    sample.place, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
+                    sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
                 )
                 for sample in one.selections
             ],
@@ -168,7 +168,7 @@ def _column(rows: Sequence[tuple[Any, ...]], number: int) -> dict[Key, float]:
 
 def _scores(sequence: _Sequence) -> SequenceScores:
     samples = [
-        SelectionSample(each.place, each.share, each.margins, each.cost, _column(each.sums, 0), _column(each.sums, 1))
+        TopKSample(each.place, each.share, each.margins, each.cost, _column(each.sums, 0), _column(each.sums, 1))
         for each in sequence.selections
     ]
     sums, independent, errors, measured = (_column(sequence.sums, number) for number in range(4))

@@ -8,10 +8,14 @@ over all uses of the weight, is squared: ½ E[(Σ g·Δ)²] is the KL divergence
 their log-likelihood has the same Fisher information; where p is nearly certain it hangs on the few unlikely ones.) Where the
 output is no distribution, v is drawn from a Gaussian, and E[(Σ g·Δ)²] over the output's energy is the relative squared error.
 
+The method is that of Fisher (Gauss-Newton) sensitivities for mixed precision, as in HAWQ-V2 (Dong et al., 2020), with
+Hutchinson's random signs (1990) carried back as probes; where HAWQ has the mean trace of a layer's Hessian times the squared
+error of its weights, here the error of the operation's output itself is multiplied, so that errors that cancel do.
+
 Sequences go by one at a time; after each there is an estimate with its standard error. Local errors are computed inside the
 backward pass, one operation's at a time, and nothing of them is kept but their products with the gradients. Two things that
-no local error has come on top: tokens that a router sends elsewhere (`selections`), and dtypes that the model's code looks at
-(`narrowed`).
+no local error has come on top: tokens that a router sends elsewhere (`routing`), and dtypes that the model's code reads
+(`single_cast`).
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ def scanned_dtypes(weight: Weight, asked: Sequence[str]) -> tuple[str, ...]:
 class Scan:
     """A scan under way, or finished. `run` goes on from where it is.
 
-    draws: backward passes a sequence, None for `default_draws`. room: bytes for gradients and cast weights; by default a
+    draws: backward passes a sequence, None for `default_draws`. budget: bytes for gradients and cast weights; by default a
     quarter of the memory that was free. save: a file that is written after every sequence, and read at the start.
     """
 
@@ -73,7 +77,7 @@ class Scan:
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
-    room: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
+    budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
     save: Path | None = None
     done: list[SequenceScores] = field(default_factory=list)
     unit: str = ""
@@ -108,8 +112,8 @@ class Scan:
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Let the remaining sequences go by. `on_progress` hears (what, operations done, of how many, None while unknown),
-        `on_estimate` the report after every sequence.
+        """Let the remaining sequences go by. `on_progress("scan", done, total)` counts operations, `on_estimate(report)`
+        has the report after every sequence.
 
         Raises NoForward, KernelError, and Cancelled: what is done is kept, and `run` goes on after it.
         """
@@ -119,7 +123,7 @@ class Scan:
         }
         report: ScanReport | None = None
         pace: float | None = None
-        local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.room // 2)
+        local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.budget // 2)
         with ForwardRunner(self.model, settings, cancelled, watch=False) as passes:
             for index in range(len(self.done), len(self.inputs.batches)):
                 batch = passes.reference_batch(self.inputs.batches[index])
@@ -129,15 +133,15 @@ class Scan:
                     _, seconds = passes.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
                 count = len(self.inputs.batches)
 
-                def measured(done: int, of: int, before: int = index, count: int = count) -> None:
-                    on_progress("scan", before * of + done, of * count)
+                def measured(done: int, total: int, before: int = index, count: int = count) -> None:
+                    on_progress("scan", before * total + done, total * count)
 
                 one = SequenceScan(
                     self.model,
                     self.wanted,
                     costly,
                     self.backward_passes,
-                    self.room,
+                    self.budget,
                     local,
                     self._copies,
                     measured,
@@ -159,7 +163,7 @@ class Scan:
         """The estimate so far."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence has gone by")
-        found = combine_scores(self.done, self.wanted, self.backward_passes, self._free)
+        scores = combine_scores(self.done, self.wanted, self.backward_passes, self._free)
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -174,7 +178,7 @@ class Scan:
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
             weights=tuple(
-                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *found[name, dtype])
+                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *scores[name, dtype])
                 for name, asked in self.wanted.items()
                 for dtype in asked
             ),

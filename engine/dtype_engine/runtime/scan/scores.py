@@ -1,8 +1,10 @@
 """From what every sequence gave to a score and its standard error, by weight and dtype.
 
 A sample (Σ g·Δ)² has a relative standard error of √2, and that is independent from dtype to dtype while its ratio to Σ g²Δ²,
-how much an operation's errors reinforce each other, is nearly the same. So each ratio is moved to the mean of its weight's, as
-far as the spread between dtypes is not more than sampling explains.
+how much an operation's errors reinforce each other, is nearly the same. So each ratio is shrunk to the mean of its weight's, as
+far as the spread between dtypes is not more than sampling explains: an empirical-Bayes (James-Stein) estimator, as in Efron
+and Morris, "Data Analysis Using Stein's Estimator and its Generalizations" (1975), with the share of each ratio's own value
+a / (a + v), where v is the sampling variance and a what the median variance between dtypes has beyond it.
 """
 
 from __future__ import annotations
@@ -13,17 +15,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtype_engine.runtime.scan import routing as selections
-from dtype_engine.runtime.scan.routing import Key, SelectionSample
+from dtype_engine.runtime.scan.routing import Key, TopKSample
 
 Scores = dict[Key, tuple[float, float | None]]
 
 
 @dataclass
 class SequenceScores:
-    """What one sequence gave: its mass (positions, or energy of the output) and, by weight and dtype, the sum over its
-    positions with the standard error of that sum over draws; and the same sum if the errors of an operation's output
-    elements were independent, Σ g²Δ², which varies far less from draw to draw. `selections` is what was found about tokens that
-    are sent elsewhere, `measured` the same sums from passes of their own.
+    """What one sequence gave, by weight and dtype.
+
+    mass: what the sums are divided by: positions, or energy of the output. sums: (Σ g·Δ)² over the sequence's positions, the mean
+    over probes; errors: its standard error. independent: the same sum if the errors of an operation's output elements were
+    independent, Σ g²Δ², which varies far less from probe to probe. selections: samples of `topk` calls. measured: the same sums
+    from passes of their own.
     """
 
     mass: float
@@ -31,36 +35,39 @@ class SequenceScores:
     independent: dict[Key, float] = field(default_factory=dict)
     errors: dict[Key, float] = field(default_factory=dict)
     complete: bool = False
-    selections: list[SelectionSample] = field(default_factory=list)
+    selections: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
 
 
 def combine_scores(
-    done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], draws: int, free: Callable[[str, str], bool]
+    done: Sequence[SequenceScores],
+    wanted: Mapping[str, Sequence[str]],
+    num_probes: int,
+    free: Callable[[str, str], bool],
 ) -> Scores:
     """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
     sums = [sequence.sums for sequence in done]
     masses = [sequence.mass for sequence in done]
-    found: Scores = {
+    scores: Scores = {
         (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, masses, (name, dtype))
         for name, asked in wanted.items()
         for dtype in asked
     }
     if not all(sequence.complete for sequence in done):
-        _shrink_to_mean(found, done, wanted, draws)
+        _shrink_to_mean(scores, done, wanted, num_probes)
     mass = sum(sequence.mass for sequence in done)
     elsewhere = selections.rerouting_drift([sample for sequence in done for sample in sequence.selections])
     for key, (drift, variance) in elsewhere.items():
-        score, error = found.get(key, (0.0, 0.0))
-        if key in found and math.isfinite(score) and mass:
-            found[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
-    for key in set().union(*(sequence.measured for sequence in done)) & found.keys():
+        score, error = scores.get(key, (0.0, 0.0))
+        if key in scores and math.isfinite(score) and mass:
+            scores[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
+    for key in set().union(*(sequence.measured for sequence in done)) & scores.keys():
         those = [sequence for sequence in done if key in sequence.measured]
         score, error = _score(
             those, [sequence.measured for sequence in those], [sequence.mass for sequence in those], key
         )
-        found[key] = score, error if len(those) > 1 else None
-    return found
+        scores[key] = score, error if len(those) > 1 else None
+    return scores
 
 
 def _score(
@@ -80,10 +87,12 @@ def _score(
 
 
 def _shrink_to_mean(
-    found: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], draws: int
+    scores: Scores, done: Sequence[SequenceScores], wanted: Mapping[str, Sequence[str]], num_probes: int
 ) -> None:
-    """Move each weight's ratios towards their mean."""
-    variance = 2.0 / (draws * sum(not sequence.complete for sequence in done))
+    """Shrink each weight's ratios towards their mean, in place. Relative variances: 2 / samples is that of the mean of squares of
+    a Gaussian, which a sum of many products g·Δ nearly is.
+    """
+    variance = 2.0 / (num_probes * sum(not sequence.complete for sequence in done))
     groups: list[dict[Key, float]] = []
     for name, asked in wanted.items():
         ratios = {}
@@ -102,9 +111,9 @@ def _shrink_to_mean(
     for ratios in groups:
         mean = statistics.fmean(ratios.values())
         for key, ratio in ratios.items():
-            score, error = found[key]
+            score, error = scores[key]
             if ratio > 0:
-                found[key] = (
+                scores[key] = (
                     score * (own + (1 - own) * mean / ratio),
                     None if error is None else error * math.sqrt(own + (1 - own) / len(ratios)),
                 )

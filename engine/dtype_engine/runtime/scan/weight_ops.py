@@ -1,7 +1,7 @@
 """The weighted operations of a reference pass: every torch call that takes a weight or a view of one.
 
 A pass under `WeightOpRecorder` computes what the reference does, with a graph: each weighted operation is noted with
-its arguments, and a hook on its output hears the gradient on the way back. It knows neither modules nor architectures.
+its arguments, and a hook on its output gets the gradient on the way back. It knows neither modules nor architectures.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dtype_engine.runtime.modes.dispatch import (
     tensors_in,
 )
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
-from dtype_engine.runtime.scan.routing import Selection, noted
+from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class WeightOrigin:
     """What a tensor is of a weight: the weight itself (`remake` gives it back), or a view or function of it alone."""
 
     weight: str
@@ -40,10 +40,10 @@ class Source:
 
 
 @dataclass(slots=True)
-class Operation:
+class WeightOp:
     """One weighted operation of a pass. `sources` says of which arguments (by id) it takes which weight.
 
-    `gradients` has, per output, those heard so far: flat, one a backward pass, with the number of that pass.
+    `gradients` has, per output, those that came back so far: flat, one a backward pass, with the number of that pass.
     """
 
     func: Any
@@ -51,7 +51,7 @@ class Operation:
     module: str
     args: Arguments
     kwargs: dict[str, Any]
-    sources: dict[int, Source]
+    sources: dict[int, WeightOrigin]
     outputs: list[torch.Tensor]
     versions: list[int] = field(default_factory=list)
     gradients: list[list[tuple[int, torch.Tensor]]] = field(default_factory=list)
@@ -79,8 +79,8 @@ class WeightOpRecorder(ReferenceMode):
 
     `selections` has every choice of the best of some scores, `dtype_read` the weights whose output's dtype was asked for.
 
-    wanted: names of the weights to note operations of. copies: places (in the order of the pass) of operations whose
-    tensors are written to later: they get copies. heard: is called for every gradient.
+    wanted: names of the weights to note operations of. copies: indexes (in the order of the pass) of operations whose
+    tensors are written to later: they get copies. on_gradient(operation, index of its output, gradient) is called on the way back.
     """
 
     def __init__(
@@ -88,27 +88,27 @@ class WeightOpRecorder(ReferenceMode):
         weights: Mapping[int, Weight],
         device: torch.device,
         wanted: frozenset[str],
-        heard: Callable[[Operation, int, torch.Tensor], None],
+        on_gradient: Callable[[WeightOp, int, torch.Tensor], None],
         copies: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(weights, device)
-        self.operations: list[Operation] = []
+        self.operations: list[WeightOp] = []
         self.wanted = wanted
-        self.heard = heard
+        self.on_gradient = on_gradient
         self.copies = copies
-        self.selections: list[Selection] = []
+        self.selections: list[TopKCall] = []
         self.dtype_read: list[str] = []
-        self._made: dict[int, tuple[torch.Tensor, Source]] = {}
-        self._given: dict[int, tuple[torch.Tensor, Operation]] = {}
+        self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
+        self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
         self._selected = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
 
     @property
     def overwritten(self) -> frozenset[int]:
-        """Places of the operations whose tensors were written to since."""
-        return frozenset(place for place, operation in enumerate(self.operations) if operation.overwritten)
+        """Indexes of the operations whose tensors were written to since."""
+        return frozenset(index for index, operation in enumerate(self.operations) if operation.overwritten)
 
-    def passed(self) -> None:
+    def release(self) -> None:
         """The pass is over: let go of what is only looked up during it."""
         self._given.clear()
         self._made.clear()
@@ -139,7 +139,7 @@ class WeightOpRecorder(ReferenceMode):
                 given, named = promote_floats(name, floats, given, named)
         if not sources:
             if name == "topk":
-                selection = noted(self._selected, given, named)
+                selection = record_topk(self._selected, given, named)
                 self.selections += [selection] if selection is not None else []
                 self._selected += 1
             return call_torch(func, name, given, named, self)
@@ -158,16 +158,19 @@ class WeightOpRecorder(ReferenceMode):
             parent = source.remake
             weight = self._weight(args[0])
             made = func(self.value_of(weight) if weight is not None else args[0], *args[1:])
-            self._made[id(made)] = made, Source(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
+            self._made[id(made)] = (
+                made,
+                WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False),
+            )
             return made
         return func(*args)
 
-    def _source(self, tensor: object) -> Source | None:
+    def _source(self, tensor: object) -> WeightOrigin | None:
         known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
         weight = self._weight(tensor)
-        return None if weight is None else Source(weight.info.name, _same, True)
+        return None if weight is None else WeightOrigin(weight.info.name, _same, True)
 
     def _weighted(
         self,
@@ -177,9 +180,9 @@ class WeightOpRecorder(ReferenceMode):
         kwargs: dict[str, Any],
         given: Arguments,
         named: dict[str, Any],
-        sources: dict[int, Source],
+        sources: dict[int, WeightOrigin],
     ) -> Any:
-        place = len(self.operations)
+        number = len(self.operations)
         in_place = is_in_place(name) and isinstance(args[0], torch.Tensor)
         written = id(args[0]) if in_place else None
         if in_place and written not in sources:
@@ -204,11 +207,11 @@ class WeightOpRecorder(ReferenceMode):
         output = _swapped(output, new)
         tapped = [new.get(id(tensor), tensor) for tensor in floats]
         keep: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor.detach
-        if place in self.copies:
+        if number in self.copies:
             keep = _copied
         activations = {id(tensor): keep(tensor) for tensor in tensors_in(args, kwargs) if id(tensor) not in sources}
         held, held_named = replace_tensors(args, kwargs, activations)
-        operation = Operation(
+        operation = WeightOp(
             func, name, self.module, held, held_named, sources, [keep(tensor) for tensor in tapped],
             gradients=[[] for _ in tapped],
         )  # fmt: skip
@@ -217,11 +220,11 @@ class WeightOpRecorder(ReferenceMode):
         for index, tensor in enumerate(tapped):
             self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
-                tensor.register_hook(_hook(self.heard, operation, index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(_hook(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
         return output
 
     def _of_one_weight(
-        self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, Source]
+        self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
         """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
         alone = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
@@ -229,25 +232,25 @@ class WeightOpRecorder(ReferenceMode):
         return alone and one and bool(found) and not any(tensor.requires_grad for tensor in found)
 
     def _note_made(
-        self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, Source]
+        self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, WeightOrigin]
     ) -> None:
         weight = next(iter(sources.values())).weight
 
-        def remade(tensor: torch.Tensor, place: int | None) -> torch.Tensor:
+        def remade(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
             with_parents, named = replace_tensors(args, kwargs, parents)
             made = func(*with_parents, **named)
-            result = made if place is None else made[place]
+            result = made if index is None else made[index]
             assert isinstance(result, torch.Tensor)
             return result
 
         parts = [(None, output)] if isinstance(output, torch.Tensor) else list(enumerate(output))
-        for place, part in parts:
+        for index, part in parts:
 
-            def remake(tensor: torch.Tensor, place: int | None = place) -> torch.Tensor:
-                return remade(tensor, place)
+            def remake(tensor: torch.Tensor, index: int | None = index) -> torch.Tensor:
+                return remade(tensor, index)
 
-            self._made[id(part)] = part, Source(weight, remake, False)
+            self._made[id(part)] = part, WeightOrigin(weight, remake, False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -259,10 +262,10 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _hook(
-    heard: Callable[[Operation, int, torch.Tensor], None], operation: Operation, index: int
+    on_gradient: Callable[[WeightOp, int, torch.Tensor], None], operation: WeightOp, index: int
 ) -> Callable[[torch.Tensor], None]:
     def hook(gradient: torch.Tensor) -> None:
-        heard(operation, index, gradient)
+        on_gradient(operation, index, gradient)
 
     return hook
 

@@ -14,7 +14,8 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.runtime.passes.runner import main_output
-from dtype_engine.runtime.scan.routing import SelectionSample, SwapTopKMode, rerouting_drift
+from dtype_engine.runtime.scan.routing import SwapTopKMode, TopKSample, rerouting_drift
+from dtype_engine.runtime.scan.scan import Scan
 from dtype_engine.runtime.scan.single_cast import SingleWeightCastMode
 
 
@@ -25,7 +26,7 @@ def test_flips_expected_are_those_of_random_errors() -> None:
     sigma = 0.03
     power = 400 * sigma**2
     key = ("w", "int8")
-    sample = SelectionSample(0, 2.0, margins, 0.5, {key: power * 4}, {key: power * 4})
+    sample = TopKSample(0, 2.0, margins, 0.5, {key: power * 4}, {key: power * 4})
     times = 2000
     flips = sum(chooser.gauss(0, 2 * sigma) > margin for margin in margins for _ in range(times)) / times
     (drift, variance) = rerouting_drift([sample])[key]
@@ -35,7 +36,7 @@ def test_flips_expected_are_those_of_random_errors() -> None:
 
 def test_where_most_likely_none_flips_none_is_counted_but_may() -> None:
     key = ("w", "int8")
-    sample = SelectionSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
+    sample = TopKSample(0, 1.0, [0.1, math.inf], 0.5, {key: 0.01}, {key: 0.01})
     drift, variance = rerouting_drift([sample])[key]
     assert drift == 0.0
     assert variance > 0.0
@@ -59,10 +60,11 @@ def test_a_routers_own_error_is_that_of_the_tokens_it_sends_elsewhere() -> None:
     torch.manual_seed(0)
     session = de.open(Routed(), inputs=[torch.randn(1, 400, 8) for _ in range(6)])
     kinds = ["float8_e4m3fn", "float8_e5m2", "int8"]
-    scan, exact = session.scan(kinds).scores(), session.scan(kinds, exact=True).scores()
+    estimate = Scan(session.model, session.inputs, tuple(kinds))
+    scan, exact = estimate.run().scores(), session.scan(kinds, exact=True).scores()
     for kind in kinds:
         assert 0.6 < scan["router.weight", kind] / exact["router.weight", kind] < 1.6
-        smooth = sum(one.sums["router.weight", kind] for one in session._scan.done) / (6 * 400)
+        smooth = sum(one.sums["router.weight", kind] for one in estimate.done) / (6 * 400)
         assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
 
 
@@ -118,8 +120,9 @@ def test_with_sequences_enough_they_take_turns() -> None:
     ids = torch.randint(3, 64, (8, 1, 32), generator=torch.Generator().manual_seed(0))
     session = de.open(module, inputs=[{"input_ids": each} for each in ids])
     kinds = ["bfloat16", "float16"]
-    scan, exact = session.scan(kinds, draws=4).scores(), session.scan(kinds, exact=True).scores()
-    assert [len(one.measured) for one in session._scan.done] == [1, 1, 0, 1, 1, 0, 1, 1]
+    estimate = Scan(session.model, session.inputs, tuple(kinds), draws=4)
+    scan, exact = estimate.run().scores(), session.scan(kinds, exact=True).scores()
+    assert [len(one.measured) for one in estimate.done] == [1, 1, 0, 1, 1, 0, 1, 1]
     for kind in kinds:
         weight = "model.embed_tokens.weight"
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)

@@ -21,7 +21,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
 from dtype_engine.runtime.scan import saved
-from dtype_engine.runtime.scan.routing import SelectionSample
+from dtype_engine.runtime.scan.routing import TopKSample
 from dtype_engine.runtime.scan.scan import Scan
 from dtype_engine.runtime.scan.scores import SequenceScores
 
@@ -166,10 +166,9 @@ def test_what_is_as_wide_as_the_reference_costs_nothing_and_its_own_narrow_dtype
 
 def test_the_recipe_in_force_plays_no_part_and_stays() -> None:
     session = opened("llama")
-    before = session.scan(["int8"], draws=4).scores()
+    before = Scan(session.model, session.inputs, ("int8",), draws=4).run().scores()
     session.cast("*", "float8_e4m3fn")
-    session._scan = None
-    assert session.scan(["int8"], draws=4).scores() == before
+    assert Scan(session.model, session.inputs, ("int8",), draws=4).run().scores() == before
     session.scan(["int8"], exact=True)
     assert {weight.dtype for weight in session.model.weights.values() if weight.info.persistent} == {"float8_e4m3fn"}
 
@@ -306,7 +305,7 @@ def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_the_sa
             independent={first: 1.25e-4},
             errors={first: 3e-5},
             complete=True,
-            selections=[SelectionSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
+            selections=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
             measured={second: 7.5},
         ),
         SequenceScores(3.0, {first: 0.0}),
