@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 LOWEST_PYTHON ?= 3.11
-QUICK := tests/tui tests/engine/test_imports.py \
+QUICK := tests/test_layout.py tests/tui tests/engine/test_imports.py \
 	$(addprefix tests/engine/,core checkpoint recipe search reports)
 
 .PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys benchmarks screenshots clean

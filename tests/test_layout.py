@@ -1,0 +1,69 @@
+"""What the READMEs promise of the files themselves: short, and described as they are."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from tests.helpers.paths import ROOT
+
+MOST_LINES = 400
+STILL_LONG = {
+    "engine/dtype_engine/runtime/passes/runner.py", "engine/dtype_engine/worker/worker.py", "tui/dtype_tui/main_screen.py",
+    "tui/dtype_tui/state/controller.py",
+}  # fmt: skip
+"""Files that are yet to be split. No other is added."""
+PACKAGES = (ROOT / "engine" / "dtype_engine", ROOT / "tui" / "dtype_tui")
+FILES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
+PAGES = [
+    *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "engine" / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md"),
+]  # fmt: skip
+
+
+def test_no_product_file_is_long() -> None:
+    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in FILES}
+    assert len(lengths) > 150
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES and name not in STILL_LONG} == {}
+
+
+def test_imports_are_absolute() -> None:
+    relative = [
+        str(file.relative_to(ROOT))
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.level
+    ]
+    assert relative == []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_the_readme_names_every_entry_of_its_package(package: Path) -> None:
+    entries = {
+        entry.name
+        for entry in package.iterdir()
+        if entry.is_file() or any(file.suffix != ".pyc" for file in entry.rglob("*.*"))
+    }
+    drawn = re.search(rf"```\n{package.name}/\n(.*?)```", (package.parent / "README.md").read_text(), re.DOTALL)
+    assert drawn
+    assert set(re.findall(r"^[├└]── ([\w.]+)", drawn[1], re.MULTILINE)) == entries
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page: Path) -> None:
+    """Its links to files, and the tests that it names as `FILE::TEST` (`::TEST` is one of the file before)."""
+    text = page.read_text()
+    for link in re.findall(r"\]\((?!https?:)([^)#]+)[^)]*\)", text):
+        assert (page.parent / link).exists(), link
+    for path in re.findall(r"`([\w./]+/[\w.]+\.py)`", text):
+        assert any((root / path).exists() for root in (ROOT, ROOT / "tests", ROOT / "tests" / "engine", *PACKAGES)), (
+            path
+        )
+    file = None
+    for path, test in re.findall(r"`([\w./]*)::(\w+)`", text):
+        if path:
+            file = ROOT / (path if path.startswith("tests/") else f"tests/engine/{path}")
+        assert file is not None
+        assert file.exists(), path
+        assert re.search(rf"^(async )?def {test}\(", file.read_text(), re.MULTILINE), f"{path}::{test}"
