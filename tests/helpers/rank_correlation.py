@@ -6,7 +6,7 @@ import statistics
 
 from scipy.stats import spearmanr
 
-from dtype_engine.results.drift import ScanReport
+from dtype_engine.results.scan import ScanReport
 
 FLOOR = 1e-12
 """Under this, a drift in nats is float32's own rounding in the measurement, not the cast's."""

@@ -13,7 +13,8 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, MemoryStats, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
@@ -130,8 +131,10 @@ def report(
     settings: str = "defaults",
 ) -> DriftReport:
     output = OutputDrift(
-        100, mean_abs, 0.5, 0.01, 40.0, 0.999, 0, 973, 2.5e-4, 1e-5, 2e-4, 9e-4, 1.5e-3, 2e-3, 3e-3, 0.98, 0.004
-    )
+        elements=100, mean_abs=mean_abs, max_abs=0.5, rel_l2=0.01, sqnr_db=40.0, cosine=0.999, nonfinite=0,
+        positions=973, kl_mean=2.5e-4, kl_mean_se=1e-5, kl_median=2e-4, kl_p95=9e-4, kl_p99=1.5e-3, kl_p999=2e-3, kl_max=3e-3,
+        top1_agreement=0.98, top1_agreement_se=0.004,
+    )  # fmt: skip
     rules = tuple(map(str, recipe.rules))
     return DriftReport(
         "demo",

@@ -11,22 +11,12 @@ from textual.widgets import Input
 
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Cause, Floor
-from dtype_engine.results.drift import (
-    NATS,
-    ExponentHistogram,
-    Generation,
-    ImplicitCastStats,
-    MemoryStats,
-    ModuleDrift,
-    ScanReport,
-    SpeedReport,
-    SpeedRow,
-    WeightError,
-    WeightScore,
-    WeightStats,
-    Written,
-)
+from dtype_engine.results.drift import NATS, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
+from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
+from dtype_engine.results.scan import ScanReport, WeightScore
+from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_tui.app import DtypeApp

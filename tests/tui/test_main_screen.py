@@ -13,18 +13,10 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.results.drift import (
-    ExponentHistogram,
-    Generation,
-    ImplicitCastStats,
-    MemoryStats,
-    ModuleDrift,
-    SpeedReport,
-    SpeedRow,
-    WeightError,
-    WeightStats,
-    Written,
-)
+from dtype_engine.results.drift import ImplicitCastStats, ModuleDrift
+from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
+from dtype_engine.results.weights import ExponentHistogram, WeightError, WeightStats
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import DIGITS, KEYS

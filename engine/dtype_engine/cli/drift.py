@@ -14,9 +14,11 @@ from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import note, print_json, say, say_progress
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
-from dtype_engine.results.drift import DriftReport, Generation, as_json
+from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import LossRemedy, severe
+from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.reports.text_losses import loss_lines
-from dtype_engine.results.drift import as_json
+from dtype_engine.results.as_json import as_json
 from dtype_engine.results.export import ExportReport, VerifyReport
 
 NO = 1

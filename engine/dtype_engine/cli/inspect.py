@@ -8,7 +8,7 @@ from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.recipe import make_plan, require_matches
-from dtype_engine.results.drift import as_json
+from dtype_engine.results.as_json import as_json
 
 
 @click.command(cls=ModelCommand, runs=False)

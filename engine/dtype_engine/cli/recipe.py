@@ -15,7 +15,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import make_plan, require_matches
-from dtype_engine.results.drift import as_json
+from dtype_engine.results.as_json import as_json
 
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleReading

@@ -12,7 +12,7 @@ from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.reports.text_losses import loss_notice
-from dtype_engine.results.drift import as_json
+from dtype_engine.results.as_json import as_json
 from dtype_engine.results.losses import ValueLoss
 
 

@@ -13,7 +13,8 @@ from dtype_engine.cli.program import note, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.results.drift import ScanReport, as_json
+from dtype_engine.results.as_json import as_json
+from dtype_engine.results.scan import ScanReport
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 
 if TYPE_CHECKING:

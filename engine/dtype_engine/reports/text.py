@@ -13,15 +13,9 @@ from dtype_engine.core.units import decibels, human_bytes, human_count, percent,
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals, Tree
     from dtype_engine.recipe import Plan
-    from dtype_engine.results.drift import (
-        DriftReport,
-        Generation,
-        ImplicitCastStats,
-        SkippedTensor,
-        SpeedReport,
-        SpeedRow,
-        WeightError,
-    )
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats
+    from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow
+    from dtype_engine.results.weights import SkippedTensor, WeightError
 
 
 def parameters_text(totals: Totals) -> str:

@@ -10,7 +10,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, seconds_text, with_error
 from dtype_engine.reports.text_losses import loss_lines
-from dtype_engine.results.drift import FrontPoint, ScanReport, SearchReport, WeightScore
+from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport, WeightScore
 
 
 def scan_text(report: ScanReport, rows: int = 20) -> str:

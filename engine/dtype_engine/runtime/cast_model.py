@@ -15,9 +15,9 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
-from dtype_engine.results.drift import MemoryStats
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.process_memory import process_memory
 

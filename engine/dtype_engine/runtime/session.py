@@ -16,18 +16,11 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
-from dtype_engine.results.drift import (
-    DriftReport,
-    Generation,
-    ImplicitCastStats,
-    Prediction,
-    ScanReport,
-    SearchReport,
-    Seconds,
-    SpeedReport,
-)
+from dtype_engine.results.drift import DriftReport, ImplicitCastStats, Seconds
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import LossRemedy, ValueLoss
+from dtype_engine.results.runs import Generation, SpeedReport
+from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime import process_memory as memory
 from dtype_engine.runtime.cast_model import CastModel, reading_weights
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, reading

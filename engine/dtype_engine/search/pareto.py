@@ -18,7 +18,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import explain_no_match, select, tensor_bytes
-from dtype_engine.results.drift import FrontPoint
+from dtype_engine.results.scan import FrontPoint
 
 _MOST_STATES = 20_000
 

@@ -14,7 +14,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree, ancestors, is_number
 from dtype_engine.recipe import Plan
-from dtype_engine.results.drift import OutputDrift, Prediction, ScanReport, WeightScore
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
 
 
 def is_lossless(stored: str, dtype: str) -> bool:

@@ -13,18 +13,13 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
     from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import (
-        DriftReport,
-        Generation,
-        ImplicitCastStats,
-        MemoryStats,
-        ModuleDrift,
-        ScanReport,
-        SpeedReport,
-        WeightStats,
-    )
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_engine.results.memory import MemoryStats
+    from dtype_engine.results.runs import Generation, SpeedReport
+    from dtype_engine.results.scan import ScanReport
+    from dtype_engine.results.weights import WeightStats
     from dtype_engine.worker.queue import JobName
     from dtype_engine.worker.save_requests import ExportPlan
 

@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.core.tree import Tree
     from dtype_engine.results.attribution import Floor
-    from dtype_engine.results.drift import DriftReport, ModuleDrift, ScanReport
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.session import Session
     from dtype_engine.worker.writer import Workshop
 

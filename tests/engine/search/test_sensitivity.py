@@ -9,7 +9,8 @@ import pytest
 from dtype_engine import UserError
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
-from dtype_engine.results.drift import NATS, ScanReport, WeightScore
+from dtype_engine.results.drift import NATS
+from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.search.constraints import Limits
 from dtype_engine.search.sensitivity import aggregate_by_node, layer_map, predict, ranking
 

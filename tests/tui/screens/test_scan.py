@@ -15,7 +15,8 @@ from textual.widgets import DataTable, Input, Static
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
-from dtype_engine.results.drift import NATS, ScanReport, WeightScore
+from dtype_engine.results.drift import NATS
+from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.worker import events
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp

@@ -10,7 +10,7 @@ from rich.text import Text
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.reports.text import parting
-from dtype_engine.results.drift import Generation, Written
+from dtype_engine.results.runs import Generation, Written
 from dtype_tui.screens.overlay import Overlay
 
 

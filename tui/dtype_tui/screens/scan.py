@@ -16,7 +16,7 @@ from textual.widgets import DataTable, Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import with_error
-from dtype_engine.results.drift import WeightScore
+from dtype_engine.results.scan import WeightScore
 from dtype_engine.search.sensitivity import layer_map, ranking
 from dtype_tui.rendering.cells import colour, short_bytes, truncate
 from dtype_tui.screens.modal import ModalScreen

@@ -6,7 +6,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core.units import seconds_text
-from dtype_engine.results.drift import SpeedReport
+from dtype_engine.results.runs import SpeedReport
 from dtype_tui.screens.overlay import Overlay
 
 

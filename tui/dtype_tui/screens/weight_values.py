@@ -10,7 +10,7 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_count, share_text
-from dtype_engine.results.drift import WeightStats
+from dtype_engine.results.weights import WeightStats
 from dtype_tui.rendering.cells import bar
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment

@@ -15,7 +15,8 @@ from dtype_tui.rendering.cells import bar
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Plan, Recipe
-    from dtype_engine.results.drift import DriftReport, Prediction, ScanReport
+    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.results.scan import Prediction, ScanReport
     from dtype_engine.search.constraints import Limits
     from dtype_engine.search.pareto import Front
 

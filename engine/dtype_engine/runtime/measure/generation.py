@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import Cancelled, NoForward
-from dtype_engine.results.drift import Generation, Written
+from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner

@@ -11,7 +11,7 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.drift import SpeedRow
+from dtype_engine.results.runs import SpeedRow
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner

@@ -13,7 +13,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.results.drift import SkippedTensor, WeightError, WeightStats
+from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mapped_tensors import read_tensor
 from dtype_engine.runtime.numerics.round_trip import exponents, round_trip

@@ -15,7 +15,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.results.drift import ExponentHistogram, WeightError
+from dtype_engine.results.weights import ExponentHistogram, WeightError
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 from dtype_engine.runtime.numerics.quantize import (
     Workspace,

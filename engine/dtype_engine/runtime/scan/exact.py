@@ -7,7 +7,8 @@ import time
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.drift import ScanReport, WeightScore, unit_for
+from dtype_engine.results.drift import unit_for
+from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel

@@ -33,7 +33,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.drift import ScanReport, WeightScore
+from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.numerics.quantize import torch_dtype

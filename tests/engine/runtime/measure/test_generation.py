@@ -12,7 +12,7 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward
-from dtype_engine.results.drift import Generation, Written
+from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.measure.generation import pieces
 
 

@@ -9,7 +9,7 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.results.drift import ScanReport
+from dtype_engine.results.scan import ScanReport
 
 
 def session() -> Any:

@@ -19,7 +19,8 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import CancelToken
-from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED, ScanReport
+from dtype_engine.results.drift import NATS, NATS_PER_EXAMPLE, SQUARED
+from dtype_engine.results.scan import ScanReport
 from dtype_engine.runtime.scan import saved
 from dtype_engine.runtime.scan.routing import TopKSample
 from dtype_engine.runtime.scan.scan import Scan

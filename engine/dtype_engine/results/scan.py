@@ -1,0 +1,86 @@
+"""What scans and searches give: scores of weights, predicted drift, a Pareto front. Bytes are planned ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dtype_engine.results.losses import ValueLoss
+
+
+@dataclass(frozen=True, slots=True)
+class WeightScore:
+    """What one weight in one dtype, everything else as in the reference, adds to the drift.
+
+    `bytes` are those of the weight in that dtype, scales included. `score` is in the report's unit, infinity where the
+    output is not finite; `error` is its standard error, over sequences (over draws while there is but one).
+    """
+
+    name: str
+    dtype: str
+    bytes: int
+    score: float
+    error: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ScanReport:
+    """How much every castable weight matters, in every dtype asked for.
+
+    unit: `NATS` (or `NATS_PER_EXAMPLE`) where the output is a distribution, else `SQUARED`: of the main output, the square
+    of relative L2. exact: each was measured alone, else estimated from `draws` backward passes a sequence. `sequences` of
+    `all_sequences` have gone by. A weight that stays at least as wide as the reference costs nothing.
+    """
+
+    model: str
+    device: str
+    reference: str
+    inputs: str
+    unit: str
+    exact: bool
+    draws: int
+    sequences: int
+    all_sequences: int
+    dtypes: tuple[str, ...]
+    forward_seconds: float
+    scan_seconds: float
+    weights: tuple[WeightScore, ...]
+    notices: tuple[str, ...] = ()
+
+    def scores(self) -> dict[tuple[str, str], float]:
+        """Scores by (weight, dtype)."""
+        return {(weight.name, weight.dtype): weight.score for weight in self.weights}
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """The drift that a scan predicts for a recipe: the sum of its weights' own scores. Errors need not add up."""
+
+    value: float
+    unit: str
+    planned_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class FrontPoint:
+    """A point of the Pareto front: planned bytes, and predicted drift."""
+
+    bytes: int
+    predicted: float
+
+
+@dataclass(frozen=True, slots=True)
+class SearchReport:
+    """The recipe that was found, as rules, with its planned bytes and predicted drift, and the whole Pareto front; `lost`: the
+    weights whose cast by it loses values.
+    """
+
+    model: str
+    unit: str
+    rules: tuple[str, ...]
+    stored_bytes: int
+    planned_bytes: int
+    predicted: float
+    front: tuple[FrontPoint, ...]
+    measured: float | None = None
+    notices: tuple[str, ...] = ()
+    lost: tuple[ValueLoss, ...] = ()
