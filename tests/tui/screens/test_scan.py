@@ -219,7 +219,7 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         await pilot.press("enter")
         assert engine(app).recipes[-1] == view.recipe == app.controller.experiment.recipe
         await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
-        view._look()
+        view._refresh()
         await pilot.pause()
         text = screen(app)
         assert "measured 2.5e-04" in text

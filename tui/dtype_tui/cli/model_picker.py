@@ -1,4 +1,4 @@
-"""What is offered when no model was named: those here, in the Hugging Face cache, opened lately, and the demo."""
+"""The screen that offers models when none was named: local ones, those in the Hugging Face cache, recent ones, the demo."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_RECENT = 5
 
 @dataclass(frozen=True)
 class Offer:
-    """One line: what to open, and where it comes from."""
+    """A model that can be opened, and where it comes from."""
 
     model: str
     origin: str
@@ -38,7 +38,7 @@ DEMO = Offer("demo", "built in, 708 k parameters")
 
 
 class ModelPicker(BaseApp[str]):
-    """Choose a model, or type what the command line takes. Returns it; None when left."""
+    """Choose a model, or type what the command line takes. `run` returns it, or None when left."""
 
     TITLE = "dtype-tui"
     CSS = """
@@ -57,7 +57,7 @@ class ModelPicker(BaseApp[str]):
     ]
 
     def __init__(self, offers: Sequence[Offer], check: Callable[[str], object], config: Config | None = None) -> None:
-        """check: raises UserError for a model that can't be found."""
+        """`check` raises UserError for a model that can't be found."""
         super().__init__(config or Config())
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check

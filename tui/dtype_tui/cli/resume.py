@@ -33,7 +33,7 @@ def saved_session(model: str | None) -> SavedSession:
     """What `--resume` takes up: the newest session, or that of the model given. Raises UserError, also for a session that
     names Python code and that someone else could have written: the user has to name the code then.
 
-    A module of Python that was found in the folder where the program was started is found again from any other.
+    The folder that the session was started in joins `sys.path`, so that a Python module that was found there is found again.
     """
     saved = newest_session(model, any_model=model is None)
     if not is_python(saved.model):

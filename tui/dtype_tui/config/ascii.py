@@ -1,6 +1,6 @@
 """For terminals and fonts without Unicode: every character that is drawn becomes one ASCII character of the same width.
 
-It stands after all drawing, so no widget needs to know of it, and what is not in the table shows as `?`.
+The filter runs after all drawing, so no widget needs to know of it. What is not in the table shows as `?`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def wants_ascii(setting: str) -> bool:
     """Whether to draw in ASCII: `always`, `never`, or `auto`: where the locale's encoding is not UTF-8."""
     if setting != "auto":
         return setting == "always"
-    spoken = next((os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "")
-    if spoken:
-        return "utf-8" not in spoken.lower() and "utf8" not in spoken.lower()
+    locale_name = next((os.environ[name] for name in ("LC_ALL", "LC_CTYPE", "LANG") if os.environ.get(name)), "")
+    if locale_name:
+        return "utf-8" not in locale_name.lower() and "utf8" not in locale_name.lower()
     return locale.getpreferredencoding(False).lower().replace("-", "") != "utf8"
 
 

@@ -25,7 +25,7 @@ def name_of(action: str) -> str:
 
 
 def described(bindings: Iterable[BindingType], chosen: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    """(keys, what they do) of every binding; `chosen` has the keys of those that the user has put elsewhere, by id."""
+    """(keys, description) of every binding; `chosen` has the keys that the user has configured, by binding id."""
     for binding in bindings:
         if isinstance(binding, Binding):
             yield ", ".join(map(on_keyboard, keys_of(binding, chosen).split(","))), binding.description

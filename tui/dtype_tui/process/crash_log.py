@@ -1,4 +1,4 @@
-"""What is left of an error that nobody foresaw, where it can't be made to happen again: a file with its traceback."""
+"""A file with the traceback of an unexpected error, which can't always be made to happen again."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ import sys
 def exit_at_once(status: str | int | None) -> None:
     """Exit without tearing the interpreter down, where torch was imported.
 
-    That end aborts where a thread of torch's or one that held tensors is not quite gone, even where it has run its last line of
-    Python. The terminal is restored and the session kept by now.
+    Teardown aborts where a thread of torch's, or one that held tensors, is not quite gone, even where it has run its last line of
+    Python. The terminal is restored and the session saved by now.
 
-    status: what `sys.exit` was called with; a text is an error message, as it is there.
+    `status` is what `sys.exit` was called with; a text is an error message, as there.
     """
     if "torch" not in sys.modules or isinstance(status, str):
         sys.exit(status)

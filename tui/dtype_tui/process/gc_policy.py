@@ -1,7 +1,7 @@
 """When the garbage collector runs.
 
-Garbage is not looked for while something is loaded: what the imports and the model make is there to stay, and every pass over
-it would take a fifth of the way to the first paint, and later hold up a key for a quarter of a second.
+The cyclic collector is off during imports and model loading: what they allocate is long-lived, and a collection takes a fifth of
+the time to the first paint, or stalls a key for 250 ms.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import gc
 
 
 def pause_gc() -> None:
-    """Look for no garbage until `resume_gc`: something is loaded now."""
+    """Stop collecting until `resume_gc`."""
     gc.disable()
 
 
 def resume_gc() -> None:
-    """Look for garbage from now on, but never among what is there already."""
+    """Collect again, but never what is allocated by now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()

@@ -1,4 +1,4 @@
-"""Pieces of text for the screen: badges, bars, units. Colour never says anything that the text does not."""
+"""Pieces of text for the screen: dtypes, bars, units. Colour never carries what the text does not."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def name_cell(text: str, width: int) -> str:
 
 
 def truncate(text: str, width: int) -> str:
-    """Cut to `width` cells, with an ellipsis where something was cut. For text whose characters are one cell each."""
+    """Text of at most `width` cells, with an ellipsis where it was cut. For text whose characters are one cell each."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…" if width > 0 else ""
 
 

@@ -1,4 +1,4 @@
-"""Sentences of the engine, in the words of the app: options of the command line become the keys that do the same."""
+"""The engine's sentences for the app: an option of the command line becomes the key that does the same."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _IN_THE_APP = (
 
 
 def in_the_app(sentence: str) -> str:
-    """The same sentence for somebody who has keys, not options."""
+    """A sentence of the engine with keys in place of options."""
     for option, key in _IN_THE_APP:
         sentence = sentence.replace(option, key)
     return sentence
 
 
 def heard_in_the_app(event: Event) -> Event:
-    """An event with its sentences so."""
+    """An event with keys in place of options in its sentences."""
     event_of_any_kind: Any = event
     fields = {
         name: in_the_app(value)

@@ -19,11 +19,11 @@ WORDS: dict[str, tuple[str, str]] = {
     "losses": ("looking for values that are lost", "m looks again"),
     "floor": ("the reference against itself", "the drift stands"),
 }
-"""Of every `jobs.JobName`: what is done, and what a user who stopped it should know."""
+"""By job: what is done, and what a user who stopped it should know."""
 
 
 def queue_words(running: str, waiting: Iterable[str]) -> str:
-    """`scan, writing`: what waits, in its order; what is under way and will begin anew is not named twice."""
+    """`scan, writing`: the jobs that wait, in order. A measurement that runs and will start again is not named twice."""
     return ", ".join(WORDS[name][0] for name in waiting if not (name == running == "measure"))
 
 

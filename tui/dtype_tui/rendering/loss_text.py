@@ -1,4 +1,4 @@
-"""What the screen says of values that casts lose: in the pane, the tree and the status line."""
+"""Values that casts lose, as text: for the pane, the tree and the status line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the plots have in common: the terminal's own colours only, and marks that differ without colour."""
+"""The base of all plots: the terminal's own colours only, and marks that differ without colour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from textual_plotext import PlotextPlot
 
 
 class Plot(PlotextPlot):
-    """A plot in the terminal's own foreground: whatever it means is said by its marks."""
+    """A plot in the terminal's own foreground; its marks carry the meaning."""
 
     def __init__(self) -> None:
         super().__init__()

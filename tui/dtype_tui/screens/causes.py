@@ -1,4 +1,4 @@
-"""Drift over depth, and the modules that it arises in."""
+"""Drift over depth, and which modules cause it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
-_LOOK_EVERY_S = 0.2
+_REFRESH_S = 0.2
 _TICKS = 8
 
 
 class CausesScreen(ModalScreen[None]):
     """A plot of every module's SQNR in the order of the pass, as measured and by its own error alone, over a table of causes.
 
-    `activity`: what the engine does ("" while nothing), and how much of it is done. `waits`: whether a job was asked for and has
-    not begun.
-    `stop`: stop telling causes, and nothing else.
+    `activity` gives what the engine does ("" for nothing) and the share of it that is done, from 0 to 1; `waits` whether the
+    engine has a job in its queue; `stop` stops the measurement of causes and nothing else.
     """
 
     DEFAULT_CSS = """
@@ -82,11 +81,11 @@ class CausesScreen(ModalScreen[None]):
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
         self._plot()
-        self._look()
-        self.set_interval(_LOOK_EVERY_S, self._look)
+        self._refresh_causes()
+        self.set_interval(_REFRESH_S, self._refresh_causes)
 
-    def _look(self) -> None:
-        """Show the causes as soon as they are told, and until then how far that is."""
+    def _refresh_causes(self) -> None:
+        """Show the causes once they are measured, and until then the progress."""
         report = self._experiment.causes
         if report is None:
             what, share = self._activity()
@@ -131,7 +130,7 @@ class CausesScreen(ModalScreen[None]):
         plot.refresh()
 
     def _modules_with_weights(self) -> list[str]:
-        """Modules that were measured and have tensors of their own, in the order of the pass."""
+        """Names of the measured modules that have tensors of their own, in the order of the pass."""
         modules = self._experiment.tree.modules
         return [name for name in self._experiment.modules if name in modules and modules[name].tensors]
 
@@ -146,10 +145,10 @@ class CausesScreen(ModalScreen[None]):
                 self.refused(why)
 
     def refused(self, why: str) -> None:
-        """The causes can't be told."""
+        """Show why the causes can't be measured."""
         self._refusal = printable(why, 500)
         if self.is_mounted:
-            self._look()
+            self._refresh_causes()
 
 
 def _short(name: str) -> str:

@@ -1,4 +1,4 @@
-"""All that is known of one module or tensor."""
+"""What is known of one module or tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dtype_tui.state.experiment import Experiment
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
-    """All that is known of one module or tensor."""
+    """What is known of one module or tensor."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")

@@ -15,7 +15,7 @@ from dtype_tui.screens.overlay import Overlay
 
 
 def generation_screen(texts: Sequence[Generation]) -> Overlay:
-    """What both wrote, side by side; the first token that differs stands between brackets."""
+    """Both texts side by side; the first token that differs stands between brackets."""
     grid = Table.grid(padding=(0, 2), expand=True)
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(ratio=1, overflow="fold")

@@ -1,4 +1,4 @@
-"""What the help screen says: every key of every screen, from the bindings themselves, and what the panes' words mean."""
+"""The help screen: every key of every screen, read from the bindings, and the meaning of the panes' words."""
 
 from __future__ import annotations
 

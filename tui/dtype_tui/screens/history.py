@@ -1,4 +1,4 @@
-"""Every recipe that was measured: a table, a plot of bytes against drift, two side by side, and the way back to one."""
+"""Every measured recipe: a table, a plot of bytes against drift, a comparison of two, and the way back to one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OTHER_MARK = "+"
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
-    """The result is the recipe to go back to, or None."""
+    """The measured recipes. The result is the one to go back to, or None."""
 
     DEFAULT_CSS = """
     MeasurementsScreen { align: center middle; }
@@ -70,7 +70,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
-        """Make the rows anew, pinned ones first, else newest first; the cursor on the measurement with index `at`."""
+        """Rebuild the rows, pinned ones first, else newest first; the cursor goes to the measurement with index `at`."""
         entries = self._entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         table = self.query_one(DataTable)
@@ -99,7 +99,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     @property
     def _at(self) -> int:
-        """The place of the measurement under the cursor."""
+        """Index of the measurement under the cursor."""
         return self._order[self.query_one(DataTable).cursor_row]
 
     def on_data_table_row_highlighted(self, event: DataTable.RowHighlighted) -> None:

@@ -1,4 +1,4 @@
-"""What the model is run on, call by call, and a line for other inputs, over the main screen."""
+"""The inputs of the model, call by call, and a line for other inputs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ MOST_ROWS = 200
 
 
 class InputsScreen(ModalScreen[None]):
-    """The inputs in force. Enter asks for those that the line names; the screen stays, and shows them when they are there."""
+    """The inputs in force. Enter prepares those that the line names; the screen stays open and shows them when they are ready.
+
+    `compared`: positions that the last measurement compared; `ask` is called with the line.
+    """
 
     HELP = (
         "A prompt, or the path of a file: text (.txt, .jsonl), a picture, a sound, or tensors by argument (.safetensors, .npz, "
@@ -37,7 +40,7 @@ class InputsScreen(ModalScreen[None]):
     InputsScreen VerticalScroll { height: auto; max-height: 100%; scrollbar-size-vertical: 1; }
     InputsScreen Static { height: auto; }
     InputsScreen #inputs-ask { height: auto; margin-top: 1; }
-    InputsScreen #inputs-said { max-height: 3; }
+    InputsScreen #inputs-status { max-height: 3; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -66,7 +69,7 @@ class InputsScreen(ModalScreen[None]):
             with Vertical(id="inputs-ask"):
                 yield Static(Text("a prompt, or a file: text, picture, sound, tensors; empty: defaults", style="dim"))
                 yield Input(id="inputs-line", select_on_focus=False, compact=True)
-                yield Static(id="inputs-said", markup=False)
+                yield Static(id="inputs-status", markup=False)
 
     def on_mount(self) -> None:
         self._draw()
@@ -84,7 +87,7 @@ class InputsScreen(ModalScreen[None]):
     def on_input_submitted(self, event: Input.Submitted) -> None:
         """Enter."""
         event.stop()
-        self._say("preparing…")
+        self._show_status("preparing…")
         self._ask(event.value)
 
     def on_engine_event(self, message: EngineEvent) -> None:
@@ -97,30 +100,30 @@ class InputsScreen(ModalScreen[None]):
                 self.measured(report.output.positions)
 
     def accepted(self, reading: InputsSummary) -> None:
-        """These inputs are in force now."""
+        """Show inputs that are in force now."""
         self._reading, self._compared = reading, None
         if not self.is_mounted:
             return
         self._draw()
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one(Input).value = ""
-        self._say("in force; measuring")
+        self._show_status("in force; measuring")
 
     def refused(self, why: str) -> None:
-        """The line stays to be mended."""
-        self._say(f"{printable(why, 300)}. The inputs above stay in force.", style="bold")
+        """Show why the line was refused; it stays, to be corrected."""
+        self._show_status(f"{printable(why, 300)}. The inputs above stay in force.", style="bold")
 
     def measured(self, positions: int | None) -> None:
-        """A measurement on the inputs in force is complete."""
+        """Show how many positions a measurement on these inputs compared."""
         self._compared = positions
         if self.is_mounted:
             self._draw()
-            self._say("")
+            self._show_status("")
 
-    def _say(self, words: str, style: str = "dim") -> None:
+    def _show_status(self, words: str, style: str = "dim") -> None:
         if not self.is_mounted:
             return
-        self.query_one("#inputs-said", Static).update(Text(words, style=style))
+        self.query_one("#inputs-status", Static).update(Text(words, style=style))
 
 
 def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:

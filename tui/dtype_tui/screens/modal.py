@@ -24,8 +24,8 @@ Result = TypeVar("Result")
 
 
 def asked_of_a_closed_window(error: Exception, app: App[Any]) -> bool:
-    """Whether something was looked for in a window that was closed meanwhile, or has nothing in it yet, or in the app when all its
-    windows were closed: what was to be done there, as after one burst of keys that opens and closes it, is not worth an end.
+    """Whether an error comes from a query in a window that was closed meanwhile or is not composed yet, or in an app without
+    windows. One burst of keys that opens and closes a window does that; the app passes over such errors.
     """
     if app._exit and isinstance(error, (NoMatches, ScreenStackError)):
         return True
@@ -41,8 +41,8 @@ def asked_of_a_closed_window(error: Exception, app: App[Any]) -> bool:
 
 
 def asked_in(error: Exception) -> list[DOMNode]:
-    """The widgets and windows whose code an error passed through, the outermost first. (Their errors may arise in a task of the
-    app's, which says nothing of the window.)
+    """The widgets and windows whose methods are in an error's traceback, the outermost first. The message pump alone does not
+    name the window where the error arose in a task of the app.
     """
     asked = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [node for node in asked if isinstance(node, DOMNode) and not isinstance(node, App)]
@@ -51,7 +51,7 @@ def asked_in(error: Exception) -> list[DOMNode]:
 def _close_once(
     screen: Screen[Result], dismiss: Callable[[Result | None], AwaitComplete], result: Result | None
 ) -> AwaitComplete:
-    """Dismiss a screen that is still on top; one that is gone already, or lies under another, stays as it is."""
+    """Dismiss a screen only where it is the topmost one."""
     if screen.is_active:
         return dismiss(result)
     return AwaitComplete()

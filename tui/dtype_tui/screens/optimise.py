@@ -1,4 +1,4 @@
-"""The Pareto front of bytes against predicted drift: walk along it, apply a point, and see what was measured beside it."""
+"""The Pareto front of bytes against predicted drift: walk along it, apply a point, compare it with what was measured."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
 
-_LOOK_EVERY_S = 0.2
+_REFRESH_S = 0.2
 _RESTS_S = 0.05
 _DECADES = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -55,7 +55,7 @@ class OptimiseScreen(ModalScreen[None]):
     def __init__(
         self, experiment: Experiment, put_in_force: Callable[[Recipe], bool], undo: Callable[[], None]
     ) -> None:
-        """put_in_force: puts a recipe in force and has it measured; False when it already was."""
+        """`put_in_force` puts a recipe in force and has it measured; it returns False for the recipe that is in force."""
         super().__init__()
         self.experiment = experiment
         self._put_in_force = put_in_force
@@ -81,25 +81,25 @@ class OptimiseScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self._make(self.view.limits)
-        self.set_interval(_LOOK_EVERY_S, self._look)
+        self.set_interval(_REFRESH_S, self._refresh)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw)
 
-    def _look(self) -> None:
-        """Estimates that sharpen, and points that were measured."""
+    def _refresh(self) -> None:
+        """Draw again when the scan's estimates have changed or a point was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
     def _make(self, limits: Limits) -> bool:
-        """The front within these limits, the cursor staying where it is in bytes. False where there is none."""
+        """Compute the front within these limits; the cursor stays at the same bytes. False where no plan meets them."""
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
         try:
             front = self.view.front(self.experiment.tree)
         except UserError as error:
             self.view.limits = before
-            self._say(str(error))
+            self._warn(str(error))
             return False
         tree = self.experiment.tree
         at = self.front.points[self.place].bytes if self.front is not None else None
@@ -116,22 +116,22 @@ class OptimiseScreen(ModalScreen[None]):
             if self.within is not None:
                 self.place = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
             elif limits.budget is not None:
-                self._say(f"nothing fits: the smallest is {human_bytes(sizes[0] + self._fixed)}")
+                self._warn(f"nothing fits: the smallest is {human_bytes(sizes[0] + self._fixed)}")
         self._draw()
         return True
 
     @property
     def solution(self) -> Solution | None:
-        """What the cursor is on."""
+        """The plan under the cursor."""
         return self.within or (self.front.at(self.place) if self.front is not None else None)
 
     @property
     def recipe(self) -> Recipe | None:
-        """Its rules: as few as stand for exactly this plan. None while they are being found."""
+        """The fewest rules that make exactly this plan. None while they are computed."""
         return self._rules[1] if self._rules is not None and self._rules[0] == self.solution else None
 
     def _find_rules(self) -> None:
-        """In a thread of their own, once the cursor rests: on a large model they take a while."""
+        """Compute the rules in a thread, once the cursor rests: for a large model it takes a while."""
         if self._timer is not None:
             self._timer.stop()
         solution = self.solution
@@ -246,7 +246,7 @@ class OptimiseScreen(ModalScreen[None]):
         return text
 
     def measured_here(self) -> Point | None:
-        """What was measured of the point under the cursor, if it was."""
+        """The measurement of the point under the cursor, if there is one."""
         recipe = self.recipe
         return next((point for point in self.view.measured if recipe is not None and point.recipe == recipe), None)
 
@@ -267,7 +267,7 @@ class OptimiseScreen(ModalScreen[None]):
         if recipe is None:
             return
         if not self._put_in_force(recipe):
-            self._say("this point is in force already")
+            self._warn("this point is in force already")
         self._draw()
 
     def action_undo(self) -> None:
@@ -285,7 +285,7 @@ class OptimiseScreen(ModalScreen[None]):
             try:
                 limits = self.view.limits.then(line, self.experiment.tree.stored_bytes)
             except UserError as error:
-                self._say(str(error))
+                self._warn(str(error))
                 return
             if not self._make(limits):
                 return
@@ -303,5 +303,5 @@ class OptimiseScreen(ModalScreen[None]):
         else:
             self.dismiss(None)
 
-    def _say(self, text: str) -> None:
+    def _warn(self, text: str) -> None:
         self.notify(printable(text, 500), severity="warning", markup=False)

@@ -1,4 +1,4 @@
-"""The presets, over the main screen: what each would do to this model, and Enter puts one in force."""
+"""The presets: what each would do to this model; Enter puts one in force."""
 
 from __future__ import annotations
 

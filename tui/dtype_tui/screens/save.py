@@ -1,4 +1,4 @@
-"""What to leave with, over the main screen: a checkpoint, a recipe file, a report, a recipe for another tool."""
+"""What to save: a checkpoint, a recipe file, a report, or a recipe for another tool."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ KINDS: tuple[tuple[str, str], ...] = (
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
-    """Up and down choose what, the field says where; the result is the wish, or None when left."""
+    """Up and down choose the kind of file, the field names the path. The result is the request, or None when left."""
 
     HEADING = "Leave with"
     KEYS = "↑↓ choose  Enter writes  Esc leaves"
@@ -61,7 +61,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def __init__(
         self, title: str, rules: int, drift: DriftReport | None, lost: Callable[[], Losses | None] = lambda: None
     ) -> None:
-        """`lost`: the weights whose cast loses values, as soon as they are known."""
+        """`lost` gives the weights whose cast loses values; None while that is not known."""
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
@@ -87,7 +87,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 self.redraw()
 
     def show_plan(self, planned: events.ExportPlanned) -> None:
-        """What an export would write is known."""
+        """Show what an export would write."""
         self._planned = planned
         if self.is_mounted:
             self.redraw()
@@ -97,7 +97,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         return KINDS[self.index][0]
 
     def _free_name(self) -> str:
-        """A name that is not taken, in the folder that the program runs in."""
+        """A name that no file in the working directory has."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
         end = ending.get(self._kind) or f".{self._kind}{TARGET_SUFFIXES[self._kind]}"
         number = 1
@@ -175,39 +175,39 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self.redraw()
 
     def action_write(self) -> None:
-        said = self.query_one(Input).value.strip()
-        if not said:
+        typed = self.query_one(Input).value.strip()
+        if not typed:
             return
         try:
-            path, taken = where(said)
+            path, taken = where(typed)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
             return
-        if taken and self._warned != said:
-            self._warned = said
+        if taken and self._warned != typed:
+            self._warned = typed
             self.redraw()
             return
         self.dismiss(wish_for(self._kind, path, taken, self._drift))
 
 
-def where(said: str) -> tuple[Path, bool]:
-    """The path that was typed, and whether something is in its way: a file, or a folder that holds something.
+def where(typed: str) -> tuple[Path, bool]:
+    """The path that was typed, and whether it is taken: by a file, or by a folder that is not empty.
 
-    Raises UserError where that can't be found out.
+    Raises UserError where the path can't be looked up.
     """
     try:
-        path = Path(said).expanduser()
+        path = Path(typed).expanduser()
         return path, any(path.iterdir()) if path.is_dir() else path.exists()
     except (
         OSError,
         RuntimeError,
         ValueError,
     ) as error:  # RuntimeError: the home of nobody; ValueError: a null character
-        raise UserError(f"can't write {printable(said, 200)}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def wish_for(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
-    """The wish for one of `KINDS`; `drift`: the figures on the screen, where there are some."""
+    """The request for one of `KINDS`; `drift` is the measurement on the screen, if there is one."""
     match kind:
         case "checkpoint":
             return ExportRequest(path, replace)

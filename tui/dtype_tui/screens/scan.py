@@ -25,11 +25,11 @@ from dtype_tui.state.scan import figure
 
 MOST_ROWS = 1000
 _SHADES = " ·░▒▓█"
-_LOOK_EVERY_S = 0.2
+_REFRESH_S = 0.2
 
 
 class ScanScreen(ModalScreen[str | None]):
-    """The estimates so far. The result is the node to go to, `AGAIN` to go on or scan anew, or None."""
+    """The estimates so far. The result is the node to go to, `AGAIN` to continue or start a scan, or None."""
 
     AGAIN: ClassVar[str] = ":scan"
     HELP = (
@@ -82,14 +82,14 @@ class ScanScreen(ModalScreen[str | None]):
         yield Static(id="scan-keys", markup=False)
 
     def on_mount(self) -> None:
-        self.set_interval(_LOOK_EVERY_S, self._look)
-        self._look()
+        self.set_interval(_REFRESH_S, self._refresh)
+        self._refresh()
 
     def on_resize(self) -> None:
         self._seen = -1
-        self.call_after_refresh(self._look)
+        self.call_after_refresh(self._refresh)
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         if self._seen != self.view.version and self.is_mounted:
             self._seen = self.view.version
             self._draw()
@@ -203,7 +203,7 @@ class ScanScreen(ModalScreen[str | None]):
             index = report.dtypes.index(self.view.dtype) + step
             self._all = False
             self.view.look_at(self.experiment.tree, report.dtypes[index % len(report.dtypes)])
-            self._look()
+            self._refresh()
 
     def action_sort(self) -> None:
         self._per_byte = not self._per_byte
@@ -252,7 +252,7 @@ def _score(score: WeightScore, wide: bool) -> str:
 
 
 def short_kinds(kinds: tuple[str, ...], width: int) -> list[str]:
-    """Headings that tell kinds apart: their last part without `_proj`, or as much of the whole as fits."""
+    """Distinct headings of at most `width` cells: the last part of each kind without `_proj`, or the end of the whole name."""
     last = [kind.removesuffix("_proj").rpartition(".")[2] for kind in kinds]
     heads = [
         truncate(printable(short, 60), width)
@@ -281,6 +281,6 @@ def _shade(score: float, most: float) -> str:
 
 
 def _heat_style(share: float) -> Style:
-    """Colour beside the density, from the terminal's own palette."""
+    """The colour that goes with the density, from the terminal's own palette."""
     name = "red" if share > 0.75 else "yellow" if share > 0.5 else "green" if share > 0.25 else "default"
     return Style(color=name, bold=share > 0.75, dim=share <= 0)

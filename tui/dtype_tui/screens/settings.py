@@ -1,4 +1,4 @@
-"""The settings of a run, over the main screen: three choices, each with what it means."""
+"""The settings of a run: three choices, each with its meaning."""
 
 from __future__ import annotations
 

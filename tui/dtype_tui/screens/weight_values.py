@@ -17,7 +17,7 @@ from dtype_tui.state.experiment import Experiment
 
 
 def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Overlay:
-    """The exponents of a tensor's values over the range of every dtype, and what a cast to each would do."""
+    """The error of a cast to each dtype, and the exponents of the tensor's values against the ranges of the dtypes."""
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
@@ -76,7 +76,7 @@ def exponent_histogram(reading: WeightStats) -> Text:
 
 
 def range_mark(first: int, step: int, row: dtypes.DType) -> str:
-    """How a dtype keeps values from 2^first up to 2^(first + step), unscaled: the worst of them."""
+    """The mark for what a dtype does, unscaled, to the worst of the values from 2^first up to 2^(first + step)."""
     if first + step - 1 > math.frexp(row.max)[1] - 1:
         return "∞"
     smallest = math.frexp(row.tiny)[1] - 1

@@ -52,7 +52,7 @@ MOST_OPENED = 20_000
 
 
 class ModuleTree(ScrollView, can_focus=True):
-    """The tree. Its keys move the cursor and open and close nodes; all else is the app's."""
+    """The tree. Its keys move the cursor and open and close nodes; all other keys are the main screen's."""
 
     HELP = "Every module and tensor: dtype (or the mix by bytes), parameters, bytes under the recipe, drift as SQNR."
 
@@ -106,7 +106,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- what is visible -----------------------------------------------------------------------------------------
 
     def rebuild(self) -> None:
-        """Make the rows anew, the cursor staying on its node, or on the nearest one above that is still there."""
+        """Rebuild the rows; the cursor stays on its node, or goes to the nearest ancestor that is still shown."""
         name = self.rows[self.cursor].name if self.rows else ""
         if self.filter_text:
             self.rows = filtered_rows(self.experiment.tree, self.matches[:MOST_MATCHES])
@@ -131,7 +131,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.refresh()
 
     def set_filter(self, text: str) -> None:
-        """Show only nodes whose name has `text` in it, or matches it as a glob; empty shows all."""
+        """Show only nodes whose name contains `text` or matches it as a glob; an empty text shows all."""
         self.filter_text = text.strip()
         self.matches = matching(self.experiment.tree, self.filter_text)
         self._match_set = frozenset(self.matches)
@@ -152,7 +152,7 @@ class ModuleTree(ScrollView, can_focus=True):
         self.refresh()
 
     def new_tree(self) -> None:
-        """The experiment has another tree: of the same model, so what was open stays open."""
+        """Show another tree of the same model: what was open stays open."""
         opened = self._opened
         self._opened = {name for name in opened if name in self.experiment.tree.modules} | {""}
         if len(self._opened) < 2:
@@ -299,7 +299,7 @@ class ModuleTree(ScrollView, can_focus=True):
     # -- drawing -------------------------------------------------------------------------------------------------
 
     def refresh_changed(self) -> None:
-        """Paint again only the lines in sight that no longer look as they did: a reading is a few cells, not a screen."""
+        """Repaint only the visible lines that have changed: a measurement changes a few cells, not the screen."""
         for y in range(self.size.height):
             painted = self._painted.get(y)
             if painted is not None and self._line(y) != painted:

@@ -1,4 +1,4 @@
-"""The two lines at the bottom: what the engine does to what, and what one can do next from here, the likeliest first."""
+"""The two lines at the bottom: what the engine does to which model, and the keys that are likely to come next."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ ALWAYS = "? help  q quit"
 
 
 def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) -> str:
-    """A line of `key what` pairs, two spaces apart, for what is on the screen now; as many as `width` cells have room for, and
-    always those for help and quitting.
+    """Pairs of key and meaning for what is on the screen now, two spaces apart, the likeliest first: as many as fit `width`
+    cells, and always those for help and quitting.
     """
     if filtered:
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
@@ -39,7 +39,7 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) ->
 def status_line(
     experiment: Experiment, doing: tuple[str, float | None], waiting: str, planning_only: bool, width: int
 ) -> Text:
-    """What the engine does, how much of that is done and what waits, and at the right as much as fits of: model, class, device."""
+    """What the engine does, its progress and its queue; at the right as much as fits of model, class and device."""
     activity, share = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
     if activity:

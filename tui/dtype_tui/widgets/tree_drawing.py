@@ -46,8 +46,8 @@ class Columns:
 
 
 def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False) -> Columns:
-    """What fits: the mix of dtypes is shortened first, then the parameters and the drift go. With a scan its column
-    comes, at the cost of the same. Those in `hidden` never come.
+    """Column widths for a line of `width` cells: where it is narrow the mix of dtypes is shortened first, then the parameters and
+    the drift are left out, as they are for the column of a scan. Those in `hidden` are always left out.
     """
     scan = 13 if scanned and width >= 50 else 0
     dtype = 24 if width - scan >= 76 else 13
@@ -126,7 +126,7 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
 
 
 def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tuple[str, str, str]:
-    """The mark of an open node, the name, and what stands beside it: class, shape, what it is tied to."""
+    """(mark of an open node, name, text beside it): the class, the shape, what it is tied to."""
     width -= 2 * row.depth + 4
     if row.tensor is None:
         expandable = bool(row.module.children or row.module.tensors)

@@ -1,4 +1,4 @@
-"""Which lines the module tree has, and in which order: of what is open, or of what a filter lets through."""
+"""Which rows the module tree has, and in which order: those of open nodes, or those that a filter lets through."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Row:
 
 
 def first_opened(tree: Tree) -> set[str]:
-    """Names of the nodes that are open at first: from the root down while there is only one way to go, and one level more."""
+    """Names of the nodes that are open at first: from the root down to the first with several children, and one level more."""
     node = tree.root
     opened = {""}
     while len(node.children) == 1 and not node.tensors:
@@ -52,7 +52,7 @@ def first_opened(tree: Tree) -> set[str]:
 
 
 def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]:
-    """The lines of what is open, children in one of `ORDERS`."""
+    """The rows of open nodes, children in one of `ORDERS`."""
     rows: list[Row] = []
     stack: list[tuple[Module, int]] = [(experiment.tree.root, 0)]
     while stack:
@@ -65,7 +65,7 @@ def open_rows(experiment: Experiment, opened: set[str], order: str) -> list[Row]
 
 
 def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
-    """The lines of the nodes that match, and of those above them."""
+    """The rows of the nodes that match, and of their ancestors."""
     shown: set[str] = {""}
     for name in matches:
         while name not in shown:
@@ -82,7 +82,7 @@ def filtered_rows(tree: Tree, matches: Iterable[str]) -> list[Row]:
 
 
 def matching(tree: Tree, text: str) -> list[str]:
-    """Names that have `text` in them, or match it as a glob, whatever the case; none for an empty text."""
+    """Names that contain `text` or match it as a glob, ignoring case; none for an empty text."""
     if not text:
         return []
     wanted = text.lower()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Pane(VerticalScroll, can_focus=False):
-    """A titled box around one text. `HELP` says in the help screen what its words mean."""
+    """A titled box around one text. `HELP` explains its words in the help screen."""
 
     HELP = ""
 
@@ -30,16 +30,16 @@ class Pane(VerticalScroll, can_focus=False):
         self.experiment = experiment
         self.border_title = title
         self._shown: list[list[Segment]] = []
-        self._asked = ("", "")
+        self._shown_for = ("", "")
 
     def compose(self) -> ComposeResult:
         yield Static(id=f"{self.id}-text", markup=False)
 
     def show(self, activity: str = "", node: str = "") -> None:
-        """Draw anew, where that looks otherwise. `activity`: what the engine does, in a few words; `node`: the node under the
-        cursor.
+        """Draw again where the text has changed. `activity` says in a few words what the engine does; `node` is the name of the
+        node under the cursor.
         """
-        self._asked = (activity, node)
+        self._shown_for = (activity, node)
         if not self.is_mounted or not self.display:
             return
         drawn = self.draw(activity, node)
@@ -50,14 +50,14 @@ class Pane(VerticalScroll, can_focus=False):
             self.query_one(Static).update(drawn)
 
     def on_resize(self) -> None:
-        self.show(*self._asked)
+        self.show(*self._shown_for)
 
     def draw(self, activity: str, node: str) -> Text | Table:
         raise AssertionError("each pane draws itself")
 
     @property
     def columns(self) -> int:
-        """Cells of text that fit in a line."""
+        """Width of a line of text, in cells."""
         return max(20, self.size.width)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class DriftPane(Pane):
-    """How far the output is from the float32 reference, for the recipe in force and no other."""
+    """How far the output is from the float32 reference, for the recipe in force alone."""
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
@@ -58,7 +58,7 @@ class DriftPane(Pane):
         return self._report(experiment.report)
 
     def _with_losses(self, text: Text) -> Text:
-        """What the casts lose is known before a drift is, and where there will be none."""
+        """Put the lost values first: they are known before the drift, and also where there will be none."""
         for label, words in reversed(self._loss_rows()):
             text = Text.assemble((f"{label} " if label else "", "bold"), words, "\n", text)
         return text
@@ -116,7 +116,7 @@ class DriftPane(Pane):
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
-    """Where values stop being finite, and the rule that one key applies."""
+    """Add the operation that makes values infinite or NaN, and the rule that a key applies against it."""
     grid.add_row("not finite", Text(first_sentence(diagnosis), style="bold"))
     if values := value_sentence(diagnosis):
         grid.add_row("because", values)

@@ -60,7 +60,7 @@ class MemoryPane(Pane):
         return grid
 
     def _mix(self) -> Text:
-        """The planned bytes as a bar, one letter-marked stretch a dtype, against the stored bytes' full length."""
+        """The planned bytes as a bar, a stretch of its own for each dtype; the full width stands for the stored bytes."""
         shares = self.experiment.totals[""].mix()
         plan = self.experiment.plan
         width = max(10, self.columns - 12)

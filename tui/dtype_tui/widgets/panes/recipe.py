@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class RecipePane(Pane):
-    """The rules in order, and which of them decided the node under the cursor."""
+    """The rules in order, and which of them decide the node under the cursor."""
 
     HELP = (
         "Rules in the order they were made, with the number of tensors each takes; the last that matches wins. "

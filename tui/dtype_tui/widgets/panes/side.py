@@ -1,4 +1,4 @@
-"""The three side panes: Drift, Memory, Recipe. Each draws the experiment as it is; none keeps anything of its own."""
+"""The three panes side by side or behind tabs. Each draws the experiment and keeps no state of its own."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SidePanes(Vertical):
         self.set_class(narrow, "narrow")
 
     def next_pane(self) -> None:
-        """Bring the next pane to the front (seen only where they take turns)."""
+        """Bring the next pane to the front, where the terminal is too narrow for all."""
         self._active = (self._active + 1) % len(self.panes)
         self._mark()
 
@@ -74,6 +74,6 @@ class SidePanes(Vertical):
         self.query_one("#tabs", Static).update(tabs)
 
     def show(self, activity: str, node: str) -> None:
-        """Draw all panes anew."""
+        """Draw all panes again."""
         for pane in self.panes:
             pane.show(activity, node)
