@@ -93,7 +93,7 @@ def text_rows(model: LiveModel, texts: list[str], given: bool) -> tuple[dict[str
 def _paired(pictures: list[Picture], texts: list[str]) -> list[tuple[Picture, str]]:
     """A call for each picture and each text: the shorter list begins again."""
     count = max(len(pictures), len(texts))
-    return [(pictures[place % len(pictures)], texts[place % len(texts)]) for place in range(count)]
+    return [(pictures[index % len(pictures)], texts[index % len(texts)]) for index in range(count)]
 
 
 def _compared(model: LiveModel, options: Options, pictures: list[Picture], made_of: tuple[str, ...]) -> Inputs:

@@ -48,9 +48,9 @@ def _row(batch: Batch) -> InputBatch:
 
 
 def named_tensors(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of a call with its argument's name: positional ones by their place, nested ones with a dot."""
-    for place, value in enumerate(batch.args):
-        yield from _tensors(f"argument {place}", value)
+    """Every tensor of a call with its argument's name: positional ones by their index, nested ones with a dot."""
+    for index, value in enumerate(batch.args):
+        yield from _tensors(f"argument {index}", value)
     for name, value in batch.kwargs.items():
         yield from _tensors(name, value)
 
@@ -62,8 +62,8 @@ def _tensors(name: str, value: Any) -> Iterator[tuple[str, torch.Tensor]]:
         for key, item in value.items():
             yield from _tensors(f"{name}.{key}", item)
     elif isinstance(value, (list, tuple)):
-        for place, item in enumerate(value):
-            yield from _tensors(f"{name}.{place}", item)
+        for index, item in enumerate(value):
+            yield from _tensors(f"{name}.{index}", item)
 
 
 def _positions(batch: Batch) -> int | None:

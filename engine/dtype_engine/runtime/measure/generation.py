@@ -16,7 +16,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""Hears ("reference" | "candidate", tokens written so far, at most how many)."""
+"""`on_tokens("reference" | "candidate", done, limit)`: tokens written so far, and the most there will be."""
 
 
 def generate(passes: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:

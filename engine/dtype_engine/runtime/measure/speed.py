@@ -19,7 +19,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""Hears (what is timed, passes done, of how many)."""
+"""`on_passes(what, done, total)`: what is timed, and passes."""
 
 
 def measure_speed(

@@ -28,7 +28,7 @@ def losses_in_files(
     """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
 
     One that is packed of several tensors of the files is told part by part, under the names of the files.
-    `on_progress` hears (tensors done, of how many). Raises UserError for a file that can't be read, Cancelled.
+    `on_progress(done, total)` counts tensors. Raises UserError for a file that can't be read, Cancelled.
     """
     counted = {} if counted is None else counted
     changed = [
@@ -38,7 +38,7 @@ def losses_in_files(
         for names in [names_in_files(checkpoint, tensor)]
         for name in names
     ]
-    found = []
+    losses = []
     for done, (shown, name, dtype) in enumerate(changed):
         key = shown, dtype
         if key not in counted:
@@ -48,5 +48,5 @@ def losses_in_files(
             counted[key] = count_losses(shown, read_tensor(checkpoint, name), dtype, cancelled=cancelled)
         loss = counted[key]
         if loss is not None:
-            found.append(loss)
-    return tuple(found)
+            losses.append(loss)
+    return tuple(losses)

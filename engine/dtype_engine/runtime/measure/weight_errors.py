@@ -26,7 +26,7 @@ def round_trips(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> Iterator[WeightError]:
-    """The error of every tensor that the plan changes, in the tree's order. `on_progress` hears (tensors done, of how many).
+    """The error of every tensor that the plan changes, in the tree's order. `on_progress(done, total)` counts tensors.
 
     One that is packed of several tensors of the files is told part by part, under the names of the files. Those that the
     files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
@@ -44,8 +44,8 @@ def round_trips(
             raise Cancelled
         on_progress(done, len(changed))
         watch.look()
-        found = round_trip(tensor.name, read_tensor(checkpoint, name), dtype, cancelled)
-        yield dataclasses.replace(found, stored=checkpoint.dtype(name))
+        error = round_trip(tensor.name, read_tensor(checkpoint, name), dtype, cancelled)
+        yield dataclasses.replace(error, stored=checkpoint.dtype(name))
     refuse_changed(checkpoint.identities)
 
 
