@@ -40,10 +40,10 @@ _SHOWN = 20
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
     """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
     from dtype_engine.runtime.export import export_checkpoint
-    from dtype_engine.runtime.export.staging import free_name
+    from dtype_engine.runtime.export.staging import check_folder
 
     source, recipe = request.locate(), request.recipe
-    free_name(folder, force, [source.path] if source.path is not None else [])
+    check_folder(folder, force, [source.path] if source.path is not None else [])
     checkpoint = source.open()
     if checkpoint is not None:
         if request.preset is not None:

@@ -123,9 +123,9 @@ class Workshop:
 
     def _export(self, wish: ExportRequest) -> tuple[str, tuple[str, ...]]:
         from dtype_engine.runtime.export import export
-        from dtype_engine.runtime.export.staging import free_name
+        from dtype_engine.runtime.export.staging import check_folder
 
-        free_name(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
+        check_folder(wish.folder, wish.replace, [self.source.path] if self.source.path is not None else [])
         lost = self._lost(0)  # without a live model, what is not known is counted while it is written
         report = export(
             self._contents(),

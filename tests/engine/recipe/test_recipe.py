@@ -209,3 +209,13 @@ def test_recipe_files_that_are_no_text(tmp_path: Path) -> None:
         read_recipe(path)
     with pytest.raises(UserError, match="can't read"):
         read_recipe(tmp_path / "none.yaml")
+
+
+def test_the_same_plan_is_made_once() -> None:
+    tree, recipe = Tree(TREE.tensors.values(), CLASSES), Recipe.of([Rule("type:Linear", "bfloat16")])
+    made = make_plan(tree, recipe)
+    assert make_plan(tree, Recipe.of([Rule("type:Linear", "bfloat16")])) is made
+    other = make_plan(tree, recipe.then(Rule("*", "float16")))
+    assert other.dtypes != made.dtypes
+    assert make_plan(tree, recipe) == made  # of another recipe in between: made anew, and the same
+    assert make_plan(TREE, recipe) is not made

@@ -28,7 +28,7 @@ from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored, read_tensor
-from dtype_engine.runtime.model.name_mapping import Placed, placed
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 Kept = tuple[torch.Tensor, torch.Tensor]
 
@@ -135,7 +135,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
     files; else from the live tensors. Raises UserError.
     """
     if model.checkpoint is not None:
-        places = placed(model.module, model.checkpoint.weights)
+        places = map_names(model.module, model.checkpoint.weights)
         contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, places, planned)
         absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
         if not absent:
@@ -166,7 +166,7 @@ def _placed_contents(
     title: str,
     recipe: Recipe,
     tree: Tree,
-    places: Mapping[str, Placed],
+    places: Mapping[str, Placement],
     planned: Mapping[str, str],
 ) -> Contents:
     """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
@@ -265,7 +265,7 @@ def _notices(items: list[Item]) -> tuple[str, ...]:
     )
 
 
-def _kept_notices(items: list[Item], tree: Tree, places: Mapping[str, Placed]) -> tuple[str, ...]:
+def _kept_notices(items: list[Item], tree: Tree, places: Mapping[str, Placement]) -> tuple[str, ...]:
     """Which tensors no rule can take, and stay as the source has them."""
     unused, fixed = [], []
     for item in items:

@@ -21,9 +21,9 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
 from dtype_engine.runtime.export.contents import Contents, Item, of_checkpoint
 from dtype_engine.runtime.export.layout import Part
-from dtype_engine.runtime.export.lock import clear_up
+from dtype_engine.runtime.export.lock import recover_stale
 from dtype_engine.runtime.export.readme import by_dtype, readme
-from dtype_engine.runtime.export.staging import copy_along, free_name, staged
+from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file
 from dtype_engine.runtime.model.live import trim_heap
 
@@ -66,8 +66,8 @@ def export(
     (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
-    clear_up(folder.expanduser().absolute())
-    target = free_name(folder, force, contents.files)
+    recover_stale(folder.expanduser().absolute())
+    target = check_folder(folder, force, contents.files)
     config = export_config(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
@@ -79,7 +79,7 @@ def export(
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = contents.notices
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:
-            notices += copy_along(contents.folder, stage)
+            notices += copy_sidecars(contents.folder, stage)
         for part in layout.parts:
             (stage / part.folder).mkdir(parents=True, exist_ok=True)
         for file, place in layout.copied:

@@ -35,8 +35,8 @@ _WRITER = "dtype-engine"
 
 
 @contextmanager
-def claimed(stage: Path) -> Iterator[None]:
-    """Hold the claim on a folder while the block runs. The file stays: `give_up` removes it from where the folder is then."""
+def locked(stage: Path) -> Iterator[None]:
+    """Hold the claim on a folder while the block runs. The file stays: `release` removes it from where the folder is then."""
     if fcntl is None:
         yield
         return
@@ -51,13 +51,13 @@ def claimed(stage: Path) -> Iterator[None]:
         yield
 
 
-def give_up(folder: Path) -> None:
+def release(folder: Path) -> None:
     """Remove the claim from a folder that is finished, and so has its own name by now."""
     with contextlib.suppress(OSError):
         os.unlink(folder / CLAIM)
 
 
-def beside(target: Path, purpose: str) -> Path:
+def sibling_dir(target: Path, purpose: str) -> Path:
     """A new folder beside an export's target. Raises OSError."""
     return Path(tempfile.mkdtemp(prefix=_prefix(target, purpose), dir=target.parent))
 
@@ -77,7 +77,7 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def clear_up(target: Path) -> None:
+def recover_stale(target: Path) -> None:
     """Clear up after exports to `target` on this machine whose processes are gone: what they had begun is removed, and what
     they were about to replace has its name again if nothing else took it.
     """

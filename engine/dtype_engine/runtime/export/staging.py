@@ -15,7 +15,7 @@ from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.runtime.export.lock import OLD, PARTIAL, REPLACED, beside, claimed, give_up, remove
+from dtype_engine.runtime.export.lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling_dir
 from dtype_engine.runtime.export.mark import missing_mark
 
 ALONG = (
@@ -31,7 +31,7 @@ _SLACK = 1 << 20
 """Bytes left for headers and small files."""
 
 
-def free_name(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
+def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
     """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there.
 
     `force`: an export of this program may be there, told by its mark, and is to be replaced; nothing else is, nor one that holds
@@ -80,15 +80,15 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
         )
     stage: Path | None = None
     try:
-        stage = beside(target, PARTIAL)
-        with claimed(stage):
+        stage = sibling_dir(target, PARTIAL)
+        with locked(stage):
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
             # Claimed until it has its name: whenever this process ends, somebody knows what it left.
             _give_name(stage, target, force)
             stage = None
-        give_up(target)
+        release(target)
         fsync_dir(target)
         fsync_dir(target.parent)
     except OSError as error:
@@ -122,9 +122,9 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
-    aside = beside(target, REPLACED)
+    aside = sibling_dir(target, REPLACED)
     try:
-        with claimed(aside):
+        with locked(aside):
             os.rename(target, aside / OLD)
             try:
                 os.rename(stage, target)
@@ -136,7 +136,7 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
             remove(aside)
 
 
-def copy_along(source: Path, stage: Path) -> tuple[str, ...]:
+def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:
     """Copy tokenizer, processor and the like from a checkpoint's folder. Notices of those that were not copied.
 
     Only regular files with known names, and no link that leads out of the folder (but for the Hugging Face cache's own).

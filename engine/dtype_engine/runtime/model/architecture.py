@@ -24,8 +24,8 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.model.hub import without_foreign_kernels
-from dtype_engine.runtime.model.live import inventory
-from dtype_engine.runtime.model.name_mapping import placed
+from dtype_engine.runtime.model.live import collect_tensors
+from dtype_engine.runtime.model.name_mapping import map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
 """Models have fewer than three modules a tensor; those that share layers or hold no tensors in many of them are small."""
@@ -239,8 +239,8 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
     what the files lack would take far more memory than what they have.
     """
     name = type(module).__name__
-    places = placed(module, checkpoint.weights)
-    infos, tensors = inventory(module)
+    places = map_names(module, checkpoint.weights)
+    infos, tensors = collect_tensors(module)
     filled = {place.name for place in places.values()}
     empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
     strange = [stored for stored in checkpoint.weights if stored not in places]

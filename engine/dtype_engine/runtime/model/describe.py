@@ -18,8 +18,8 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import Tree
 from dtype_engine.runtime.model.live import tree_of
-from dtype_engine.runtime.model.load import load, skeleton
-from dtype_engine.runtime.model.name_mapping import Placed, placed
+from dtype_engine.runtime.model.load import build_on_meta, load
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import stored_tree
 
 
@@ -34,7 +34,7 @@ class ModelDescription:
     tree: Tree
     kinds: dict[str, frozenset[str]]
     model_type: str | None
-    places: Mapping[str, Placed] = field(default_factory=dict)
+    places: Mapping[str, Placement] = field(default_factory=dict)
     why_no_classes: str = ""
 
 
@@ -51,17 +51,17 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         return ModelDescription(tree_of(module), _kinds(module), None)
     model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
-    module_without_data = skeleton(checkpoint, options)
+    module_without_data = build_on_meta(checkpoint, options)
     if module_without_data is not None:
-        places = placed(module_without_data, checkpoint.weights)
+        places = map_names(module_without_data, checkpoint.weights)
         tree = stored_tree(module_without_data, checkpoint, places)
         return ModelDescription(tree, _kinds(module_without_data), named, places)
     try:
         live = load(source, options)
     except NoForward as error:
-        alone = {name: Placed(name, False) for name in checkpoint.weights}
+        alone = {name: Placement(name, False) for name in checkpoint.weights}
         return ModelDescription(checkpoint.tree(), {}, named, alone, str(error))
-    return ModelDescription(live.tree, _kinds(live.module), named, placed(live.module, checkpoint.weights))
+    return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
 
 
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:

@@ -129,7 +129,7 @@ class LiveModel:
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             _move(module, device)
-        infos, found = inventory(module)
+        infos, found = collect_tensors(module)
         kept = {info.name: (scaled or {})[name] for info in infos for name in info.names if name in (scaled or {})}
         infos = [
             dataclasses.replace(info, dtype=kept[info.name][0], scaled=True) if info.name in kept else info
@@ -138,10 +138,10 @@ class LiveModel:
         besides: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
-            from dtype_engine.runtime.model.name_mapping import placed
+            from dtype_engine.runtime.model.name_mapping import map_names
             from dtype_engine.runtime.model.stored_tree import unused, with_files
 
-            places, headers = placed(module, checkpoint.weights), checkpoint.tree().tensors
+            places, headers = map_names(module, checkpoint.weights), checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, places, headers, own_dtypes=True)
             besides = unused(places, headers, infos, type(module).__name__)
         weights = {
@@ -243,7 +243,7 @@ class LiveModel:
         return torch_dtype(only)
 
 
-def inventory(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
+def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
     """Every distinct tensor of a module in its own order, with every name it goes by."""
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
@@ -283,7 +283,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
     """The tree of a module, with classes and islands; `infos` where its inventory has been taken before."""
-    listed = inventory(module)[0] if infos is None else infos
+    listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
     _mark_islands(module, tree)
     return tree

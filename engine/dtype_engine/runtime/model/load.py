@@ -30,9 +30,9 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.hub import offline
-from dtype_engine.runtime.model.live import LiveModel, inventory, trim_heap
+from dtype_engine.runtime.model.live import LiveModel, collect_tensors, trim_heap
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored
-from dtype_engine.runtime.model.name_mapping import Placed, placed, restorable, stored_dtypes
+from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quiet import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
@@ -177,7 +177,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
     module.requires_grad_(False)
-    places = placed(module, restorable(checkpoint))
+    places = map_names(module, restorable(checkpoint))
     _restore_stored(module, checkpoint, places)
     scaled = {
         places[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
@@ -205,10 +205,12 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     """
     checkpoint = open_checkpoint(folder)
     loaded = (
-        fill(module, checkpoint) if module is not None else load_module(checkpoint, folder.name, options or Options())
+        load_into(module, checkpoint)
+        if module is not None
+        else load_module(checkpoint, folder.name, options or Options())
     )
     module = loaded.module
-    state = dict(inventory(module)[1])
+    state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
     for name, (_, scale) in loaded.scaled.items():
         state[name].data = dequantize(state[name].data, scale, compute)
@@ -218,13 +220,13 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     return module.eval()
 
 
-def fill(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
+def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     """Put a checkpoint's tensors into a module that was made without it, mapped, each in its stored dtype.
 
     Raises UserError for a tensor that has no place in the module, or one of the module's that the checkpoint lacks.
     """
     module.requires_grad_(False)
-    infos, tensors = inventory(module)
+    infos, tensors = collect_tensors(module)
     by_any_name = {name: info for info in infos for name in info.names if info.persistent}
     scaled = {}
     filled = set()
@@ -242,7 +244,7 @@ def fill(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     return Loaded(module, scaled)
 
 
-def skeleton(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
+def build_on_meta(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
     """A checkpoint's architecture without data, on the meta device; None where it is not known or can't be made so.
 
     Raises UserError for an architecture in `options` that transformers does not have.
@@ -284,7 +286,7 @@ def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
 
     def plan(self: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
         by_dtype: dict[str, list[str]] = {}
-        for name, stored in stored_dtypes(checkpoint, placed(self, restorable(checkpoint))).items():
+        for name, stored in stored_dtypes(checkpoint, map_names(self, restorable(checkpoint))).items():
             by_dtype.setdefault(dtypes.BY_NAME[stored].torch_name, []).append(re.escape(name))
         return {f"^(?:{'|'.join(names)})$": torch_dtype(stored) for stored, names in by_dtype.items()}
 
@@ -292,7 +294,7 @@ def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
     return type(model_class.__name__, (model_class,), same)
 
 
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed]) -> None:
+def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placement]) -> None:
     """Give every tensor whose dtype loading changed the stored data back, mapped from the file.
 
     One packed of several stored tensors goes back to their dtype, which gives their values again: loading only widened.

@@ -19,26 +19,26 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class Placement:
     """The live tensor that a stored one becomes: its name there, and whether it is only a part of it."""
 
     name: str
     part: bool
 
 
-def placed(module: nn.Module, names: Iterable[str]) -> dict[str, Placed]:
+def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
     """Where each stored tensor goes in `module` (which may be on the meta device). Those that it has no place for are
     left out.
     """
     live = module.state_dict()
-    found: dict[str, Placed] = {}
+    found: dict[str, Placement] = {}
     rest: list[str] = []
     prefix = str(getattr(module, "base_model_prefix", "") or "")
     for name in names:
         spellings = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if prefix else (name,)
         same = next((spelling for spelling in spellings if spelling in live), None)
         if same is not None:
-            found[name] = Placed(same, False)
+            found[name] = Placement(same, False)
         else:
             rest.append(name)
     if rest:
@@ -46,7 +46,7 @@ def placed(module: nn.Module, names: Iterable[str]) -> dict[str, Placed]:
     return found
 
 
-def _converted(module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> dict[str, Placed]:
+def _converted(module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> dict[str, Placement]:
     """Names that transformers converts as it loads. Its functions for that are not public: none without them."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -59,7 +59,7 @@ def _converted(module: nn.Module, names: Iterable[str], live: Mapping[str, torch
         for name in names:
             new, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, live)
             if new in live:
-                found[name] = Placed(new, converter is not None)
+                found[name] = Placement(new, converter is not None)
         return found
     except (ImportError, AttributeError, TypeError, ValueError):
         return {}
@@ -77,7 +77,7 @@ def restorable(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def stored_dtypes(checkpoint: Checkpoint, places: Mapping[str, Placed]) -> dict[str, str]:
+def stored_dtypes(checkpoint: Checkpoint, places: Mapping[str, Placement]) -> dict[str, str]:
     """The dtype in which each live tensor is stored, by live name; for packed ones the widest of their parts."""
     found: dict[str, str] = {}
     for name, place in places.items():

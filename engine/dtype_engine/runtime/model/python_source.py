@@ -19,7 +19,7 @@ from dtype_engine.checkpoint import FileIdentity, open_checkpoint
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options
-from dtype_engine.runtime.model.live import LiveModel, inventory
+from dtype_engine.runtime.model.live import LiveModel, collect_tensors
 from dtype_engine.runtime.model.mapped_tensors import read_all
 from dtype_engine.runtime.model.quiet import quiet
 
@@ -36,7 +36,7 @@ def _load_weights(
     checkpoint = open_checkpoint(file, trust)
     values = read_all(checkpoint)
     own = set(module.state_dict())
-    ties = [info.names for info in inventory(module)[0] if info.aliases]
+    ties = [info.names for info in collect_tensors(module)[0] if info.aliases]
     if not own & set(values) and all(name.startswith("module.") for name in values):
         values = {
             name.removeprefix("module."): tensor for name, tensor in values.items()

@@ -15,19 +15,19 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.runtime.model.live import inventory, tree_of
+from dtype_engine.runtime.model.live import collect_tensors, tree_of
 from dtype_engine.runtime.model.mapped_tensors import read_tensor
-from dtype_engine.runtime.model.name_mapping import Placed, placed, stored_dtypes
+from dtype_engine.runtime.model.name_mapping import Placement, map_names, stored_dtypes
 
 
-def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placed] | None = None) -> Tree:
+def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placement] | None = None) -> Tree:
     """The tree of a module without data (on the meta device) for the weights of a checkpoint.
 
     places: where each tensor of the files goes, if that is known already. Raises UserError for a file that can't be read:
     the values of a weight that the files hold under two names are compared.
     """
-    places = placed(module, checkpoint.weights) if places is None else places
-    infos = _untied(inventory(module)[0], checkpoint, places)
+    places = map_names(module, checkpoint.weights) if places is None else places
+    infos = _untied(collect_tensors(module)[0], checkpoint, places)
     headers = checkpoint.tree().tensors
     infos = _without_quantised(with_files(infos, checkpoint, places, headers, own_dtypes=False), headers)
     return tree_of(module, [*infos, *unused(places, headers, infos, type(module).__name__)])
@@ -36,7 +36,7 @@ def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, 
 def with_files(
     infos: Iterable[TensorInfo],
     checkpoint: Checkpoint,
-    places: Mapping[str, Placed],
+    places: Mapping[str, Placement],
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
@@ -80,7 +80,7 @@ def with_files(
 
 
 def unused(
-    places: Mapping[str, Placed], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
+    places: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
     """The tensors of the files that the module has no place for."""
     taken = {name for info in infos for name in info.names}
@@ -91,7 +91,7 @@ def unused(
     ]
 
 
-def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, places: Mapping[str, Placed]) -> list[TensorInfo]:
+def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, places: Mapping[str, Placement]) -> list[TensorInfo]:
     """Weights that the module would tie, apart where the files hold other values for each name, as transformers has it."""
     found = []
     for info in infos:

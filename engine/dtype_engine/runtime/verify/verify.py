@@ -22,7 +22,7 @@ from dtype_engine.runtime.export.contents import Contents, Item, Piece, of_check
 from dtype_engine.runtime.export.export import OnBytes
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.load import fill, load, load_module
+from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.opening import open_session
 from dtype_engine.runtime.session import Session
@@ -242,7 +242,7 @@ def drift_of_export(
     if model.checkpoint is not None:
         loaded = load_module(exported, exported.path.name, options)
     else:
-        loaded = fill(load(source, options).module, exported)
+        loaded = load_into(load(source, options).module, exported)
     back = LiveModel.wrap(loaded.module, exported.path.name, model.device, scaled=loaded.scaled)
     if back.weights.keys() != model.weights.keys():
         raise UserError(

@@ -279,7 +279,7 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
     alive = left(".out.partial-alive", None)
     link = tmp_path / ".out.partial-link"
     link.symlink_to(left("elsewhere", json.dumps(ours)))
-    with claim.claimed(alive):
+    with claim.locked(alive):
         export(source, out)
         assert alive.is_dir()
     assert not dead.exists()

@@ -65,7 +65,7 @@ def test_the_architecture_of_the_options_is_opened(make_llama: Make) -> None:
     ours = de.load_pretrained(folder, options=de.Options(architecture="LlamaForCausalLM")).state_dict()
     for name, tensor in transformers.LlamaForCausalLM.from_pretrained(folder).state_dict().items():
         assert torch.equal(ours[name], tensor), name
-    skeleton = loading.skeleton(open_checkpoint(folder), de.Options(architecture="LlamaForCausalLM"))
+    skeleton = loading.build_on_meta(open_checkpoint(folder), de.Options(architecture="LlamaForCausalLM"))
     assert type(skeleton) is transformers.LlamaForCausalLM
 
 
@@ -192,7 +192,7 @@ def test_kernels_that_a_config_names_are_not_fetched(make_llama: Make, reached: 
     _, said = notices(folder)
     assert reached == []
     assert any("which is native code from elsewhere" in line for line in said)
-    assert loading.skeleton(open_checkpoint(folder), de.Options()) is not None
+    assert loading.build_on_meta(open_checkpoint(folder), de.Options()) is not None
     assert reached == []
 
 
