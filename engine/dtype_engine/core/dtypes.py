@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -163,3 +163,13 @@ def nbytes_in(shape: Sequence[int], dtype: str) -> int:
     row = BY_NAME[dtype]
     codes = math.prod(shape) * row.bits // 8
     return codes + SCALE_BYTES * scale_count(shape, dtype) if dtype in STORAGE_DTYPES else codes
+
+
+def widest(stored: Iterable[str]) -> str:
+    """The dtype that holds the values of all the computed ones among these; float32 where there is none."""
+    stored_floats = {dtype for dtype in stored if dtype in COMPUTE_DTYPES}
+    if not stored_floats:
+        return "float32"
+    if stored_floats >= {"bfloat16", "float16"}:
+        stored_floats.add("float32")
+    return next(name for name in COMPUTE_DTYPES if name in stored_floats)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -75,7 +74,6 @@ def read_recipe_file(path: Path) -> RecipeFile:
     return _understood(path, text)
 
 
-@lru_cache(maxsize=1)  # a command asks for the rules, the settings and the model one after the other
 def _understood(path: Path, text: str) -> RecipeFile:
     try:
         data = load_yaml(text)

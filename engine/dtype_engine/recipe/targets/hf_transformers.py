@@ -39,18 +39,11 @@ def convert(context: Context) -> Conversion:
             groups.setdefault(planned, []).extend(tensor.names)
     universe = context.all_names()
     patterns = [(regex, dtype) for dtype, names in groups.items() for regex in regexes(names, universe)]
-    load_in = widest({tensor.dtype for tensor in context.in_scope()})
+    load_in = dtypes.widest({tensor.dtype for tensor in context.in_scope()})
     notes = [f"casts {context.title} as planned; call it with the class and the folder to load from"]
     if len(groups) > 1:
         notes.append("weights of several dtypes: PyTorch does not promote in matrix products, so run it under autocast")
     return Conversion(NAME, _snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
-
-
-def widest(stored: set[str]) -> str:
-    """The dtype that holds every value of the stored ones."""
-    if {"bfloat16", "float16"} <= stored:
-        stored = stored | {"float32"}
-    return next((dtype for dtype in dtypes.COMPUTE_DTYPES if dtype in stored), "float32")
 
 
 def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) -> str:

@@ -10,12 +10,11 @@ from typing import Any
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.export.contents import Contents
-from dtype_engine.runtime.model.load import widest
 
 
 def export_dtype(contents: Contents) -> str:
     """What `config.json` names: the widest dtype of the export, so that loading all of it in one dtype rounds nothing."""
-    return widest(item.dtype for item in contents.items)
+    return dtypes.widest(item.dtype for item in contents.items)
 
 
 def export_config(contents: Contents) -> dict[str, Any] | None:
@@ -49,7 +48,9 @@ def written_configs(contents: Contents, config: dict[str, Any] | None) -> dict[s
     for part in contents.layout.parts:
         if part.config is not None:
             of_part = found[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
-            _set_dtype(of_part, widest(item.dtype for item in contents.items if item.name.startswith(part.prefix)))
+            _set_dtype(
+                of_part, dtypes.widest(item.dtype for item in contents.items if item.name.startswith(part.prefix))
+            )
     return {place: json.dumps(found[place], indent=2, ensure_ascii=False) + "\n" for place in found}
 
 

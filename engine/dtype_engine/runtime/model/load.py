@@ -8,7 +8,7 @@ tensors are put back, so that every weight has the dtype that its file has.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,17 +263,7 @@ def build_on_meta(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
 
 def loading_dtype(checkpoint: Checkpoint) -> str:
     """The dtype to load in so that no stored value is rounded: the widest float dtype that is stored."""
-    return widest(checkpoint.dtype(name) for name in checkpoint.weights)
-
-
-def widest(stored: Iterable[str]) -> str:
-    """The dtype that holds the values of all the computed ones among these; float32 where there is none."""
-    found = {dtype for dtype in stored if dtype in dtypes.COMPUTE_DTYPES}
-    if not found:
-        return "float32"
-    if found >= {"bfloat16", "float16"}:
-        found.add("float32")
-    return next(name for name in dtypes.COMPUTE_DTYPES if name in found)
+    return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
 def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
