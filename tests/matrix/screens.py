@@ -80,7 +80,7 @@ async def opened(made: Made, *more: str) -> AsyncIterator[tuple[DtypeApp, Pilot[
 
 def ready(app: DtypeApp) -> bool:
     """The engine has nothing to do, and the model, or why there is none, is known."""
-    return not app.controller.busy and (
+    return not app.controller.activity.busy and (
         app.controller.open_error is not None or (app.controller.experiment.has_tree and app.controller.experiment.live)
     )
 

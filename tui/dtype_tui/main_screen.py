@@ -1,7 +1,6 @@
-"""The main screen: the tree, the panes and the prompts, their keys, and which window a key or a result opens.
+"""The main screen: the tree, the panes and the prompts, and their keys.
 
-What a key does to the experiment is the controller's; the windows' modules are imported when one is opened: the first paint does
-not wait for them.
+What a key does to the experiment is the controller's, what it opens the windows'.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding, BindingType
+from textual.binding import BindingType
 from textual.containers import Container
 from textual.geometry import Size
 from textual.screen import Screen
@@ -24,18 +23,19 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
-from dtype_tui.config.bindings import KEYS, MAIN_KEYS
+from dtype_tui.command_words import CommandWords
+from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.commands import Completer, all_commands
 from dtype_tui.state.controller import Controller, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
-from dtype_tui.widgets.module_tree import COLUMNS, ORDERS, ModuleTree
+from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
+from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
@@ -59,6 +59,8 @@ class MainScreen(Screen[None]):
         self._worst = ""
         """Where the key to the worst module last went."""
         self._tree = ModuleTree(self.experiment, id="tree")
+        self._words = CommandWords(controller, self._tree)
+        self._windows = Windows(controller, self._tree, lambda *window: self.app.push_screen(*window))
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
         """What the engine tells is drawn at most so often: every drawing goes over the wire. A key is drawn at once."""
@@ -96,7 +98,7 @@ class MainScreen(Screen[None]):
         if self._prompts is None:
             self._prompts = self.mount(
                 CastPrompt(self.experiment),
-                CommandLine(self.experiment, self._completer()),
+                CommandLine(self.experiment, self._words.completer()),
                 FilterPrompt(lambda: len(self.tree_view.matches)),
             )
         await self._prompts
@@ -128,18 +130,21 @@ class MainScreen(Screen[None]):
         message = self.query_one("#message", Static)
         message.display = not self.experiment.has_tree
         if not self.experiment.has_tree:
-            waiting = f"{self.controller.activity}…\nThe tree appears when the model is there."
+            waiting = f"{self.controller.activity.what}…\nThe tree appears when the model is there."
             message.update(self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
         node = self._tree.current.name if self._tree.rows else ""
-        self.side.show(self.controller.doing()[0], node)
+        self.side.show(self.controller.activity.now()[0], node)
 
     def _show_status(self) -> None:
         experiment, controller, width = self.experiment, self.controller, self.app.size.width
         planning_only = controller.open_error is not None
-        self._put("#status", status_line(experiment, controller.doing(), controller.queue, planning_only, width))
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), controller.busy, width)
+        self._put(
+            "#status",
+            status_line(experiment, controller.activity.now(), controller.activity.queue, planning_only, width),
+        )
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), controller.activity.busy, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
@@ -183,30 +188,10 @@ class MainScreen(Screen[None]):
             case events.Measured() if self.tree_view.order == "drift":
                 self.tree_view.rebuild()
             case _:
-                self._open_result(event)
+                self._windows.open_result(event, self.app.size.width)
         for window in self.app.screen_stack[1:]:
             window.post_message(EngineEvent(event))
         self._draw_soon()
-
-    def _open_result(self, event: events.Event) -> None:
-        """What was asked for opens a window."""
-        match event:
-            case events.Generated():
-                from dtype_tui.screens.generation import generation_screen
-
-                self.app.push_screen(generation_screen(event.texts))
-            case events.SpeedMeasured():
-                from dtype_tui.screens.speed import speed_screen
-
-                self.app.push_screen(speed_screen(event.report))
-            case events.ImplicitCastsTraced():
-                from dtype_tui.screens.flow import flow_screen
-
-                self.app.push_screen(flow_screen(event.casts, self.app.size.width))
-            case events.WeightInspected():
-                from dtype_tui.screens.weight_values import weight_screen
-
-                self.app.push_screen(weight_screen(self.experiment, event.name, event.reading))
 
     # -- the cursor ----------------------------------------------------------------------------------------------
 
@@ -238,10 +223,6 @@ class MainScreen(Screen[None]):
         self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
         self.tree_view.go_to(self._worst)
 
-    def action_go_to(self, name: str) -> None:
-        if not self.tree_view.go_to(name):
-            raise UserError(f"there is no {printable(name, 200)} in this model")
-
     # -- recipes -------------------------------------------------------------------------------------------------
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
@@ -269,9 +250,6 @@ class MainScreen(Screen[None]):
         self.tree_view.focus()
         self.controller.add_rule(message.rule)
 
-    def action_cast_as(self, pattern: str, dtype: str) -> None:
-        self.controller.add_rule(Rule.make(pattern, dtype))
-
     def action_cast_node(self, dtype: str) -> None:
         self.controller.add_rule(Rule.make(generalisations(self._tree.current.name)[0], dtype))
 
@@ -287,29 +265,11 @@ class MainScreen(Screen[None]):
     def action_remedy(self) -> None:
         self.controller.apply_remedy()
 
-    def action_use_preset(self, name: str) -> None:
-        self.controller.use_preset(name)
-
     def action_presets(self) -> None:
-        if not self.experiment.has_tree:
-            return
-        from dtype_tui.screens.presets import PresetsScreen
-
-        self.app.push_screen(
-            PresetsScreen(self.experiment.tree),
-            lambda recipe: self.controller.replace_rules(recipe) if recipe is not None else None,
-        )
+        self._windows.presets()
 
     def action_history(self) -> None:
-        if not self.experiment.measured:
-            self.say("nothing was measured yet", "information")
-            return
-        from dtype_tui.screens.history import MeasurementsScreen
-
-        self.app.push_screen(
-            MeasurementsScreen(self.experiment),
-            lambda measured: self.controller.go_back_to(measured) if measured is not None else None,
-        )
+        self._windows.history()
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -326,39 +286,19 @@ class MainScreen(Screen[None]):
         self.controller.speed()
 
     def action_causes(self) -> None:
-        if self.experiment.report is None:
-            why = self.experiment.no_forward or "not measured yet: the causes are those of a drift"
-            self.say(why, "information")
-            return
-        if self.experiment.causes is None:
-            self.controller.causes()
-        from dtype_tui.screens.causes import CausesScreen
-
-        controller = self.controller
-        self.app.push_screen(CausesScreen(self.experiment, controller.doing, controller.waits, controller.stop_causes))
+        self._windows.causes()
 
     def action_inputs(self, line: str = "") -> None:
         """Run on what the line names; without one, show what the model is run on."""
-        experiment = self.experiment
-        if not experiment.live:
+        if not self.experiment.live:
             self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
-            return
-        if line:
+        elif line:
             self.controller.set_inputs(line)
-            return
-        from dtype_tui.screens.inputs import InputsScreen
-
-        compared = experiment.report.output.positions if experiment.report is not None else None
-        set_inputs = self.controller.engine.set_inputs
-        self.app.push_screen(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, set_inputs))
+        else:
+            self._windows.inputs()
 
     def action_settings(self) -> None:
-        from dtype_tui.screens.settings import SettingsScreen
-
-        self.app.push_screen(
-            SettingsScreen(self.experiment.settings),
-            lambda settings: self.controller.set_settings(settings) if settings is not None else None,
-        )
+        self._windows.settings()
 
     def action_values(self) -> None:
         tensor = self._tree.current.tensor
@@ -368,76 +308,15 @@ class MainScreen(Screen[None]):
             self.controller.inspect_values(tensor.name)
 
     def action_scan(self) -> None:
-        match self.controller.next_of_scan():
-            case "choose":
-                self._choose_scan()
-            case "show":
-                self._show_scan()
-
-    def _choose_scan(self) -> None:
-        from dtype_tui.screens.scan_setup import ScanSetup
-
-        self.app.push_screen(ScanSetup(), lambda dtypes: self.controller.start_scan(dtypes) if dtypes else None)
-
-    def _show_scan(self) -> None:
-        from dtype_tui.screens.scan import ScanScreen
-
-        def left(where: str | None) -> None:
-            if where == ScanScreen.AGAIN:
-                if not self.controller.resume_scan():
-                    self._choose_scan()
-            elif where is not None:
-                self.tree_view.go_to(where)
-            self.show_all()
-
-        self.app.push_screen(ScanScreen(self.experiment, self.controller.pause_scan), left)
+        self._windows.scan(self.show_all)
 
     def action_optimise(self) -> None:
-        experiment = self.experiment
-        if experiment.scan.report is None and experiment.no_forward:
-            self.say(f"the front comes from a scan, and none can be made: {experiment.no_forward}", "warning")
-            return
-        if experiment.scan.report is None or experiment.scan_is_of_other_inputs:
-            self.say("the front comes from a scan: s starts one", "information")
-            return
-        from dtype_tui.screens.optimise import OptimiseScreen
-
-        screen = OptimiseScreen(experiment, self.controller.put_in_force, self.controller.undo)
-        self.app.push_screen(screen, lambda _: self.show_all())
+        self._windows.optimise(self.show_all)
 
     # -- leaving with something ----------------------------------------------------------------------------------
 
     def action_leave_with(self) -> None:
-        experiment = self.experiment
-        if not experiment.has_tree:
-            return
-        from dtype_tui.screens.save import SaveScreen
-
-        self.app.push_screen(
-            SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
-            lambda request: self.controller.save(request) if request is not None else None,
-        )
-        self.controller.engine.plan_export()
-
-    def action_export_to(self, folder: str) -> None:
-        self._save_to("checkpoint", folder)
-
-    def action_save_recipe_to(self, file: str) -> None:
-        self._save_to("recipe", file)
-
-    def action_save_report_to(self, file: str) -> None:
-        self._save_to("report", file)
-
-    def _save_to(self, kind: str, typed: str) -> None:
-        """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
-        from dtype_tui.screens.save import where, wish_for
-
-        if not self.experiment.has_tree:
-            raise UserError("there is nothing to write before the model is there")
-        path, taken = where(typed)
-        if taken:
-            raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
-        self.controller.save(wish_for(kind, path, False, self.experiment.report))
+        self._windows.save()
 
     def action_copy_name(self) -> None:
         self._copy(self._tree.current.name or "*", "the name")
@@ -476,53 +355,22 @@ class MainScreen(Screen[None]):
         self.tree_view.focus()
         self.show_all()
 
-    def action_filter_by(self, text: str = "") -> None:
-        self.tree_view.set_filter(text)
-        if self.tree_view.matches:
-            self.tree_view.next_match(1)
-        elif text:
-            self.say(f"no name has {text} in it", "information")
-
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):
             self.say("no match: / filters by name", "information")
 
     def action_next_order(self) -> None:
-        self.action_sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
-
-    def action_sort_by(self, order: str) -> None:
-        if order not in ORDERS:
-            raise UserError(f"children are sorted by {', '.join(ORDERS)}")
-        self.tree_view.sort_by(order)
-        self.say(f"children in order of {'the model' if order == 'model' else order}", "information")
-
-    def action_show_columns(self, words: str = "") -> None:
-        """Show these columns of those that can be left out; no words show all."""
-        wanted = words.replace(",", " ").split() or list(COLUMNS)
-        if not set(wanted) <= set(COLUMNS):
-            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
-        self.tree_view.hide(frozenset(COLUMNS) - set(wanted))
-
-    def action_use_theme(self, name: str) -> None:
-        themes = self.app.available_themes
-        if name not in themes:
-            raise UserError(f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(themes))}")
-        self.app.theme = name
+        self._words.sort_by(ORDERS[(ORDERS.index(self.tree_view.order) + 1) % len(ORDERS)])
 
     def action_next_pane(self) -> None:
         self.side.next_pane()
         self._show_panes()
 
     def action_details(self) -> None:
-        from dtype_tui.screens.details import details_screen
-
-        self.app.push_screen(details_screen(self.experiment, self._tree.current.name))
+        self._windows.details()
 
     def action_help(self) -> None:
-        from dtype_tui.screens.help import help_screen, sections
-
-        words = [(str(pane.border_title), pane.HELP) for pane in self.side.panes]
-        self.app.push_screen(help_screen(*sections(KEYS, self._chosen_keys, words)))
+        self._windows.help(self._chosen_keys, self.side)
 
     # -- the command line ----------------------------------------------------------------------------------------
 
@@ -532,30 +380,12 @@ class MainScreen(Screen[None]):
 
     async def on_command_line_submitted(self, message: CommandLine.Submitted) -> None:
         self.tree_view.focus()
-        destination, _, name = message.command.action.rpartition(".")
+        action, arguments = message.command.action, message.arguments
+        destination, _, name = action.rpartition(".")
         try:
-            await self.app.run_action((destination, name, message.arguments), self)
+            if action in self._words.actions:
+                self._words.actions[action](*arguments)
+            else:
+                await self.app.run_action((destination, name, arguments), self)
         except UserError as error:
             self.say(str(error), "error")
-
-    def _completer(self) -> Completer:
-        """What may stand in a line: the keys' actions, the commands with words, and this model's names."""
-        actions = [
-            (binding.action, binding.description)
-            for binding in KEYS
-            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
-        ]
-        return Completer(all_commands(actions), lambda: self.experiment.tree.names[0], self._patterns, self._choices)
-
-    def _patterns(self) -> list[str]:
-        node = self._tree.current.name
-        module = self.experiment.tree.modules.get(node)
-        return generalisations(node, module.class_name if module is not None else None)
-
-    def _choices(self, kind: str) -> list[str]:
-        if kind == "preset":
-            from dtype_engine.recipe.presets import PRESETS  # not for the first paint
-
-            return list(PRESETS)
-        choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self.app.available_themes)}
-        return list(choices.get(kind, ()))

@@ -195,7 +195,7 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await until(pilot, lambda: app.controller.experiment.report is not None)
         assert app.controller.experiment.report is not None
         assert app.controller.experiment.report.output.nonfinite == 0
-        await until(pilot, lambda: app.controller.experiment.floor is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.floor is not None and not app.controller.activity.busy)
         await pilot.press("d")
         await until(pilot, lambda: app.controller.experiment.causes is not None)
         await pilot.pause(0.3)

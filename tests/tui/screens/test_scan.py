@@ -63,7 +63,7 @@ async def test_s_asks_for_dtypes_and_scans() -> None:
         assert isinstance(app.screen, ScanSetup)
         await pilot.press("space", "down", "enter")  # bfloat16 is left out
         assert engine(app).commands[-1] == f"scan {','.join(PRESET[1:])}"
-        assert app.controller.activity == "scan"
+        assert app.controller.activity.what == "scan"
 
 
 async def test_a_scan_that_was_stopped_goes_on_with_s_and_pauses_with_space() -> None:
@@ -275,7 +275,7 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     assert checkpoint is not None
     app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):

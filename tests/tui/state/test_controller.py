@@ -95,7 +95,7 @@ def app_on(model: str, options: Options | None = None, **more: Any) -> DtypeApp:
 async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
     """The app with its model open, measured, and the engine at rest."""
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.controller.experiment.live and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.live and not app.controller.activity.busy)
         try:
             yield pilot
         finally:
@@ -151,7 +151,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
             rf"❯.*{parameters / 1000:.1f} k +{app.controller.experiment.plan.planned_bytes / 1024:.1f}", text
         ), text
         await pilot.press("2")
-        await until(pilot, lambda: not app.controller.busy)
+        await until(pilot, lambda: not app.controller.activity.busy)
         assert "when all headers are read" not in screen(app)
 
 
@@ -162,7 +162,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         report = app.controller.experiment.report
         hints = screen(app).splitlines()[-1]
         heard: list[events.Event] = []
@@ -172,7 +172,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
             count = len(notices(app))
             await pilot.press(key)
             await until(pilot, lambda count=count: len(notices(app)) > count)  # type: ignore[misc]
-            await until(pilot, lambda: not app.controller.busy)
+            await until(pilot, lambda: not app.controller.activity.busy)
             assert words in notices(app)[-1]
             assert app.controller.experiment.failure is None
             assert app.controller.experiment.report is report
@@ -195,7 +195,7 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
     async with opened(app) as pilot:
         await pilot.press("3")
         await until(pilot, lambda: app.controller.experiment.failure)
-        await until(pilot, lambda: not app.controller.busy)
+        await until(pilot, lambda: not app.controller.activity.busy)
         assert "not in half" in screen(app)
         await pilot.press("g")
         await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
@@ -223,13 +223,13 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, n
     async with opened(app) as pilot:
         slow()
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.startswith("measuring: candidate"))
+        await until(pilot, lambda: app.controller.activity.what.startswith("measuring: candidate"))
         await pilot.press(key)
         await until(pilot, lambda: len(app.screen_stack) == 2)
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         slow(0)
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         assert not any("stopped" in words for words in notices(app))
 
 
@@ -237,26 +237,26 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         report = app.controller.experiment.report
         slow()
         await pilot.press("t")
-        await until(pilot, lambda: app.controller.activity.startswith("timing"))
+        await until(pilot, lambda: app.controller.activity.what.startswith("timing"))
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
         await until(pilot, lambda: "the causes come next, after: timing" in screen(app))
         await pilot.press("escape")
-        await until(pilot, lambda: app.controller.running == "speed" and app.controller.waiting == ())
+        await until(pilot, lambda: app.controller.activity.running == "speed" and app.controller.activity.waiting == ())
         slow(0)
         await until(pilot, lambda: isinstance(app.screen, Overlay))  # the times, told to the end
         await pilot.press("escape")
-        await until(pilot, lambda: not app.controller.busy)
+        await until(pilot, lambda: not app.controller.activity.busy)
         slow()
         await pilot.press("d")
-        await until(pilot, lambda: app.controller.running == "causes")
+        await until(pilot, lambda: app.controller.activity.running == "causes")
         await pilot.press("escape")
         slow(0)
-        await until(pilot, lambda: not app.controller.busy)
+        await until(pilot, lambda: not app.controller.activity.busy)
         assert app.controller.experiment.causes is None
         assert app.controller.experiment.report is report
         assert notices(app)[-1] == "stopped: running each module as cast by itself; d runs them again"
@@ -267,7 +267,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
             (("t", "f"), "stopped: timing; t times again. Not begun: tracing casts"),
@@ -276,10 +276,10 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
             slow()
             await pilot.press(*keys)
             running = {"t": "speed", "m": "measure"}[keys[0]]
-            await until(pilot, lambda running=running: app.controller.running == running)  # type: ignore[misc]
+            await until(pilot, lambda running=running: app.controller.activity.running == running)  # type: ignore[misc]
             await pilot.pause(0.3)
             await pilot.press("escape")
-            await until(pilot, lambda: not app.controller.busy)
+            await until(pilot, lambda: not app.controller.activity.busy)
             assert notices(app)[-1] == said
             assert (app.controller.experiment.report is not None) == (keys != ("m",))
 
@@ -288,7 +288,7 @@ async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> 
     app = app_on(f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.busy)
+        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         assert app.controller.experiment.memory is not None
         before = app.controller.experiment.memory.resident_bytes
         slow()
@@ -302,7 +302,7 @@ async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> 
             ),
         )
         await pilot.press("escape")
-        await until(pilot, lambda: not app.controller.busy)
+        await until(pilot, lambda: not app.controller.activity.busy)
         assert app.controller.experiment.memory.resident_bytes == before
 
 
@@ -314,16 +314,21 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
     async with opened(app, (80, 24)) as pilot:
         slow()
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.startswith("measuring"))
+        await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("t", "f", "t")
-        await until(pilot, lambda: app.controller.waiting == ("flow", "speed"))
+        await until(pilot, lambda: app.controller.activity.waiting == ("flow", "speed"))
         assert "then: tracing casts, timing" in screen(app)
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
-        await until(pilot, lambda: app.controller.running == "measure" and app.controller.waiting == ("flow", "speed"))
+        await until(
+            pilot,
+            lambda: (
+                app.controller.activity.running == "measure" and app.controller.activity.waiting == ("flow", "speed")
+            ),
+        )
         slow(0)
-        await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.busy)
-        assert app.controller.waiting == ()
+        await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.activity.busy)
+        assert app.controller.activity.waiting == ()
 
 
 async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> None:
@@ -331,12 +336,15 @@ async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> No
     async with opened(app) as pilot:
         slow()
         await pilot.press("t")
-        await until(pilot, lambda: app.controller.running == "speed")
+        await until(pilot, lambda: app.controller.activity.running == "speed")
         await pilot.pause(0.3)
         await pilot.press("3")
-        await until(pilot, lambda: app.controller.running == "measure" and app.controller.waiting == ("speed",))
+        await until(
+            pilot,
+            lambda: (now := app.controller.activity).running == "measure" and now.waiting == ("speed",),
+        )
         slow(0)
-        await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.busy)
+        await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.activity.busy)
         await until(pilot, lambda: "f16" in screen(app))
 
 
@@ -345,10 +353,10 @@ async def test_what_an_export_would_write_is_told_while_it_measures(net: Path) -
     async with opened(app) as pilot:
         slow(0.5)
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.startswith("measuring"))
+        await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("e")
         await until(pilot, lambda: "tensors: bf16" in screen(app), 20)
-        assert app.controller.running == "measure"
+        assert app.controller.activity.running == "measure"
         await pilot.press("escape")
 
 

@@ -12,8 +12,9 @@ from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.recipe import History, Recipe, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
-from dtype_tui.rendering.job_names import WORDS, queue_words, stopped_sentence
+from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state import measurement_log
+from dtype_tui.state.activity import Activity
 from dtype_tui.state.engine import Engine
 
 if TYPE_CHECKING:
@@ -26,8 +27,6 @@ Severity = Literal["information", "warning", "error"]
 GENERATED_TOKENS = 48
 INSPECTED_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 """Dtypes that a tensor's values are compared in."""
-OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
-"""Events that name the recipe they were asked for with, and are taken in whatever recipe is in force by now."""
 
 
 class Controller:
@@ -46,49 +45,15 @@ class Controller:
     ) -> None:
         self.experiment = experiment
         self.engine = engine
-        self._notify = notify
+        self.notify = notify
         self._changed = changed
-        self.busy = True
-        self.activity = "opening"
-        """What the engine does, in a few words; while it is busy."""
-        self.share: float | None = None
-        """How much of that is done, from 0 to 1."""
-        self.running = ""
-        """The engine's job, by its name in `JobName`."""
-        self.waiting: tuple[str, ...] = ()
-        """The jobs that wait behind it."""
+        self.activity = Activity()
         self.open_error: str | None = None
         """Why there is no live model."""
-        self._saving = self._quit_asked = False
+        self._quit_asked = False
         self._preset: str | None = None
         """The preset to begin with, until it is in force."""
         self._after_preset = Recipe()
-
-    # -- what the engine does ------------------------------------------------------------------------------------
-
-    def doing(self) -> tuple[str, float | None]:
-        """What the engine does ("" while nothing), and how much of it is done."""
-        return (self.activity, self.share) if self.busy else ("", None)
-
-    def waits(self, job: str) -> bool:
-        """Whether the engine was asked for this and has not begun."""
-        return job in self.waiting
-
-    @property
-    def queue(self) -> str:
-        """What waits behind the engine's job, in its order."""
-        return queue_words(self.running, self.waiting)
-
-    def _expect(self, job: str) -> None:
-        """A job was asked of the engine: it is on the screen before the engine says so."""
-        if not self.busy:
-            self._work(WORDS[job][0])
-        elif job not in self.waiting:
-            self.waiting += (job,)
-        self._changed()
-
-    def _work(self, activity: str, share: float | None = None) -> None:
-        self.busy, self.activity, self.share = True, activity, share
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
@@ -96,7 +61,7 @@ class Controller:
         """Take in what the engine tells. False, and nothing has changed, where it belongs to another recipe or to other settings
         than those in force. The caller draws: many events may come at once.
         """
-        if self._is_stale(event):
+        if self.experiment.is_stale(event):
             return False
         match event:
             case events.HeadersRead() | events.ModelReady() | events.OpenFailed():
@@ -110,18 +75,15 @@ class Controller:
                 | events.Jobs()
                 | events.Idle()
             ):
-                self._handle_progress(event)
+                self.activity.follow(event)
+                self.experiment.take(event)
             case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
                 self._handle_end(event)
             case _:
-                self._handle_result(event)
+                self.experiment.take(event)
+                if isinstance(event, events.CastDone) and (words := loss_notice(event.lost or ())):
+                    self.notify(words, "warning")
         return True
-
-    def _is_stale(self, event: events.Event) -> bool:
-        if isinstance(event, events.Measured) and event.report.settings != str(self.experiment.settings):
-            return True
-        recipe = getattr(event, "recipe", None)
-        return recipe is not None and recipe != self.experiment.recipe and not isinstance(event, OF_ANY_RECIPE)
 
     def _handle_opening(self, event: events.HeadersRead | events.ModelReady | events.OpenFailed) -> None:
         experiment = self.experiment
@@ -137,44 +99,14 @@ class Controller:
                 self._start_with_preset()
                 self._notify_all(event.notices, "warning")
                 if event.no_forward:
-                    self._notify(event.no_forward, "warning")
+                    self.notify(event.no_forward, "warning")
                 self._warn_unmatched()
             case events.OpenFailed():
                 self.open_error = event.message
                 experiment.no_forward, experiment.partial = event.message, False
                 if not event.classes_follow:
                     self._start_with_preset()
-                self._notify(event.message, "warning" if experiment.has_tree else "error")
-
-    def _handle_progress(
-        self,
-        event: events.LoadingProgress
-        | events.CastingProgress
-        | events.MeasuringProgress
-        | events.WorkingProgress
-        | events.SavingProgress
-        | events.Jobs
-        | events.Idle,
-    ) -> None:
-        match event:
-            case events.LoadingProgress():
-                self._work(event.step)
-            case events.CastingProgress():
-                self._work(f"casting {event.total:,} tensors", event.done / event.total)
-            case events.MeasuringProgress():
-                self._work(f"measuring: {event.run}", event.done / event.total if event.total else None)
-            case events.WorkingProgress():
-                self._work(event.what, event.done / event.total)
-            case events.SavingProgress():
-                self._saving = True
-                self._work(event.what, event.done / max(1, event.total))
-            case events.Jobs():
-                self.running, self.waiting = event.running, event.waiting
-            case events.Idle():
-                self.busy, self.share, self._saving = False, None, False
-                self.running, self.waiting = "", ()
-                if self.experiment.scan.running:
-                    self.experiment.scan.stopped()
+                self.notify(event.message, "warning" if experiment.has_tree else "error")
 
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
@@ -182,46 +114,19 @@ class Controller:
         """A job came to its end; nothing that was measured is less true for one that was refused or stopped."""
         match event:
             case events.InputsRefused() | events.Refused():
-                self._notify(event.message, "error")
+                self.notify(event.message, "error")
             case events.Saved():
-                self._saving = self._quit_asked = False
+                self.activity.saving = self._quit_asked = False
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
                 self.experiment.failure, self.experiment.failed_module = event.message, event.module
-                self._notify(event.message, "error")
+                self.notify(event.message, "error")
             case events.Stopped():
-                self._notify(stopped_sentence(event.job, event.dropped), "information")
-
-    def _handle_result(self, event: events.Event) -> None:
-        """What the experiment keeps of a result; those that only a window shows are not kept."""
-        experiment = self.experiment
-        match event:
-            case events.InputsReady():
-                experiment.set_inputs(event.reading)
-            case events.FloorMeasured():
-                experiment.floor = event.floor
-            case events.ScanUpdated():
-                experiment.scan.put(experiment.tree, event.report, event.finished)
-            case events.Memory():
-                experiment.memory = event.reading
-            case events.CastDone():
-                experiment.set_lost(event.lost, event.reason)
-                if words := loss_notice(event.lost or ()):
-                    self._notify(words, "warning")
-            case events.LossRemedyFound():
-                experiment.loss_remedy = event.found
-            case events.ModulesMeasured():
-                experiment.modules.update((reading.name, reading) for reading in event.modules)
-            case events.Measured():
-                experiment.set_report(event.report)
-            case events.NonfiniteFound():
-                experiment.nonfinite = event.found
-            case events.AttributionReady():
-                experiment.causes = event.report
+                self.notify(stopped_sentence(event.job, event.dropped), "information")
 
     def _notify_all(self, sentences: tuple[str, ...], severity: Severity) -> None:
         for sentence in sentences:
-            self._notify(sentence, severity)
+            self.notify(sentence, severity)
 
     # -- where it begins -----------------------------------------------------------------------------------------
 
@@ -256,7 +161,7 @@ class Controller:
         try:
             made = PRESETS[name].recipe(self.experiment.tree)
         except UserError as error:
-            self._notify(str(error), "warning")
+            self.notify(str(error), "warning")
             return
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             self.engine.set_recipe(self.experiment.recipe)
@@ -272,12 +177,12 @@ class Controller:
 
     def _recipe_changed(self) -> None:
         """Tell the engine that the recipe in force is another, and show what is known at once."""
-        if self.experiment.same_plan and not self.busy:
+        if self.experiment.same_plan and not self.activity.busy:
             self.engine.follow_recipe(self.experiment.recipe)
         else:
             self.engine.set_recipe(self.experiment.recipe)
             if self.open_error is None:
-                self._work("casting")
+                self.activity.begin("casting")
         self._changed()
 
     def add_rule(self, rule: Rule) -> None:
@@ -286,44 +191,44 @@ class Controller:
         try:
             refusal = experiment.refusal(rule)
         except PatternError as error:
-            self._notify(str(error), "error")
+            self.notify(str(error), "error")
             return
         if refusal is not None:
-            self._notify(refusal, "warning")
+            self.notify(refusal, "warning")
             return
         if not self.put_in_force(experiment.recipe.then(rule)):
-            self._notify(f"{rule} is in force already", "information")
+            self.notify(f"{rule} is in force already", "information")
             return
         self._warn_unmatched()
         broken = experiment.broken_islands(len(experiment.recipe) - 1)
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
-            self._notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
+            self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def _warn_unmatched(self) -> None:
         """Say which rules take nothing."""
         experiment, plan = self.experiment, self.experiment.plan
         for index in plan.too_slow:
             pattern = experiment.recipe.rules[index].pattern
-            self._notify(f"rule {index + 1}: {pattern} takes too long to match: simplify it", "warning")
+            self.notify(f"rule {index + 1}: {pattern} takes too long to match: simplify it", "warning")
         for index in plan.unmatched:
             pattern = experiment.recipe.rules[index].pattern
             reason = explain_no_match(experiment.tree, pattern, plan.selections[index])
-            self._notify(f"rule {index + 1}: {reason}", "warning")
+            self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:
         """Put the recipe before in force."""
         if self.experiment.undo():
             self._recipe_changed()
         else:
-            self._notify("nothing left to undo", "information")
+            self.notify("nothing left to undo", "information")
 
     def redo(self) -> None:
         """Put the recipe that was undone in force again."""
         if self.experiment.redo():
             self._recipe_changed()
         else:
-            self._notify("nothing to redo", "information")
+            self.notify("nothing to redo", "information")
 
     def drop_rules(self, node: str) -> None:
         """Drop the rules of a node: those that take nothing else."""
@@ -331,12 +236,12 @@ class Controller:
         if inside:
             self.put_in_force(self.experiment.recipe.without(inside))
         elif beyond:
-            self._notify(
+            self.notify(
                 f"rule {beyond[-1] + 1} reaches beyond this node; go to a node above it, or cast this one (8: as stored)",
                 "warning",
             )
         else:
-            self._notify("no rule takes this node", "information")
+            self.notify("no rule takes this node", "information")
 
     def apply_remedy(self) -> None:
         """Apply the rule that makes an output finite again, if there is one, else those that keep values which casts lose."""
@@ -349,12 +254,12 @@ class Controller:
                 recipe = recipe.then(Rule.parse(rule))
             self.put_in_force(recipe)
         else:
-            self._notify(nonfinite.reason if nonfinite is not None else "there is nothing to mend", "information")
+            self.notify(nonfinite.reason if nonfinite is not None else "there is nothing to mend", "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
         """Put the recipe of a preset in force, in place of all rules."""
         if not self.put_in_force(recipe):
-            self._notify("this preset is in force already", "information")
+            self.notify("this preset is in force already", "information")
 
     def use_preset(self, name: str) -> None:
         """Put a preset in force, in place of all rules. Raises UserError."""
@@ -368,10 +273,14 @@ class Controller:
     def go_back_to(self, measured: measurement_log.MeasuredRecipe) -> None:
         """Put a recipe in force that was measured before; the settings stay."""
         if measured.settings != str(self.experiment.settings):
-            self._notify(f"that was measured with {measured.settings}; the settings of now stay", "information")
+            self.notify(f"that was measured with {measured.settings}; the settings of now stay", "information")
         self.put_in_force(measured.recipe)
 
     # -- what is asked of the engine -----------------------------------------------------------------------------
+
+    def _expect(self, job: str) -> None:
+        self.activity.expect(job)
+        self._changed()
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
@@ -411,7 +320,7 @@ class Controller:
     def _run_forward(self, job: str, ask: Callable[[], None]) -> None:
         """Ask for a job that needs forward passes; where there are none, say why."""
         if self.experiment.no_forward:
-            self._notify(self.experiment.no_forward, "warning")
+            self.notify(self.experiment.no_forward, "warning")
         else:
             ask()
             self._expect(job)
@@ -428,19 +337,15 @@ class Controller:
 
     def stop(self) -> None:
         """Stop what the engine does."""
-        if self.busy:
+        if self.activity.busy:
             self.engine.cancel()
-
-    def stop_causes(self) -> None:
-        """Stop telling causes, and nothing else."""
-        self.engine.cancel("causes")
 
     def may_quit(self) -> bool:
         """Whether nothing is being written; asked a second time, whether or not."""
-        if not self._saving or self._quit_asked:
+        if not self.activity.saving or self._quit_asked:
             return True
         self._quit_asked = True
-        self._notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
+        self.notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
         return False
 
     # -- the scan ------------------------------------------------------------------------------------------------
@@ -451,16 +356,16 @@ class Controller:
         """
         experiment, scan = self.experiment, self.experiment.scan
         if experiment.no_forward:
-            self._notify(experiment.no_forward, "warning")
+            self.notify(experiment.no_forward, "warning")
             return "wait"
         if experiment.scan_is_of_other_inputs:
-            self._notify("the inputs are others than those of the scan: scan anew", "information")
+            self.notify("the inputs are others than those of the scan: scan anew", "information")
             scan.forget()
             return "choose"
         if self.resume_scan() or scan.report is not None:
             return "show" if scan.report is not None else "wait"
         if scan.running:
-            self._notify("scanning: the first estimates come with the first sequence", "information")
+            self.notify("scanning: the first estimates come with the first sequence", "information")
             return "wait"
         return "choose"
 

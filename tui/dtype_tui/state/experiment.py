@@ -14,6 +14,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan, select, tensor_bytes
 from dtype_engine.results.thresholds import Thresholds
+from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
 from dtype_tui.state.measurement_log import measured, remember
 from dtype_tui.state.scan import ScanView, figure
@@ -25,9 +26,10 @@ if TYPE_CHECKING:
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
     from dtype_engine.results.memory import MemoryStats
-    from dtype_engine.worker.events import ModelReady
     from dtype_tui.state.measurement_log import MeasuredRecipe
 
+OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
+"""Events that name the recipe they were asked for with, and count whatever recipe is in force by now."""
 PREVIEW_S = 0.5
 """How long a pattern may take to match while it is typed."""
 
@@ -97,7 +99,7 @@ class Experiment:
         self.scan.measured.clear()
         self.forget_readings()
 
-    def set_model(self, ready: ModelReady) -> None:
+    def set_model(self, ready: events.ModelReady) -> None:
         """The live model is there."""
         self.class_name, self.device, self.inputs = ready.class_name, ready.device, ready.inputs
         self.no_forward, self.live = ready.no_forward, True
@@ -108,6 +110,39 @@ class Experiment:
         self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
         self.floor = None
         self.forget_readings()
+
+    def is_stale(self, event: events.Event) -> bool:
+        """Whether an event belongs to another recipe or to other settings than those in force."""
+        if isinstance(event, events.Measured) and event.report.settings != str(self.settings):
+            return True
+        recipe = getattr(event, "recipe", None)
+        return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
+
+    def take(self, event: events.Event) -> None:
+        """Keep what the engine has found out of the recipe in force; what only a window shows is not kept."""
+        match event:
+            case events.InputsReady():
+                self.set_inputs(event.reading)
+            case events.FloorMeasured():
+                self.floor = event.floor
+            case events.ScanUpdated():
+                self.scan.put(self.tree, event.report, event.finished)
+            case events.Memory():
+                self.memory = event.reading
+            case events.CastDone():
+                self.set_lost(event.lost, event.reason)
+            case events.LossRemedyFound():
+                self.loss_remedy = event.found
+            case events.ModulesMeasured():
+                self.modules.update((reading.name, reading) for reading in event.modules)
+            case events.Measured():
+                self.set_report(event.report)
+            case events.NonfiniteFound():
+                self.nonfinite = event.found
+            case events.AttributionReady():
+                self.causes = event.report
+            case events.Idle() if self.scan.running:
+                self.scan.stopped()
 
     def set_report(self, report: DriftReport) -> None:
         """The recipe in force is measured."""

@@ -1,0 +1,42 @@
+"""The engine's events as messages."""
+
+from __future__ import annotations
+
+from tests.helpers.recording_engine import engine, make_app, report, running
+from tests.helpers.screen_text import screen, until
+
+from dtype_engine.recipe import Recipe
+from dtype_engine.results.memory import MemoryStats
+from dtype_engine.worker import events
+from dtype_tui.screens.engine_event import EngineEvent
+
+
+def test_a_newer_progress_takes_the_place_of_one_of_its_type_and_a_result_never_does() -> None:
+    first, second = (EngineEvent(events.MeasuringProgress(Recipe(), "candidate", done, 9)) for done in (1, 2))
+    memory = EngineEvent(events.Memory(Recipe(), MemoryStats()))
+    assert first.can_replace(second)
+    assert not first.can_replace(memory)
+    result = events.Measured(Recipe(), report(Recipe()))
+    assert not EngineEvent(result).can_replace(EngineEvent(result))
+
+
+async def test_keys_and_drawing_do_not_wait_for_a_flood_of_events() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        app.main.draw_every_s = 0.1
+        drawn = 0
+        show_all = app.main.show_all
+
+        def counted() -> None:
+            nonlocal drawn
+            drawn += 1
+            show_all()
+
+        app.main.show_all = counted  # type: ignore[method-assign]
+        for done in range(1000):
+            engine(app).emit(events.MeasuringProgress(Recipe(), "candidate", done, 1000))
+            engine(app).emit(events.ModulesMeasured(Recipe(), ()))
+        await pilot.press("j")
+        assert app.main.tree_view.cursor == 1
+        await until(pilot, lambda: "measuring: candidate 100 %" in screen(app).replace("  ", " "), 10)
+        assert drawn < 40, "not once for each event"

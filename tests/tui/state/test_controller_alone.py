@@ -1,0 +1,131 @@
+"""The controller without a screen: what it makes of events, asks of the engine and says."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, report
+
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.memory import MemoryStats
+from dtype_engine.worker import events
+from dtype_tui.state.controller import Controller
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.launch import Launch
+from dtype_tui.state.session_store import SavedSession
+
+BF16 = Recipe((Rule("*", "bfloat16"),))
+OTHER = Recipe((Rule("*", "float16"),))
+
+
+class Alone:
+    """A controller on the demo's headers, with all that it says and how often it has something drawn."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+        self.drawn = 0
+        self.engine = RecordingEngine(lambda event: None)
+        self.experiment = Experiment("demo", demo_tree())
+        self.controller = Controller(self.experiment, self.engine, lambda *said: self.said.append(said), self._draw)
+
+    def _draw(self) -> None:
+        self.drawn += 1
+
+    def opened(self) -> None:
+        ready = events.ModelReady(self.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+        assert self.controller.handle(ready)
+        assert self.controller.handle(events.Idle())
+
+
+@pytest.fixture
+def alone() -> Alone:
+    return Alone()
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Memory(OTHER, MemoryStats()),
+        events.CastingProgress(OTHER, 1, 2),
+        events.MeasuringProgress(OTHER, "candidate", 1, 2),
+        events.WorkingProgress(OTHER, "timing", 1, 2),
+        events.ModulesMeasured(OTHER, (ModuleDrift("model.norm", 1.0, 1.0, 0),)),
+        events.Measured(OTHER, report(OTHER)),
+        events.CastDone(OTHER, ()),
+        events.Failed(OTHER, "no kernel"),
+        events.Generated(OTHER, ()),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: events.Event) -> None:
+    alone.opened()
+    alone.controller.put_in_force(BF16)
+    before = dataclasses.replace(alone.experiment)
+    activity = dict(vars(alone.controller.activity))
+    said = list(alone.said)
+    assert not alone.controller.handle(event)
+    assert alone.experiment == before
+    assert vars(alone.controller.activity) == activity
+    assert alone.said == said
+    assert alone.controller.handle(event._replace(recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
+
+
+def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone) -> None:
+    alone.controller.put_in_force(BF16)
+    assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
+    assert alone.controller.activity.now() == ("exporting", 0.25)
+    assert alone.controller.handle(events.Saved(OTHER, True, "wrote it"))
+    assert alone.controller.handle(events.Stopped(OTHER, "speed"))
+    assert [sentence for sentence, _ in alone.said] == ["wrote it", "stopped: timing; t times again"]
+
+
+def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
+    alone.opened()
+    late = events.Measured(Recipe(), report(Recipe()))
+    alone.controller.set_settings(RunSettings(autocast="bfloat16"))
+    assert not alone.controller.handle(late)
+    assert alone.experiment.report is None
+
+
+def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_not(alone: Alone) -> None:
+    alone.opened()
+    alone.controller.add_rule(Rule("*", "bfloat16"))
+    assert alone.engine.recipes == [BF16]
+    assert (alone.drawn, alone.said, alone.controller.activity.now()) == (1, [], ("casting", None))
+    alone.controller.add_rule(Rule("*.nowhere", "bfloat16"))
+    assert alone.engine.recipes == [BF16]
+    assert (alone.drawn, alone.said[0][1]) == (1, "warning")
+
+
+def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> None:
+    assert alone.controller.may_quit()
+    alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
+    assert not alone.controller.may_quit()
+    assert alone.controller.may_quit()
+    alone.controller.handle(events.Saved(Recipe(), True, "wrote it"))
+    alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
+    assert not alone.controller.may_quit(), "asked anew for what is written anew"
+
+
+def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:
+    saved = SavedSession(None, "demo", recipes=(Recipe(), BF16), at=1)
+    alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved))
+    assert alone.experiment.recipe == Recipe((*BF16.rules, *OTHER.rules))
+    assert alone.engine.recipes[-1] == alone.experiment.recipe
+    alone.controller.undo()
+    assert alone.experiment.recipe == BF16
+
+
+def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
+    alone.opened()
+    controller = alone.controller
+    assert controller.next_of_scan() == "choose"
+    controller.start_scan(("bfloat16",))
+    assert controller.next_of_scan() == "wait"
+    assert "first estimates" in alone.said[-1][0]
+    controller.handle(events.Idle())
+    assert controller.next_of_scan() == "wait"
+    assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"

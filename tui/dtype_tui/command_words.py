@@ -1,0 +1,105 @@
+"""The `:` line of the main screen: what its commands with words do, and what completes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from textual.binding import Binding
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.recipe import Rule, generalisations
+from dtype_tui.config.bindings import KEYS
+from dtype_tui.state.commands import Completer, all_commands
+from dtype_tui.state.controller import Controller
+from dtype_tui.widgets.module_tree import COLUMNS, ORDERS, ModuleTree
+
+
+class CommandWords:
+    """Commands for the tree and the controller. Each raises UserError for words that it can't follow."""
+
+    def __init__(self, controller: Controller, tree: ModuleTree) -> None:
+        self._controller = controller
+        self._tree = tree
+        self.actions: Mapping[str, Callable[..., None]] = {
+            "cast_as": lambda pattern, dtype: controller.add_rule(Rule.make(pattern, dtype)),
+            "filter_by": self.filter_by,
+            "go_to": self.go_to,
+            "sort_by": self.sort_by,
+            "show_columns": self.show_columns,
+            "use_theme": self.use_theme,
+            "use_preset": controller.use_preset,
+            "export_to": lambda folder: self.save_to("checkpoint", folder),
+            "save_recipe_to": lambda file: self.save_to("recipe", file),
+            "save_report_to": lambda file: self.save_to("report", file),
+        }
+        """By the names of `Command.action`; each takes the command's words."""
+
+    def filter_by(self, text: str = "") -> None:
+        """Show only names with this in them, and go to the first; an empty text shows all."""
+        self._tree.set_filter(text)
+        if self._tree.matches:
+            self._tree.next_match(1)
+        elif text:
+            self._controller.notify(f"no name has {text} in it", "information")
+
+    def go_to(self, name: str) -> None:
+        """Go to a node by its name."""
+        if not self._tree.go_to(name):
+            raise UserError(f"there is no {printable(name, 200)} in this model")
+
+    def sort_by(self, order: str) -> None:
+        """Put children in one of the orders."""
+        if order not in ORDERS:
+            raise UserError(f"children are sorted by {', '.join(ORDERS)}")
+        self._tree.sort_by(order)
+        self._controller.notify(f"children in order of {'the model' if order == 'model' else order}", "information")
+
+    def show_columns(self, words: str = "") -> None:
+        """Show these columns of those that can be left out; no words show all."""
+        wanted = words.replace(",", " ").split() or list(COLUMNS)
+        if not set(wanted) <= set(COLUMNS):
+            raise UserError(f"columns are {', '.join(COLUMNS)}; the name and the dtype are always there")
+        self._tree.hide(frozenset(COLUMNS) - set(wanted))
+
+    def use_theme(self, name: str) -> None:
+        """Other colours."""
+        themes = self._tree.app.available_themes
+        if name not in themes:
+            raise UserError(f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(themes))}")
+        self._tree.app.theme = name
+
+    def save_to(self, kind: str, typed: str) -> None:
+        """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
+        from dtype_tui.screens.save import where, wish_for
+
+        experiment = self._controller.experiment
+        if not experiment.has_tree:
+            raise UserError("there is nothing to write before the model is there")
+        path, taken = where(typed)
+        if taken:
+            raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
+        self._controller.save(wish_for(kind, path, False, experiment.report))
+
+    def completer(self) -> Completer:
+        """What may stand in a line: the keys' actions, the commands with words, and this model's names."""
+        actions = [
+            (binding.action, binding.description)
+            for binding in KEYS
+            if isinstance(binding, Binding) and binding.action not in ("command", "filter", "cast")
+        ]
+        experiment = self._controller.experiment
+        return Completer(all_commands(actions), lambda: experiment.tree.names[0], self._patterns, self._choices)
+
+    def _patterns(self) -> list[str]:
+        node = self._tree.current.name
+        module = self._controller.experiment.tree.modules.get(node)
+        return generalisations(node, module.class_name if module is not None else None)
+
+    def _choices(self, kind: str) -> list[str]:
+        if kind == "preset":
+            from dtype_engine.recipe.presets import PRESETS  # not for the first paint
+
+            return list(PRESETS)
+        choices = {"order": ORDERS, "columns": COLUMNS, "theme": sorted(self._tree.app.available_themes)}
+        return list(choices.get(kind, ()))

@@ -1,0 +1,77 @@
+"""What the engine does, and what waits behind it."""
+
+from __future__ import annotations
+
+from dtype_engine.worker import events
+from dtype_tui.rendering.job_names import WORDS, queue_words
+
+Progress = (
+    events.LoadingProgress
+    | events.CastingProgress
+    | events.MeasuringProgress
+    | events.WorkingProgress
+    | events.SavingProgress
+    | events.Jobs
+    | events.Idle
+)
+
+
+class Activity:
+    """As the engine tells it, and as it will be once the engine has begun what it was asked for."""
+
+    def __init__(self) -> None:
+        self.busy = True
+        self.what = "opening"
+        """In a few words; while it is busy."""
+        self.share: float | None = None
+        """How much of that is done, from 0 to 1."""
+        self.running = ""
+        """The job under way, by its name in `JobName`."""
+        self.waiting: tuple[str, ...] = ()
+        """The jobs that wait behind it."""
+        self.saving = False
+        """Something is being written."""
+
+    def now(self) -> tuple[str, float | None]:
+        """What the engine does ("" while nothing), and how much of it is done."""
+        return (self.what, self.share) if self.busy else ("", None)
+
+    def waits(self, job: str) -> bool:
+        """Whether the engine was asked for this and has not begun."""
+        return job in self.waiting
+
+    @property
+    def queue(self) -> str:
+        """What waits behind the job under way, in its order."""
+        return queue_words(self.running, self.waiting)
+
+    def expect(self, job: str) -> None:
+        """A job was asked of the engine: it is on the screen before the engine says so."""
+        if not self.busy:
+            self.begin(WORDS[job][0])
+        elif job not in self.waiting:
+            self.waiting += (job,)
+
+    def begin(self, what: str, share: float | None = None) -> None:
+        """This is under way now."""
+        self.busy, self.what, self.share = True, what, share
+
+    def follow(self, event: Progress) -> None:
+        """The engine tells how far it is."""
+        match event:
+            case events.LoadingProgress():
+                self.begin(event.step)
+            case events.CastingProgress():
+                self.begin(f"casting {event.total:,} tensors", event.done / event.total)
+            case events.MeasuringProgress():
+                self.begin(f"measuring: {event.run}", event.done / event.total if event.total else None)
+            case events.WorkingProgress():
+                self.begin(event.what, event.done / event.total)
+            case events.SavingProgress():
+                self.saving = True
+                self.begin(event.what, event.done / max(1, event.total))
+            case events.Jobs():
+                self.running, self.waiting = event.running, event.waiting
+            case events.Idle():
+                self.busy, self.share, self.saving = False, None, False
+                self.running, self.waiting = "", ()

@@ -1,0 +1,161 @@
+"""The windows over the main screen: which one a key or a result opens, and what comes of what is chosen there.
+
+Their modules are imported when one is opened: the first paint does not wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from dtype_engine.worker import events
+from dtype_tui.config.bindings import KEYS
+from dtype_tui.state.controller import Controller
+from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.panes.side import SidePanes
+
+
+class Windows:
+    """Opens them. push: as `App.push_screen`."""
+
+    def __init__(self, controller: Controller, tree: ModuleTree, push: Callable[..., object]) -> None:
+        self._controller = controller
+        self._experiment = controller.experiment
+        self._tree = tree
+        self._push = push
+
+    def open_result(self, event: events.Event, width: int) -> None:
+        """What was asked for is there: show it on a screen of this width."""
+        match event:
+            case events.Generated():
+                from dtype_tui.screens.generation import generation_screen
+
+                self._push(generation_screen(event.texts))
+            case events.SpeedMeasured():
+                from dtype_tui.screens.speed import speed_screen
+
+                self._push(speed_screen(event.report))
+            case events.ImplicitCastsTraced():
+                from dtype_tui.screens.flow import flow_screen
+
+                self._push(flow_screen(event.casts, width))
+            case events.WeightInspected():
+                from dtype_tui.screens.weight_values import weight_screen
+
+                self._push(weight_screen(self._experiment, event.name, event.reading))
+
+    def presets(self) -> None:
+        """The presets; the one chosen takes the place of all rules."""
+        if not self._experiment.has_tree:
+            return
+        from dtype_tui.screens.presets import PresetsScreen
+
+        replace = self._controller.replace_rules
+        self._push(PresetsScreen(self._experiment.tree), lambda recipe: recipe is not None and replace(recipe))
+
+    def history(self) -> None:
+        """Every measured recipe; one may be gone back to."""
+        if not self._experiment.measured:
+            self._controller.notify("nothing was measured yet", "information")
+            return
+        from dtype_tui.screens.history import MeasurementsScreen
+
+        go_back_to = self._controller.go_back_to
+        self._push(MeasurementsScreen(self._experiment), lambda measured: measured is not None and go_back_to(measured))
+
+    def causes(self) -> None:
+        """Drift over depth, and the modules that it arises in."""
+        controller, experiment = self._controller, self._experiment
+        if experiment.report is None:
+            why = experiment.no_forward or "not measured yet: the causes are those of a drift"
+            controller.notify(why, "information")
+            return
+        if experiment.causes is None:
+            controller.causes()
+        from dtype_tui.screens.causes import CausesScreen
+
+        activity = controller.activity
+        self._push(CausesScreen(experiment, activity.now, activity.waits, lambda: controller.engine.cancel("causes")))
+
+    def inputs(self) -> None:
+        """What the model is run on; the line there names others."""
+        experiment = self._experiment
+        from dtype_tui.screens.inputs import InputsScreen
+
+        compared = experiment.report.output.positions if experiment.report is not None else None
+        set_inputs = self._controller.engine.set_inputs
+        self._push(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, set_inputs))
+
+    def settings(self) -> None:
+        """The settings of a run; those chosen are measured."""
+        from dtype_tui.screens.settings import SettingsScreen
+
+        set_settings = self._controller.set_settings
+        self._push(
+            SettingsScreen(self._experiment.settings), lambda settings: settings is not None and set_settings(settings)
+        )
+
+    def scan(self, on_close: Callable[[], None]) -> None:
+        """What the key for the scan opens now, if anything."""
+        match self._controller.next_of_scan():
+            case "choose":
+                self._choose_scan()
+            case "show":
+                self._show_scan(on_close)
+
+    def _choose_scan(self) -> None:
+        from dtype_tui.screens.scan_setup import ScanSetup
+
+        self._push(ScanSetup(), lambda dtypes: self._controller.start_scan(dtypes) if dtypes else None)
+
+    def _show_scan(self, on_close: Callable[[], None]) -> None:
+        from dtype_tui.screens.scan import ScanScreen
+
+        def left(where: str | None) -> None:
+            if where == ScanScreen.AGAIN:
+                if not self._controller.resume_scan():
+                    self._choose_scan()
+            elif where is not None:
+                self._tree.go_to(where)
+            on_close()
+
+        self._push(ScanScreen(self._experiment, self._controller.pause_scan), left)
+
+    def optimise(self, on_close: Callable[[], None]) -> None:
+        """The Pareto front; a point of it may be put in force."""
+        controller, experiment = self._controller, self._experiment
+        if experiment.scan.report is None and experiment.no_forward:
+            words = f"the front comes from a scan, and none can be made: {experiment.no_forward}"
+            controller.notify(words, "warning")
+            return
+        if experiment.scan.report is None or experiment.scan_is_of_other_inputs:
+            controller.notify("the front comes from a scan: s starts one", "information")
+            return
+        from dtype_tui.screens.optimise import OptimiseScreen
+
+        self._push(OptimiseScreen(experiment, controller.put_in_force, controller.undo), lambda _: on_close())
+
+    def save(self) -> None:
+        """What to leave with; the engine writes it."""
+        controller, experiment = self._controller, self._experiment
+        if not experiment.has_tree:
+            return
+        from dtype_tui.screens.save import SaveScreen
+
+        self._push(
+            SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
+            lambda request: controller.save(request) if request is not None else None,
+        )
+        controller.engine.plan_export()
+
+    def details(self) -> None:
+        """All that is known of the node under the cursor."""
+        from dtype_tui.screens.details import details_screen
+
+        self._push(details_screen(self._experiment, self._tree.current.name))
+
+    def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
+        """Every key, and what the panes' words mean."""
+        from dtype_tui.screens.help import help_screen, sections
+
+        words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
+        self._push(help_screen(*sections(KEYS, chosen_keys, words)))
