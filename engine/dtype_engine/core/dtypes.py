@@ -8,13 +8,13 @@ in the tests against `torch.finfo`. This module never imports torch.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.suggest import nearest
 
 STORED = "stored"
 """In place of a dtype in a rule: leave the tensor as the checkpoint has it."""
@@ -140,8 +140,8 @@ def parse_target(text: str) -> str:
         return names[whole]
     if word in BY_NAME:
         raise UserError(f"can't cast to {word}: weights may be {', '.join(CASTABLE_DTYPES)}, or {STORED}")
-    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
+    near = nearest(word, names, cutoff=0.5)
+    hint = f"did you mean {near}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
 
 

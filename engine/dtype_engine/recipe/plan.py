@@ -8,12 +8,12 @@ from weakref import WeakKeyDictionary
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
+from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, TensorInfo, Tree
 from dtype_engine.recipe.pattern import Pattern, compile_pattern
 from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
 
-_LONGEST_HINT = 200
 MATCHING_S = 5.0
 """How long a pattern, or all of a recipe's together, may take to match the names of a model."""
 
@@ -201,8 +201,6 @@ NO_CLASSES = "and nothing says which architecture this model has: a config.json 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Why a pattern takes nothing, in a sentence."""
-    import difflib
-
     if taken is not None and taken.fixed:
         return (
             f"pattern {shortened(pattern)} takes only tensors that are never cast "
@@ -223,7 +221,6 @@ def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -
         wanted, prefix = pattern.removeprefix("type:"), "type:"
     else:
         known, wanted, prefix = [*tree.modules, *tree.tensors], pattern, ""
-    short = [name for name in known[:20_000] if len(name) <= _LONGEST_HINT]
-    near = difflib.get_close_matches(wanted, short, n=1, cutoff=0.6) if len(wanted) <= _LONGEST_HINT else []
-    hint = f"; the nearest is {prefix}{near[0]}" if near else ""
+    near = nearest(wanted, known[:20_000])
+    hint = f"; the nearest is {prefix}{near}" if near else ""
     return f"pattern {shortened(pattern)} matches nothing in this model{hint}"

@@ -6,14 +6,14 @@ changed like any other.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.suggest import nearest
 from dtype_engine.core.tree import Module, Tree, ancestors, is_number
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
-from dtype_engine.recipe.plan import NO_CLASSES, select
+from dtype_engine.recipe.plan import NO_CLASSES, make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
 
 LOW = "float8_e4m3fn"
@@ -117,8 +117,8 @@ def preset(name: str) -> Preset:
     """The preset of this name. Raises UserError with the nearest name."""
     if name in PRESETS:
         return PRESETS[name]
-    near = difflib.get_close_matches(name, PRESETS, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"use one of {', '.join(PRESETS)}"
+    near = nearest(name, PRESETS)
+    hint = f"did you mean {near}?" if near else f"use one of {', '.join(PRESETS)}"
     raise UserError(f"unknown preset {name!r}: {hint}")
 
 
@@ -182,3 +182,34 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
         matches = compile_pattern(pattern).matches
         waiting = [other for other in waiting[1:] if not matches(other)]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class PresetEffect:
+    """A preset on one tree. `recipe` is None where it has nothing to do there, and `reason` says why.
+
+    tensors: those whose dtype would be another than the stored one. Bytes are of the whole model.
+    """
+
+    preset: Preset
+    recipe: Recipe | None
+    reason: str = ""
+    tensors: int = 0
+    stored_bytes: int = 0
+    planned_bytes: int = 0
+    needs_classes: bool = False
+    """It has nothing to do because it goes by module classes, and those are not known."""
+
+
+def preset_effects(tree: Tree) -> Iterator[PresetEffect]:
+    """One after the other, in the order of `PRESETS`: each takes a while on a very large model."""
+    for preset in PRESETS.values():
+        try:
+            recipe = preset.recipe(tree)
+        except UserError as error:
+            unknown = preset.needs_classes and not tree.has_classes
+            yield PresetEffect(preset, None, str(error), needs_classes=unknown)
+            continue
+        plan = make_plan(tree, recipe)
+        changed = sum(plan.dtypes[name] != tensor.dtype for name, tensor in tree.tensors.items())
+        yield PresetEffect(preset, recipe, "", changed, plan.stored_bytes, plan.planned_bytes)

@@ -105,7 +105,7 @@ CONTEXTS = st.builds(
     st.sampled_from([(LLAMA, "llama"), (MOE, "qwen3_moe")]),
     RECIPES,
 )
-Outcome = Mapping[str, str]
+PresetEffect = Mapping[str, str]
 
 
 def class_of(context: Context, module: str) -> str | None:
@@ -125,7 +125,7 @@ def loaded(context: Context, base: str) -> dict[str, str]:
     return found
 
 
-def as_torchao(context: Context, written: Conversion) -> Outcome:
+def as_torchao(context: Context, written: Conversion) -> PresetEffect:
     """FqnToConfig: exact parameter, exact module, then every expression that fits the parameter, then the first that fits
     the module; modules and parameters are both matched in whole.
     """
@@ -147,7 +147,7 @@ def as_torchao(context: Context, written: Conversion) -> Outcome:
     return found
 
 
-def as_llm_compressor(context: Context, written: Conversion) -> Outcome:
+def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
     """compressed-tensors: `re.match`, an exact name or a class name, on modules; only weights are quantised."""
     modifiers = yaml.safe_load(written.text)["quant_stage"]["quant_modifiers"]
     groups = modifiers["QuantizationModifier"]["config_groups"].values() if modifiers else ()
@@ -171,7 +171,7 @@ def as_llm_compressor(context: Context, written: Conversion) -> Outcome:
     return found
 
 
-def as_modelopt(context: Context, written: Conversion) -> Outcome:
+def as_modelopt(context: Context, written: Conversion) -> PresetEffect:
     """ModelOpt: `fnmatch` on quantizer names, the last entry that matches wins."""
     entries = json.loads(written.text)["quant_cfg"]
     assert written.base is not None
@@ -191,7 +191,7 @@ def as_modelopt(context: Context, written: Conversion) -> Outcome:
     return found
 
 
-def as_comfyui(context: Context, written: Conversion) -> Outcome:
+def as_comfyui(context: Context, written: Conversion) -> PresetEffect:
     metadata = json.loads(json.loads(written.text)["_quantization_metadata"])
     assert metadata["format_version"] == "1.0"
     found = {t.name: written.base if t.persistent and t.castable else t.dtype for t in context.tree.tensors.values()}
@@ -203,7 +203,7 @@ def as_comfyui(context: Context, written: Conversion) -> Outcome:
     return found  # type: ignore[return-value]
 
 
-def as_diffusers(context: Context, written: Conversion) -> Outcome:
+def as_diffusers(context: Context, written: Conversion) -> PresetEffect:
     """Layerwise casting from the root down: found anywhere in the name, a pattern spares the module and all below."""
     body = ast.parse(written.text).body
     assigned = next(node for node in body if isinstance(node, ast.Assign))
@@ -254,7 +254,7 @@ def module_like(tree: Tree, load_in: str) -> nn.Module:
     return made[""]
 
 
-def as_transformers(context: Context, written: Conversion) -> Outcome:
+def as_transformers(context: Context, written: Conversion) -> PresetEffect:
     """The Python itself, run."""
     load_in = re.search(r"dtype=torch\.(\w+)\)\)", written.text)
     assert load_in is not None
@@ -290,7 +290,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
     return [f"{TOP[module]}.{local}"] if module in TOP and local in ("weight", "bias") else []
 
 
-def as_llama_cpp(context: Context, written: Conversion) -> Outcome:
+def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
     """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantises."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
     types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
@@ -313,7 +313,7 @@ def as_llama_cpp(context: Context, written: Conversion) -> Outcome:
     return found
 
 
-READERS: dict[str, Callable[[Context, Conversion], Outcome]] = {
+READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
     "torchao": as_torchao,
     "llama.cpp": as_llama_cpp,
     "diffusers": as_diffusers,

@@ -17,8 +17,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
-from dtype_engine.recipe.outcomes import outcomes
-from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.recipe.presets import PRESETS, preset_effects
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
@@ -93,7 +92,7 @@ async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
 
 def test_outcomes_are_those_of_the_plans() -> None:
     tree = demo_tree()
-    found = list(outcomes(tree))
+    found = list(preset_effects(tree))
     assert [outcome.preset.name for outcome in found] == list(PRESETS)
     assert (found[0].tensors, found[0].stored_bytes, found[0].planned_bytes) == (56, 2831232, 2831232 // 2)
     assert "module classes" in found[1].reason

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ import platformdirs
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 
 _LARGEST = 100_000
@@ -96,10 +96,10 @@ def _mapping(path: Path, name: str, value: object) -> dict[str, Any]:
 def _known(path: Path, what: str, names: Iterable[object], known: tuple[str, ...]) -> None:
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(str(name)[:100], known, 1)
+            near = nearest(str(name), known)
             raise UserError(
                 f"{path}: unknown {what} {_shown(name)}; "
-                + (f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}")
+                + (f"did you mean {near}?" if near else f"there are {', '.join(known)}")
             )
 
 

@@ -14,8 +14,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
-from dtype_engine.recipe.outcomes import Outcome, outcomes
-from dtype_engine.recipe.presets import PRESETS
+from dtype_engine.recipe.presets import PRESETS, PresetEffect, preset_effects
 from dtype_tui.screens.choice import ChoiceScreen
 
 
@@ -34,19 +33,19 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
     def __init__(self, tree: Tree) -> None:
         super().__init__(len(PRESETS))
         self._tree = tree
-        self.effects: list[Outcome] = []
+        self.effects: list[PresetEffect] = []
         """Of the first presets, as far as they are computed."""
 
     def on_mount(self) -> None:
         self.run_worker(self._compute_effects, thread=True, exit_on_error=False)
 
     def _compute_effects(self) -> None:
-        for effect in outcomes(self._tree):
+        for effect in preset_effects(self._tree):
             if not self.is_attached:
                 return
             self.app.call_from_thread(self._add, effect)
 
-    def _add(self, effect: Outcome) -> None:
+    def _add(self, effect: PresetEffect) -> None:
         self.effects.append(effect)
         if self.is_attached:
             self.redraw()
@@ -77,7 +76,7 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
             self.dismiss(effect.recipe)
 
 
-def _effect_words(effect: Outcome | None) -> str:
+def _effect_words(effect: PresetEffect | None) -> str:
     if effect is None:
         return "…"
     if effect.recipe is None:
@@ -87,7 +86,7 @@ def _effect_words(effect: Outcome | None) -> str:
     return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>8}"
 
 
-def _append_rules(text: Text, effect: Outcome | None, width: int) -> None:
+def _append_rules(text: Text, effect: PresetEffect | None, width: int) -> None:
     if effect is None:
         return
     if effect.recipe is None:

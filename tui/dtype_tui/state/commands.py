@@ -5,7 +5,6 @@ What a key does without further words is a command under its action's name, so t
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_tui.config.key_names import name_of
 
@@ -73,9 +73,9 @@ def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, 
     name, _, rest = line.strip().removeprefix(":").strip().partition(" ")
     command = commands.get(name)
     if command is None:
-        near = difflib.get_close_matches(name, commands, 1)
+        near = nearest(name, commands)
         raise UserError(
-            f"no command {printable(name, 40)!r}" + (f"; did you mean {near[0]}?" if near else "; Tab shows all")
+            f"no command {printable(name, 40)!r}" + (f"; did you mean {near}?" if near else "; Tab shows all")
         )
     rest = rest.strip()
     if not command.arguments:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options
+from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.model.hub import without_foreign_kernels
@@ -190,10 +190,8 @@ def _asked_for(transformers: ModuleType, name: str) -> Any:
         return found
     if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
         return getattr(transformers, name)
-    near = difflib.get_close_matches(
-        name, (other for other in dir(transformers) if "For" in other or other.endswith("Model")), 1
-    )
-    hint = f"; did you mean {near[0]}?" if near else ""
+    near = nearest(name, (other for other in dir(transformers) if "For" in other or other.endswith("Model")))
+    hint = f"; did you mean {near}?" if near else ""
     raise UserError(
         f"--architecture {printable(name, 100)}: transformers {transformers.__version__} has no model class of that name{hint}"
     )
