@@ -218,7 +218,7 @@ def test_a_long_operation_leaves_the_names_their_room() -> None:
     cast = ImplicitCastStats(
         "model.layers.0.self_attn", "scaled_dot_product_attention", "bfloat16", "float32", 40_900, 4, True
     )
-    console = Console(width=Overlay.room(80))
+    console = Console(width=Overlay.content_width(80))
     with console.capture() as said:
         console.print(flow_screen([cast], 80)._body)
     assert [line.split()[0] for line in said.get().splitlines()] == ["module", "model.layers.0", ".self_attn"]
