@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.runs import Generation, SpeedReport
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.results.weights import WeightStats
-    from dtype_engine.worker.queue import JobName
+    from dtype_engine.worker.commands import JobName
     from dtype_engine.worker.save_requests import ExportPlan
 
 
@@ -221,7 +221,7 @@ class Failed(NamedTuple):
 
 class Refused(NamedTuple):
     """What was asked for can't be done, or failed; nothing that was measured is less true for it. `job`: its name, or that of the
-    part of a measurement, after its figures, that failed (see `jobs.JobName`).
+    part of a measurement, after its figures, that failed (see `commands.JobName`).
     """
 
     job: JobName
@@ -239,7 +239,7 @@ class Stopped(NamedTuple):
 
 
 class Jobs(NamedTuple):
-    """What is under way ("" while nothing) and what waits, in its order, by the names in `jobs.JobName`. Told when it changes."""
+    """What is under way ("" while nothing) and what waits, in its order, by their `commands.JobName`. Emitted when it changes."""
 
     running: str
     waiting: tuple[str, ...]

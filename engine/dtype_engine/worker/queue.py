@@ -1,74 +1,176 @@
-"""What is asked of the worker: jobs with a name, and the queue in which they wait. The worker's lock guards it."""
+"""Every rule of what supersedes what, what goes first, what is refused and what is dropped: pure functions on a frozen queue.
+
+In short: inputs go before a measurement, a measurement before its follow-ups, all of these before what was asked for by name,
+which keeps its order. A newer recipe or newer inputs stop whatever runs after them, except a save; what they stopped runs again
+later, unless it is superseded. What the user stops does not.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
+from dtype_engine.worker.commands import (
+    ApplyRecipe,
+    Cancel,
+    Command,
+    FollowRecipe,
+    FollowUp,
+    JobName,
+    Measure,
+    Pause,
+    Request,
+    SetInputs,
+    SetRecipe,
+    SetSettings,
+)
 
-JobName = Literal[
-    "measure",
-    "inputs",
-    "recipe",
-    "flow",
-    "causes",
-    "generate",
-    "speed",
-    "scan",
-    "values",
-    "write",
-    "nonfinite",
-    "losses",
-    "floor",
-]
-"""`recipe` takes over one that casts as the one before it. Also names parts of a measurement that come after its figures, or
-without them: `nonfinite` looks for why the output is not finite, `losses` for values that a cast loses, `floor` measures the
-reference against itself."""
-ONE_AT_A_TIME: tuple[JobName, ...] = ("flow", "causes", "generate", "speed", "scan")
-"""Asked for again while it waits, such a job is still done once."""
+Available = Literal["opening", "model", "files", "nothing"]
+"""What commands can run on: not known yet, a live model, the files of a checkpoint alone, nothing at all."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """One thing to do for the recipe in force. `finishes`: a newer recipe or other inputs do not stop it, only the user does."""
+@dataclass(frozen=True)
+class Queue:
+    """What the worker is to do. The last three fields are kept until they are reported (see `reported`).
 
-    name: JobName
-    run: Callable[[Recipe], None]
-    finishes: bool = False
+    stopping: who wants the running command to stop. failed: the last measurement ended without figures. paused: a scan waits
+    where it is. stopped, dropped: what the user stopped, and what waited then. refused: names and reasons.
+    """
+
+    recipe: Recipe = field(default_factory=Recipe)
+    settings: RunSettings = field(default_factory=RunSettings)
+    available: Available = "opening"
+    unavailable_reason: str = ""
+    running: Command | None = None
+    waiting: tuple[Command, ...] = (Measure(),)
+    stopping: Literal["", "newer", "user"] = ""
+    failed: bool = False
+    paused: bool = False
+    stopped: JobName | None = None
+    dropped: tuple[JobName, ...] = ()
+    refused: tuple[tuple[JobName, str], ...] = ()
 
 
-class JobQueue:
-    """Jobs in the order in which they were asked for."""
+def merge(queue: Queue, request: Request) -> Queue:
+    """The queue once `request` has been made."""
+    match request:
+        case SetRecipe():
+            return _add(replace(queue, recipe=request.recipe), Measure())
+        case FollowRecipe():
+            measuring = any(isinstance(command, Measure) for command in (queue.running, *queue.waiting))
+            changed = replace(queue, recipe=request.recipe)
+            return _add(
+                changed, Measure() if measuring or queue.failed or queue.available != "model" else ApplyRecipe()
+            )
+        case SetSettings():
+            return _add(replace(queue, settings=request.settings), Measure(read_values=True))
+        case Pause():
+            return replace(queue, paused=request.paused)
+        case Cancel():
+            return _cancel(queue, request.name)
+        case Command():
+            return _add(queue, request)
 
-    def __init__(self) -> None:
-        self._jobs: deque[Job] = deque()
 
-    def __bool__(self) -> bool:
-        return bool(self._jobs)
+def opened(queue: Queue, available: Available, reason: str = "") -> Queue:
+    """The queue once the model is open, or is not for `reason`: what can't run on what there is now is refused."""
+    result = replace(queue, available=available, unavailable_reason=reason, waiting=())
+    for command in queue.waiting:
+        result = _add(result, command)
+    return result
 
-    def __iter__(self) -> Iterator[Job]:
-        return iter(self._jobs)
 
-    def add(self, job: Job) -> None:
-        """Put it last; one that waits already, and is done once however often it is asked for, gives its place up."""
-        if job.name in ONE_AT_A_TIME:
-            self.remove(job.name)
-        self._jobs.append(job)
+def take(queue: Queue) -> Queue:
+    """The queue with its first waiting command running."""
+    running, *waiting = queue.waiting
+    failed = queue.failed and not isinstance(running, Measure)
+    return replace(queue, running=running, waiting=tuple(waiting), stopping="", failed=failed)
 
-    def put_back(self, job: Job) -> None:
-        """Put a job that was interrupted first, unless it was asked for anew meanwhile."""
-        if job.name not in ONE_AT_A_TIME or all(waiting.name != job.name for waiting in self._jobs):
-            self._jobs.appendleft(job)
 
-    def next(self) -> Job:
-        """Take the first."""
-        return self._jobs.popleft()
+def finish(
+    queue: Queue, outcome: Literal["done", "failed", "interrupted"], follow_ups: Iterable[Command] = ()
+) -> Queue:
+    """The queue once its running command has ended; `follow_ups` are what is left to do for it."""
+    running, by_user = queue.running, queue.stopping == "user"
+    assert running is not None
+    result = replace(queue, running=None, stopping="")
+    if outcome == "failed":
+        return replace(result, failed=result.failed or isinstance(running, Measure))
+    if outcome == "interrupted":
+        return replace(result, stopped=running.name) if by_user else _put_back(result, running)
+    for command in follow_ups:
+        if by_user and isinstance(command, Measure | FollowUp):
+            result = replace(result, stopped=result.stopped or command.name)
+        else:
+            result = _add(result, command)
+    return result
 
-    def remove(self, name: str | None = None) -> tuple[JobName, ...]:
-        """Drop the jobs of this name, or all of them; their names."""
-        dropped = tuple(job.name for job in self._jobs if name in (None, job.name))
-        self._jobs = deque(job for job in self._jobs if name not in (None, job.name))
-        return dropped
+
+def reported(queue: Queue) -> Queue:
+    """The queue once what was refused has been told, and, when nothing runs any more, what was stopped and dropped."""
+    if queue.running is not None:
+        return replace(queue, refused=())
+    return replace(queue, stopped=None, dropped=(), refused=())
+
+
+def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
+    """Names of commands as the user knows them: follow-ups belong to the measurement and have none."""
+    return tuple(command.name for command in commands if not isinstance(command, FollowUp))
+
+
+def running_name(queue: Queue) -> str:
+    """The running command as the user knows it; "" where nothing runs."""
+    if queue.running is None:
+        return ""
+    return "measure" if isinstance(queue.running, FollowUp) else queue.running.name
+
+
+def supersedes(newer: Command, older: Command) -> bool:
+    """Whether `older` need not run where `newer` will."""
+    if isinstance(newer, Measure):
+        return isinstance(older, Measure | ApplyRecipe | FollowUp)
+    return newer.once and type(newer) is type(older)
+
+
+def _add(queue: Queue, command: Command) -> Queue:
+    if queue.available == "nothing" or (queue.available == "files" and command.needs_model):
+        if isinstance(command, Measure | ApplyRecipe | FollowUp):
+            return queue  # nobody asked for these by name, and that the model is not open has been told
+        return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
+    measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
+    if isinstance(command, Measure):
+        command = Measure(command.read_values or any(measurement.read_values for measurement in measurements))
+    elif any(supersedes(measurement, command) for measurement in measurements):
+        return queue
+    kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))
+    running = queue.running
+    stops = (
+        isinstance(command, SetInputs | Measure)
+        and running is not None
+        and not running.finishes
+        and running.rank >= command.rank
+    )
+    return replace(queue, waiting=_in_order((*kept, command)), stopping=queue.stopping or ("newer" if stops else ""))
+
+
+def _put_back(queue: Queue, command: Command) -> Queue:
+    if any(supersedes(waiting, command) for waiting in queue.waiting):
+        return queue
+    return replace(queue, waiting=_in_order((command, *queue.waiting)))
+
+
+def _in_order(commands: Iterable[Command]) -> tuple[Command, ...]:
+    return tuple(sorted(commands, key=lambda command: command.rank))
+
+
+def _cancel(queue: Queue, name: str | None) -> Queue:
+    stops = queue.running is not None and name in (None, queue.running.name)
+    changed = replace(
+        queue, stopping="user" if stops else queue.stopping, paused=queue.paused and not stops and name is not None
+    )
+    if name is not None:
+        return replace(changed, waiting=tuple(command for command in queue.waiting if command.name != name))
+    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(queue.waiting)))

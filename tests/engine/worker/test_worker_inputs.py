@@ -2,89 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-from tests.engine.worker.test_worker import BRAIN, HALF, Heard
+from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
 
-from dtype_engine import Options
-from dtype_engine.checkpoint.source import locate
+from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
 
-
-@pytest.fixture
-def demo() -> Iterator[Heard]:
-    heard = Heard(locate(None))
-    yield heard
-    heard.worker.close()
+HALF = Recipe((Rule("*", "float16"),))
+BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def measured(heard: Heard, words: str, seen: int = 0) -> events.Measured:
-    found = heard.wait_for(
-        lambda event: isinstance(event, events.Measured) and event.report.inputs.startswith(words), seen
-    )
-    assert isinstance(found, events.Measured)
-    return found
+def measured(recorded: RecordedWorker, words: str, since: int = 0) -> events.Measured:
+    """The first measurement on inputs that are described so."""
+    return recorded.wait_for(events.Measured, lambda event: event.report.inputs.startswith(words), since)
 
 
-def test_the_inputs_are_told_when_the_model_is_ready(demo: Heard) -> None:
-    demo.wait_for(lambda event: isinstance(event, events.InputsReady))
+def test_the_inputs_are_told_when_the_model_is_ready(demo: RecordedWorker) -> None:
+    demo.wait_for(events.InputsReady)
     kinds = [type(event) for event in demo.events]
     assert kinds.index(events.ModelReady) + 1 == kinds.index(events.InputsReady)
 
 
-def test_new_inputs_supersede_a_measurement_and_older_ones(demo: Heard) -> None:
-    demo.wait_for(lambda event: isinstance(event, events.ModelReady))
+def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedWorker) -> None:
+    demo.wait_for(events.ModelReady)
     demo.worker.set_recipe(BRAIN)
     for word in ("one", "two", "three"):
         demo.worker.set_inputs(f"import {word}")
-    demo.wait_for(lambda event: isinstance(event, events.InputsReady) and "three" in event.reading.batches[0].what)
+    demo.wait_for(events.InputsReady, lambda event: "three" in event.reading.batches[0].what)
     assert measured(demo, "1 sequence of your prompts").recipe == BRAIN
     start = len(demo.events)
     demo.worker.set_inputs("")
     assert measured(demo, "6 default prompts", start).recipe == BRAIN
 
 
-def test_refused_inputs_leave_everything_as_it_is(demo: Heard) -> None:
-    demo.wait_for(lambda event: isinstance(event, events.Idle))
+def test_refused_inputs_leave_everything_as_it_is(demo: RecordedWorker) -> None:
+    demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.set_inputs("nowhere.png")
-    said = demo.wait_for(lambda event: isinstance(event, events.InputsRefused), start)
+    said = demo.wait_for(events.InputsRefused, since=start)
     assert said == events.InputsRefused("there is no file nowhere.png")
-    demo.wait_for(lambda event: isinstance(event, events.Idle), start)
+    demo.wait_for(events.Idle, since=start)
     assert not any(isinstance(event, events.Measured | events.InputsReady) for event in demo.events[start:])
 
 
-def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: Heard) -> None:
-    demo.wait_for(lambda event: isinstance(event, events.Idle))
+def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedWorker) -> None:
+    demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.set_recipe(HALF)
     demo.worker.set_inputs("nowhere.png")
-    demo.wait_for(lambda event: isinstance(event, events.InputsRefused), start)
+    demo.wait_for(events.InputsRefused, since=start)
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
-def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: Heard) -> None:
-    demo.wait_for(lambda event: isinstance(event, events.Idle))
+def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedWorker) -> None:
+    demo.wait_for(events.Idle)
     demo.worker.set_inputs("import os\n" * 200)
     demo.worker.set_recipe(HALF)
     demo.worker.set_recipe(BRAIN)
-    found = demo.wait_for(
-        lambda event: (
-            isinstance(event, events.Measured) and event.recipe == BRAIN and "your prompts" in event.report.inputs
-        )
-    )
-    assert isinstance(found, events.Measured)
+    demo.wait_for(events.Measured, lambda event: event.recipe == BRAIN and "your prompts" in event.report.inputs)
 
 
 def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "cat.png").write_bytes(b"never looked at")
-    heard = Heard(locate(None), Options(images=(tmp_path / "cat.png",)))
-    try:
-        said = heard.wait_for(lambda event: isinstance(event, events.InputsRefused))
-        assert isinstance(said, events.InputsRefused)
-        assert "takes no pictures" in said.message
-        assert measured(heard, "6 default prompts").report.output.max_abs == 0
-    finally:
-        heard.worker.close()
+    with recorded_worker(options=Options(images=(tmp_path / "cat.png",))) as recorded:
+        assert "takes no pictures" in recorded.wait_for(events.InputsRefused).message
+        assert measured(recorded, "6 default prompts").report.output.max_abs == 0

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running
@@ -13,12 +10,9 @@ from tests.helpers.screen_text import notices, screen, until
 from textual.widgets import Input
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.presets import PRESETS, preset_effects
-from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
     ConvertRequest,
@@ -27,7 +21,6 @@ from dtype_engine.worker.save_requests import (
     RecipeRequest,
     ReportRequest,
 )
-from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli.resume import with_saved_options
 from dtype_tui.screens.presets import PresetsScreen
@@ -216,127 +209,6 @@ async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
             assert says in notices(app)[-1]
             assert isinstance(app.screen, SaveScreen)
         assert engine(app).wishes == []
-
-
-class Recorded:
-    """A worker on a small model, with all that it says."""
-
-    def __init__(self, folder: Path) -> None:
-        self.source = locate(str(folder))
-        self.said: list[events.Event] = []
-        self.worker = Worker(self.source, Options(device="cpu"), self.said.append)
-        self.worker.start()
-
-    def wait(self, kind: type, count: int = 1) -> Any:
-        end = time.monotonic() + 60
-        while len(found := [event for event in list(self.said) if isinstance(event, kind)]) < count:
-            assert time.monotonic() < end, self.said
-            time.sleep(0.02)
-        return found[-1]
-
-
-@pytest.fixture(scope="module", params=["runs", "headers only"])
-def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Recorded]:
-    """With a live model, and where nothing says what architecture it has."""
-    import transformers
-
-    folder = tmp_path_factory.mktemp("llama")
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    if request.param == "headers only":
-        (folder / "config.json").unlink()
-    made = Recorded(folder)
-    yield made
-    made.worker.close()
-
-
-RECIPE = Recipe((Rule("*", "bfloat16"), Rule("*.mlp", "float8_e4m3fn")))
-
-
-@pytest.mark.slow
-def test_the_worker_writes_what_is_wished_for(recorded: Recorded, tmp_path: Path) -> None:
-    worker, said = recorded.worker, recorded.said
-    worker.set_recipe(RECIPE)
-    worker.plan_export()
-    plan = recorded.wait(events.ExportPlanned).plan
-    worker.save(ExportRequest(tmp_path / "out"))
-    saved = recorded.wait(events.Saved)
-    assert saved.done, saved
-    assert str(tmp_path / "out") in saved.sentence
-    from dtype_engine.runtime.export import of_checkpoint
-    from dtype_engine.runtime.verify.source_values import of_files
-
-    source = recorded.source.open()
-    assert source is not None
-    contents = of_checkpoint(source, "llama", RECIPE)
-    names = frozenset(item.name for item in contents.items)
-    assert compare(contents, of_files(source.files, names, trust=False), tmp_path / "out") == ()
-    assert plan.nbytes == contents.nbytes
-    assert sum(size for _, _, size in plan.dtypes) == plan.nbytes
-    progress = [event for event in said if isinstance(event, events.SavingProgress)]
-    assert progress[-1].done == progress[-1].total == plan.nbytes
-
-    worker.save(ExportRequest(tmp_path / "out"))
-    refused = recorded.wait(events.Saved, 2)
-    assert (refused.done, "is not empty" in refused.sentence) == (False, True)
-    assert not [event for event in said if isinstance(event, events.Failed)]
-
-    for count, wish in enumerate(
-        (
-            RecipeRequest(tmp_path / "r.yaml"),
-            ReportRequest(tmp_path / "r.html"),
-            ConvertRequest(tmp_path / "c.json", "comfyui"),
-            ExportRequest(tmp_path / "out", replace=True),
-        ),
-        3,
-    ):
-        worker.save(wish)
-        assert recorded.wait(events.Saved, count).done, recorded.said[-1]
-    assert read_recipe_file(tmp_path / "r.yaml").recipe == RECIPE
-    text = (tmp_path / "r.html").read_text()
-    assert "SQNR" in text if any(isinstance(event, events.ModelReady) for event in said) else "Not measured" in text
-    worker.save(ReportRequest(tmp_path / "r.pdf"))
-    assert "name a report .html or .md" in recorded.wait(events.Saved, 7).sentence
-
-
-def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(recorded: Recorded, tmp_path: Path) -> None:
-    worker = recorded.worker
-    count = sum(isinstance(event, events.Saved) for event in recorded.said)
-    worker.set_recipe(RECIPE)
-    worker.save(ExportRequest(tmp_path / "out"))
-    emit = worker._emit
-
-    def change(event: events.Event) -> None:
-        emit(event)
-        if isinstance(event, events.SavingProgress) and event.done < event.total and worker._recipe == RECIPE:
-            worker.set_recipe(Recipe())
-
-    worker._emit = change
-    assert recorded.wait(events.Saved, count + 1).done
-    assert worker._recipe == Recipe()
-    worker._emit = emit
-    assert read_recipe_file(tmp_path / "out" / "recipe.yaml").recipe == RECIPE
-
-
-def test_stopping_an_export_leaves_nothing(recorded: Recorded, tmp_path: Path) -> None:
-    worker = recorded.worker
-    count = sum(isinstance(event, events.Saved) for event in recorded.said)
-    emit = worker._emit
-
-    def stop(event: events.Event) -> None:
-        emit(event)
-        if isinstance(event, events.SavingProgress) and event.done < event.total:
-            worker.cancel()
-
-    worker._emit = stop
-    worker.save(ExportRequest(tmp_path / "out"))
-    saved = recorded.wait(events.Saved, count + 1)
-    worker._emit = emit
-    assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
-    assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
 
 
 async def test_the_session_is_kept_as_it_changes() -> None:

@@ -18,14 +18,14 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli, run
-from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import look_at
 from dtype_engine.worker import events
+from dtype_engine.worker.opening import OpenModel
 from dtype_engine.worker.save_requests import ExportRequest
 from dtype_engine.worker.worker import Worker
-from dtype_engine.worker.writer import Workshop
+from dtype_engine.worker.writer import SaveContext, plan_export
 
 Kind = gguf.GGMLQuantizationType
 DEQUANTIZED = [
@@ -117,9 +117,9 @@ def test_without_a_rule_for_them_blocks_are_refused_in_a_sentence(
         assert sentence in said
         assert "Traceback" not in said
     source = locate(str(path))
-    shop = Workshop(source, de.Options(), RunSettings(), Recipe(), None, source.open(), lambda done, total: None, never)
+    context = SaveContext(OpenModel(source, de.Options(), source.open()), RunSettings(), Recipe())
     with pytest.raises(UserError, match="is stored as q4_k"):
-        shop.plan_export()  # what the app's dialog asks for
+        plan_export(context)  # what the app's dialog asks for
     assert [entry.name for entry in tmp_path.iterdir()] == ["x.gguf"]
 
 

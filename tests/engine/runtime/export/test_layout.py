@@ -20,7 +20,6 @@ import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward
 
 
@@ -382,19 +381,18 @@ def test_the_app_exports_a_pipeline_and_an_adapter_in_their_layouts(
     from dtype_engine.checkpoint.source import locate
     from dtype_engine.core.options import RunSettings
     from dtype_engine.recipe import Recipe, Rule
+    from dtype_engine.worker.opening import OpenModel
     from dtype_engine.worker.save_requests import ExportRequest
-    from dtype_engine.worker.writer import Workshop
+    from dtype_engine.worker.writer import SaveContext, plan_export, run_save
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
     for folder, files, loader in ((pipeline, 2, "StableDiffusionPipeline"), (adapter, 1, "PeftModel")):
         source, out = locate(str(folder)), tmp_path / f"{folder.name}-app"
-        workshop = Workshop(
-            source, de.Options(), RunSettings(), recipe, None, source.open(), lambda done, total: None, never
-        )
-        planned = workshop.plan_export()
+        context = SaveContext(OpenModel(source, de.Options(), source.open()), RunSettings(), recipe)
+        planned = plan_export(context)
         assert planned.files == files
         assert f"{loader}.from_pretrained" in planned.loading
-        sentence, _ = workshop.fulfil(ExportRequest(out))
+        sentence, _ = run_save(ExportRequest(out), context)
         assert sentence.startswith("exported to ")
         assert dtype_engine("export", folder, "--cast", "*=bf16", "-o", tmp_path / f"{folder.name}-cli") == 0
         assert files_in(out) == files_in(tmp_path / f"{folder.name}-cli")

@@ -1,0 +1,208 @@
+"""What the worker can be asked for, as data: `queue.merge` orders it, `run_commands` carries it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+if TYPE_CHECKING:
+    from dtype_engine.core.options import RunSettings
+    from dtype_engine.recipe import Recipe
+    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.worker.save_requests import SaveRequest
+
+JobName = Literal[
+    "measure",
+    "inputs",
+    "recipe",
+    "flow",
+    "causes",
+    "generate",
+    "speed",
+    "scan",
+    "values",
+    "write",
+    "nonfinite",
+    "losses",
+    "floor",
+]
+
+
+# -- requests that change the queue at once -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SetRecipe:
+    """Cast to `recipe` and measure it."""
+
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class FollowRecipe:
+    """Take over a recipe with the same plan as the one in force; measure it only where that one has no figures."""
+
+    recipe: Recipe
+
+
+@dataclass(frozen=True)
+class SetSettings:
+    """Run candidates with these settings, and measure the recipe in force again."""
+
+    settings: RunSettings
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Hold a scan where it is, or resume it."""
+
+    paused: bool
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Stop the running command and drop the waiting ones; with a name, only those of that name."""
+
+    name: str | None = None
+
+
+# -- commands that run on the worker's thread ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Command:
+    """Runs for the recipe that is in force when it begins.
+
+    rank: commands of a lower rank run first. once: asked for again while it waits, it runs once. needs_model: it can't run
+    on a checkpoint's files alone. finishes: only the user stops it, no newer command.
+    """
+
+    name: ClassVar[JobName]
+    rank: ClassVar[int] = 3
+    once: ClassVar[bool] = True
+    needs_model: ClassVar[bool] = True
+    finishes: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class SetInputs(Command):
+    """Run on the inputs that `line` names (see `core.input_args.typed`), then measure."""
+
+    name = "inputs"
+    rank = 0
+    line: str
+
+
+@dataclass(frozen=True)
+class Measure(Command):
+    """Cast to the recipe in force and measure its drift. `read_values`: without a live model, count lost values however many
+    bytes must be read."""
+
+    name = "measure"
+    rank = 1
+    needs_model = False
+    read_values: bool = False
+
+
+class ApplyRecipe(Command):
+    """Cast to the recipe in force without measuring it."""
+
+    name = "recipe"
+    rank = 2
+
+
+class FollowUp(Command):
+    """A part of a measurement that comes after its figures, or without them. To the user it is still the measurement."""
+
+    rank = 2
+
+
+@dataclass(frozen=True)
+class FindNonfinite(FollowUp):
+    """Find why the measured output is not finite, and what makes it finite."""
+
+    name = "nonfinite"
+    report: DriftReport
+
+
+@dataclass(frozen=True)
+class FindLossRemedy(FollowUp):
+    """Find the rules that keep the values which the casts lose. `report`: None where the model can't be run."""
+
+    name = "losses"
+    report: DriftReport | None
+
+
+@dataclass(frozen=True)
+class CountStoredLosses(FollowUp):
+    """Count from the files what the casts lose, where there is no live model."""
+
+    name = "losses"
+    needs_model = False
+    read_values: bool
+
+
+class MeasureFloor(FollowUp):
+    """Measure the reference against itself, once for the inputs in use."""
+
+    name = "floor"
+
+
+class TraceCasts(Command):
+    """Trace the implicit casts of one forward pass."""
+
+    name = "flow"
+
+
+class AttributeDrift(Command):
+    """Run each module cast by itself: which modules does the drift arise in?"""
+
+    name = "causes"
+
+
+class MeasureSpeed(Command):
+    """Time forward passes."""
+
+    name = "speed"
+
+
+@dataclass(frozen=True)
+class Generate(Command):
+    """Generate `tokens` tokens with reference and candidate."""
+
+    name = "generate"
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Scan(Command):
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan."""
+
+    name = "scan"
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class InspectWeight(Command):
+    """Read one tensor's values: exponents, and the error of a cast to each target."""
+
+    name = "values"
+    once = False
+    needs_model = False
+    tensor: str
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Save(Command):
+    """Write what is requested, for the recipe that was in force when it was."""
+
+    name = "write"
+    once = False
+    needs_model = False
+    finishes = True
+    request: SaveRequest
+    recipe: Recipe
+
+
+Request = SetRecipe | FollowRecipe | SetSettings | Pause | Cancel | Command

@@ -1,0 +1,43 @@
+"""Samples the process's memory while the worker works."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dtype_engine.worker import events
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.session import Session
+
+_INTERVAL_S = 0.25
+
+
+class MemorySampler:
+    """Emits `Memory` four times a second from a thread of its own, as soon as there is a session and while it is `busy`."""
+
+    def __init__(self, emit: Callable[[events.Event], None]) -> None:
+        self.busy = threading.Event()
+        self.thread = threading.Thread(target=self._sample, name="dtype-engine-memory", daemon=True)
+        self.session: Session | None = None
+        self._emit = emit
+        self._closing = threading.Event()
+        self._lock = threading.Lock()
+
+    def emit_now(self) -> None:
+        """Read and emit in one step: of two threads that do so, the last event is then the newest reading."""
+        if (session := self.session) is not None:
+            with self._lock:
+                self._emit(events.Memory(session.recipe, session.memory()))
+
+    def close(self) -> None:
+        """End the thread soon."""
+        self._closing.set()
+        self.busy.set()  # wakes it
+
+    def _sample(self) -> None:
+        while not self._closing.wait(_INTERVAL_S):
+            self.busy.wait(1.0)
+            if self.busy.is_set() and not self._closing.is_set():
+                self.emit_now()

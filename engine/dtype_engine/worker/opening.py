@@ -1,0 +1,130 @@
+"""Opens the model, and says what there is to work with when that fails."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.worker import events
+
+if TYPE_CHECKING:
+    from dtype_engine.checkpoint import Checkpoint
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.core.options import Options
+    from dtype_engine.core.tree import Tree
+    from dtype_engine.runtime.session import Session
+    from dtype_engine.worker.queue import Available
+
+
+@dataclass
+class OpenModel:
+    """What there is of a model. tree: with module classes, where there is no session but the architecture is known;
+    why_closed: why there is no session.
+    """
+
+    source: Source
+    options: Options
+    checkpoint: Checkpoint | None = None
+    session: Session | None = None
+    known_tree: Tree | None = None
+    why_closed: str = ""
+
+    @property
+    def available(self) -> Available:
+        """What commands can run on."""
+        return "model" if self.session is not None else "files" if self.checkpoint is not None else "nothing"
+
+    def tree(self) -> Tree:
+        """The best tree there is. Raises UserError where nothing is open."""
+        if self.session is not None:
+            return self.session.tree
+        if self.checkpoint is None:
+            raise UserError("the model is not open")
+        return self.known_tree or self.checkpoint.tree()
+
+
+def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
+    """Open `source` and emit how that goes. A model that can't be opened is no error here: there is less of it.
+
+    read_headers: the caller has not seen all headers, and wants the tree of them first.
+    """
+    model = OpenModel(source, options)
+    try:
+        _open_session(model, emit, read_headers)
+    except UserError as error:
+        model.why_closed = str(error)
+        classes_follow = (
+            isinstance(error, NoForward) and model.checkpoint is not None and model.checkpoint.config is not None
+        )
+        emit(events.OpenFailed(str(error), classes_follow))
+        if classes_follow:
+            _emit_classes(model, emit)
+    except Exception as error:
+        model.why_closed = f"{source.title}: opening it failed: {type(error).__name__}: {error}"
+        emit(events.OpenFailed(model.why_closed))
+    return model
+
+
+def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
+    """Emit what the model is run on, where it can be run."""
+    summary = session.inputs_reading
+    if summary is not None:
+        emit(events.InputsReady(summary))
+
+
+def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
+    started = time.perf_counter()
+    source = model.source
+    if source.kind == "checkpoint":
+        emit(events.LoadingProgress("reading the headers"))
+        model.checkpoint = source.open()
+        assert model.checkpoint is not None
+        if read_headers:
+            tree = model.checkpoint.tree()
+            assert tree.names  # listed here, so that the first frame of a filter need not
+            emit(events.HeadersRead(tree, model.checkpoint.notices))
+        from dtype_engine.checkpoint.memory_fit import shortfall
+
+        if reason := shortfall(model.checkpoint):
+            raise NoForward(f"{source.title}: {reason}")
+    emit(events.LoadingProgress("importing torch"))
+    from dtype_engine.runtime.opening import open_session
+
+    session = open_session(
+        source,
+        model.options,
+        say=lambda step: emit(events.LoadingProgress(step)),
+        refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
+    )
+    emit(
+        events.ModelReady(
+            tree=session.tree,
+            class_name=type(session.model.module).__name__,
+            device=str(session.model.device),
+            seconds=time.perf_counter() - started,
+            inputs=session.inputs.description if session.inputs is not None else "none",
+            notices=session.model.notices,
+            no_forward=session.no_forward,
+        )
+    )
+    emit_inputs(session, emit)
+    model.session = session
+
+
+def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:
+    """The tree of a model that can't be run, with the classes and ties of its architecture, where that is known."""
+    from dtype_engine.runtime.model.describe import describe
+
+    assert model.checkpoint is not None
+    emit(events.LoadingProgress("reading the architecture"))
+    try:
+        tree = describe(model.source, model.options, model.checkpoint).tree
+    except UserError:
+        tree = model.checkpoint.tree()
+    if tree.has_classes:
+        model.known_tree = tree
+    assert tree.names
+    emit(events.HeadersRead(tree, ()))

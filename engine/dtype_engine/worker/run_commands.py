@@ -1,0 +1,233 @@
+"""Carries out commands on the model, one at a time, and emits what comes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from dtype_engine.checkpoint import refuse_unreadable, unchanged
+from dtype_engine.core.cancellation import CancelToken
+from dtype_engine.core.errors import Cancelled, UserError, one_line
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.throttle import Throttle
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
+from dtype_engine.worker.commands import (
+    ApplyRecipe,
+    AttributeDrift,
+    Command,
+    CountStoredLosses,
+    FindLossRemedy,
+    FindNonfinite,
+    Generate,
+    InspectWeight,
+    Measure,
+    MeasureFloor,
+    MeasureSpeed,
+    Save,
+    Scan,
+    SetInputs,
+    TraceCasts,
+)
+from dtype_engine.worker.opening import OpenModel, emit_inputs
+from dtype_engine.worker.planned_losses import PlannedLosses
+
+if TYPE_CHECKING:
+    from dtype_engine.results.attribution import Floor
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.scan import ScanReport
+    from dtype_engine.runtime.session import Session
+
+Emit = Callable[[events.Event], None]
+
+
+class CommandRunner:
+    """Runs on the worker's thread alone. `emit_memory` is called when the casts of a measurement have changed what is used."""
+
+    def __init__(
+        self, model: OpenModel, planned_losses: PlannedLosses, emit: Emit, emit_memory: Callable[[], None]
+    ) -> None:
+        self._model = model
+        self._planned_losses = planned_losses
+        self._emit = emit
+        self._emit_memory = emit_memory
+        self._emitted_floor: Floor | None = None
+
+    def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
+        """Carry out one command for `recipe`; what is left to do for it. Raises what the session raises, and Cancelled."""
+        session = self._model.session
+        if session is not None:
+            session.settings = settings
+        match command:
+            case Measure():
+                return self._measure(session, recipe, command, token)
+            case CountStoredLosses():
+                self._count_stored_losses(recipe, command, token)
+            case InspectWeight():
+                self._inspect(recipe, command, token)
+            case Save():
+                return self._save(command, settings, token)
+            case _:
+                assert session is not None, command  # the queue lets nothing else through without one
+                return self._run_on(session, command, recipe, token)
+        return ()
+
+    def _run_on(self, session: Session, command: Command, recipe: Recipe, token: CancelToken) -> Iterable[Command]:
+        match command:
+            case SetInputs():
+                return self._set_inputs(session, recipe, command.line, token)
+            case ApplyRecipe():
+                session.use_recipe(recipe, cancelled=token)
+            case FindNonfinite():
+                progress = self._progress(recipe, "trying what makes the output finite")
+                diagnosis = session.nonfinite(command.report, progress, token)
+                if diagnosis is not None:
+                    self._emit(events.NonfiniteFound(recipe, diagnosis))
+            case FindLossRemedy():
+                progress = self._progress(recipe, "trying what keeps the values")
+                remedy = session.loss_remedy(command.report, progress, token)
+                if remedy is not None:
+                    self._emit(events.LossRemedyFound(recipe, remedy))
+            case MeasureFloor():
+                floor = session.floor(self._progress(recipe, "the reference against itself"), token)
+                if floor is not self._emitted_floor:
+                    self._emitted_floor = floor
+                    self._emit(events.FloorMeasured(floor))
+            case TraceCasts():
+                session.use_recipe(recipe, cancelled=token)
+                self._emit(events.ImplicitCastsTraced(recipe, session.flow(token)))
+            case AttributeDrift():
+                session.use_recipe(recipe, cancelled=token)
+                progress = self._progress(recipe, "running each module as cast by itself", Throttle())
+                self._emit(events.AttributionReady(recipe, session.causes(progress, token)))
+            case Generate():
+                self._generate(session, recipe, command.tokens, token)
+            case MeasureSpeed():
+                session.use_recipe(recipe, cancelled=token)
+
+                def on_passes(variant: str, done: int, total: int) -> None:
+                    self._emit(events.WorkingProgress(recipe, f"timing: {variant}", done, total))
+
+                self._emit(events.SpeedMeasured(recipe, session.speed(on_passes, token)))
+            case Scan():
+                self._scan(session, recipe, command.dtypes, token)
+            case _:
+                raise AssertionError(command)
+        return ()
+
+    def _progress(self, recipe: Recipe, what: str, throttle: Throttle | None = None) -> Callable[[int, int], None]:
+        def on_progress(done: int, total: int) -> None:
+            if throttle is None or throttle.due():
+                self._emit(events.WorkingProgress(recipe, what, done, total))
+
+        return on_progress
+
+    def _measure(
+        self, session: Session | None, recipe: Recipe, command: Measure, token: CancelToken
+    ) -> Iterable[Command]:
+        if session is None:
+            return (CountStoredLosses(command.read_values),)
+        identities, throttle = session.model.identities, Throttle()
+
+        def on_cast(done: int, total: int) -> None:
+            if throttle.due():
+                self._emit(events.CastingProgress(recipe, done, total))
+
+        def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
+            refuse_unreadable(identities)  # no figure of weights that are not there any more
+            self._emit(events.ModulesMeasured(recipe, modules))
+
+        session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
+        self._emit_memory()
+        self._emit(events.CastDone(recipe, session.lost_values(token)))
+        if session.no_forward is not None:
+            return (FindLossRemedy(None),)
+        report: DriftReport = session.drift(
+            on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
+            on_modules=on_modules,
+            cancelled=token,
+        )
+        self._emit(events.Measured(recipe, report))
+        return FindNonfinite(report), FindLossRemedy(report), MeasureFloor()
+
+    def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
+        checkpoint = self._model.checkpoint
+        assert checkpoint is not None
+        with unchanged(checkpoint.identities):
+            self._planned_losses.tell(checkpoint, self._model.tree(), recipe, self._emit, token, command.read_values)
+
+    def _set_inputs(self, session: Session, recipe: Recipe, line: str, token: CancelToken) -> Iterable[Command]:
+        from dtype_engine.core.input_args import typed
+
+        self._emit(events.WorkingProgress(recipe, "preparing the inputs", 0, 1))
+        try:
+            session.use_inputs(typed(session.options, line), token)
+        except UserError as error:
+            self._emit(events.InputsRefused(str(error)))
+            return ()
+        emit_inputs(session, self._emit)
+        return (Measure(),)
+
+    def _generate(self, session: Session, recipe: Recipe, tokens: int, token: CancelToken) -> None:
+        throttle = Throttle()
+
+        def on_tokens(variant: str, done: int, most: int) -> None:
+            if throttle.due():
+                self._emit(events.WorkingProgress(recipe, f"generating: {variant}", done, most))
+
+        session.use_recipe(recipe, cancelled=token)
+        self._emit(events.Generated(recipe, session.generate(tokens, on_tokens, token)))
+
+    def _scan(self, session: Session, recipe: Recipe, dtypes: tuple[str, ...], token: CancelToken) -> None:
+        throttle = Throttle()
+
+        def on_progress(what: str, done: int, total: int | None) -> None:
+            if throttle.due():
+                self._emit(events.WorkingProgress(recipe, what, done, total or max(1, done)))
+
+        def on_estimate(report: ScanReport) -> None:
+            self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
+
+        report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=token)
+        self._emit(events.ScanUpdated(report, True))
+
+    def _inspect(self, recipe: Recipe, command: InspectWeight, token: CancelToken) -> None:
+        from dtype_engine.runtime.measure.weight_errors import look_at, look_at_live
+
+        model, name, targets = self._model, command.tensor, command.targets
+        self._emit(events.WorkingProgress(recipe, f"reading {printable(name, 60)}", 0, 1))
+        if model.session is not None:
+            with unchanged(model.session.model.identities):
+                stats = look_at_live(model.session.model, name, targets, token)
+        else:
+            assert model.checkpoint is not None
+            with unchanged(model.checkpoint.identities):
+                stats = look_at(model.checkpoint, name, targets, token)
+        self._emit(events.WeightInspected(recipe, name, stats))
+
+    def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
+        """A save that fails is reported as such: it says nothing about the drift of the recipe."""
+        from dtype_engine.worker.writer import SaveContext, run_save
+
+        recipe, session = command.recipe, self._model.session
+        before = session.recipe if session is not None else recipe
+        context = SaveContext(
+            self._model,
+            settings,
+            recipe,
+            self._planned_losses,
+            lambda what, done, total: self._emit(events.SavingProgress(recipe, what, done, total)),
+            token,
+        )
+        try:
+            sentence, notices = run_save(command.request, context)
+            self._emit(events.Saved(recipe, True, sentence, notices))
+        except UserError as error:
+            self._emit(events.Saved(recipe, False, str(error)))
+        except Cancelled:
+            self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
+        except Exception as error:
+            self._emit(events.Saved(recipe, False, f"nothing was written: {one_line(error, 300, with_type=True)}"))
+        # A report measures the recipe that it was asked for; the one in force is put back.
+        return () if session is None or session.recipe == before else (ApplyRecipe(),)

@@ -1,0 +1,306 @@
+"""What supersedes what, what goes first, what is refused and what is dropped: without a thread and without a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker.commands import (
+    ApplyRecipe,
+    AttributeDrift,
+    Cancel,
+    Command,
+    FindLossRemedy,
+    FollowRecipe,
+    FollowUp,
+    Generate,
+    InspectWeight,
+    Measure,
+    MeasureFloor,
+    MeasureSpeed,
+    Pause,
+    Request,
+    Save,
+    Scan,
+    SetInputs,
+    SetRecipe,
+    SetSettings,
+    TraceCasts,
+)
+from dtype_engine.worker.queue import (
+    Available,
+    Queue,
+    finish,
+    job_names,
+    merge,
+    opened,
+    reported,
+    running_name,
+    supersedes,
+    take,
+)
+from dtype_engine.worker.save_requests import RecipeRequest
+
+HALF = Recipe((Rule("*", "float16"),))
+BRAIN = Recipe((Rule("*", "bfloat16"),))
+SAVE = Save(RecipeRequest(Path("r.yaml")), HALF)
+WEIGHT = InspectWeight("w", ("int8",))
+IDLE = Queue(available="model", waiting=())
+
+
+def after(queue: Queue, *requests: Request) -> Queue:
+    for request in requests:
+        queue = merge(queue, request)
+    return queue
+
+
+def running(command: Command, *waiting: Command) -> Queue:
+    return replace(IDLE, running=command, waiting=waiting)
+
+
+@pytest.mark.parametrize(
+    ("requests", "waiting"),
+    [
+        # Inputs, then the measurement, then its follow-ups, then what was asked for, in its order.
+        ((TraceCasts(), SetRecipe(HALF), SetInputs("a")), (SetInputs("a"), Measure(), TraceCasts())),
+        ((TraceCasts(), MeasureFloor(), MeasureSpeed()), (MeasureFloor(), TraceCasts(), MeasureSpeed())),
+        ((Generate(1), SAVE, WEIGHT, Scan(("int8",))), (Generate(1), SAVE, WEIGHT, Scan(("int8",)))),
+        # Asked for again, most run once: as asked for last, and when asked for last.
+        ((Generate(1), MeasureSpeed(), Generate(2)), (MeasureSpeed(), Generate(2))),
+        ((Scan(("int8",)), Scan(("bfloat16",))), (Scan(("bfloat16",)),)),
+        ((SetInputs("a"), SetInputs("b")), (SetInputs("b"),)),
+        ((WEIGHT, WEIGHT, SAVE, SAVE), (WEIGHT, WEIGHT, SAVE, SAVE)),
+        # A measurement casts, and has follow-ups of its own.
+        ((MeasureFloor(), ApplyRecipe(), SetRecipe(HALF)), (Measure(),)),
+        ((SetRecipe(HALF), MeasureFloor(), ApplyRecipe()), (Measure(),)),
+        # Reading many bytes stays asked for.
+        ((Measure(read_values=True), SetRecipe(HALF)), (Measure(read_values=True),)),
+        ((SetSettings(RunSettings()),), (Measure(read_values=True),)),
+    ],
+)
+def test_what_waits(requests: tuple[Request, ...], waiting: tuple[Command, ...]) -> None:
+    assert after(IDLE, *requests).waiting == waiting
+
+
+@pytest.mark.parametrize(
+    ("command", "request_", "stops"),
+    [
+        (Measure(), SetRecipe(HALF), True),
+        (MeasureFloor(), SetRecipe(HALF), True),
+        (Scan(("int8",)), SetRecipe(HALF), True),
+        (Scan(("int8",)), SetSettings(RunSettings(autocast="bfloat16")), True),
+        (Measure(), SetInputs("a"), True),
+        (SetInputs("a"), SetInputs("b"), True),
+        (SetInputs("a"), SetRecipe(HALF), False),  # it is measured after them anyway
+        (SAVE, SetRecipe(HALF), False),
+        (SAVE, SetInputs("a"), False),
+        (Scan(("int8",)), TraceCasts(), False),
+        (Scan(("int8",)), FollowRecipe(HALF), False),
+        (Measure(), FollowRecipe(HALF), True),
+        (Measure(), Pause(True), False),
+    ],
+)
+def test_what_stops_the_running_command(command: Command, request_: Request, stops: bool) -> None:
+    assert (merge(running(command), request_).stopping == "newer") is stops
+
+
+def test_what_a_newer_recipe_stopped_runs_again_after_it() -> None:
+    queue = finish(merge(running(Scan(("int8",)), MeasureSpeed()), SetRecipe(HALF)), "interrupted")
+    assert (queue.recipe, queue.waiting) == (HALF, (Measure(), Scan(("int8",)), MeasureSpeed()))
+    assert queue.dropped == ()
+
+
+def test_what_was_stopped_gives_way_to_the_same_asked_for_anew() -> None:
+    for first, anew in ((Measure(), SetRecipe(HALF)), (SetInputs("a"), SetInputs("b"))):
+        queue = finish(merge(running(first), anew), "interrupted")
+        assert [type(command) for command in queue.waiting] == [type(first)]
+        assert first not in queue.waiting or isinstance(first, Measure)
+
+
+def test_a_measurement_that_new_inputs_stopped_runs_whether_they_are_taken_or_not() -> None:
+    stopped = finish(merge(running(Measure()), SetInputs("a")), "interrupted")
+    assert stopped.waiting == (SetInputs("a"), Measure())
+    for follow_ups in ((), (Measure(),)):
+        assert finish(take(stopped), "done", follow_ups).waiting == (Measure(),)
+    assert finish(take(stopped), "failed").waiting == (Measure(),)
+
+
+def test_follow_ups_that_inputs_stopped_go_on_where_they_are_refused_and_else_are_done_anew() -> None:
+    stopped = finish(merge(running(MeasureFloor()), SetInputs("a")), "interrupted")
+    assert finish(take(stopped), "done").waiting == (MeasureFloor(),)
+    assert finish(take(stopped), "done", (Measure(),)).waiting == (Measure(),)
+
+
+def test_a_recipe_that_plans_the_same_is_measured_only_where_the_one_before_was_not() -> None:
+    assert merge(IDLE, FollowRecipe(HALF)) == replace(IDLE, recipe=HALF, waiting=(ApplyRecipe(),))
+    for unmeasured in (
+        replace(IDLE, waiting=(Measure(),)),
+        running(Measure()),
+        finish(running(Measure()), "failed"),
+        replace(IDLE, available="files"),
+        replace(IDLE, available="opening"),
+    ):
+        queue = merge(unmeasured, FollowRecipe(HALF))
+        assert (queue.recipe, queue.waiting) == (HALF, (Measure(),))
+    stopped = finish(merge(running(Measure()), Cancel()), "interrupted")
+    assert merge(stopped, FollowRecipe(HALF)).waiting == (ApplyRecipe(),)
+    assert after(finish(running(Measure()), "failed"), Cancel(), FollowRecipe(HALF)).waiting == (ApplyRecipe(),)
+    failed_then_measured = finish(take(merge(finish(running(Measure()), "failed"), SetRecipe(BRAIN))), "done")
+    assert merge(failed_then_measured, FollowRecipe(HALF)).waiting == (ApplyRecipe(),)
+
+
+def test_the_user_stops_everything_and_is_told_what() -> None:
+    queue = merge(running(Measure(), MeasureFloor(), TraceCasts(), SAVE), Cancel())
+    assert (queue.waiting, queue.stopping, queue.dropped) == ((), "user", ("flow", "write"))
+    assert reported(queue).dropped == ("flow", "write")  # told with what was stopped
+    ended = finish(queue, "interrupted")
+    assert (ended.stopped, ended.dropped, ended.waiting) == ("measure", ("flow", "write"), ())
+    assert (reported(ended).stopped, reported(ended).dropped) == (None, ())
+
+
+def test_what_the_user_stopped_as_it_ended_has_no_follow_ups_but_the_recipe_comes_back() -> None:
+    queue = finish(merge(running(Measure()), Cancel()), "done", (FindLossRemedy(None), MeasureFloor()))
+    assert (queue.waiting, queue.stopped) == ((), "losses")
+    queue = finish(merge(running(SAVE), Cancel()), "done", (ApplyRecipe(),))
+    assert (queue.waiting, queue.stopped) == ((ApplyRecipe(),), None)
+
+
+def test_the_user_stops_what_a_newer_recipe_was_stopping_already() -> None:
+    queue = finish(after(running(Scan(("int8",))), SetRecipe(HALF), Cancel()), "interrupted")
+    assert (queue.waiting, queue.stopped, queue.dropped) == ((), "scan", ("measure",))
+    queue = finish(after(running(Scan(("int8",))), Cancel(), SetRecipe(HALF)), "interrupted")
+    assert (queue.waiting, queue.stopped) == ((Measure(),), "scan")
+
+
+def test_the_user_stops_one_thing_by_its_name() -> None:
+    queue = merge(running(MeasureSpeed(), AttributeDrift(), TraceCasts()), Cancel("causes"))
+    assert (queue.stopping, queue.waiting) == ("", (TraceCasts(),))
+    queue = merge(running(MeasureSpeed(), TraceCasts()), Cancel("speed"))
+    assert (queue.stopping, queue.waiting) == ("user", (TraceCasts(),))
+
+
+def test_a_pause_outlasts_a_measurement_in_between_but_no_stop() -> None:
+    scan = Scan(("int8",))
+    interrupted = finish(after(running(scan), Pause(True), SetRecipe(HALF)), "interrupted")
+    assert interrupted.paused
+    assert not merge(interrupted, Cancel()).paused
+    assert not after(running(scan), Pause(True), Cancel("scan")).paused
+    assert not after(running(scan), Pause(True), Pause(False)).paused
+
+
+ASKED = (TraceCasts(), SetInputs("a"), Scan(("int8",)), WEIGHT, SAVE)
+
+
+@pytest.mark.parametrize(
+    ("available", "kept", "refused"),
+    [
+        ("model", (SetInputs("a"), Measure(), TraceCasts(), Scan(("int8",)), WEIGHT, SAVE), ()),
+        ("files", (Measure(), WEIGHT, SAVE), ("inputs", "flow", "scan")),
+        ("nothing", (), ("inputs", "flow", "scan", "values", "write")),
+    ],
+)
+def test_what_can_not_be_done_is_refused_when_that_is_known(
+    available: Available, kept: tuple[Command, ...], refused: tuple[str, ...]
+) -> None:
+    waited = opened(after(Queue(), *ASKED), available, "why")
+    asked_then = after(opened(Queue(), available, "why"), *ASKED)
+    for queue in (waited, asked_then):
+        assert queue.waiting == kept
+        assert sorted(queue.refused) == sorted((name, "why") for name in refused)
+        assert reported(queue).refused == ()
+    assert merge(waited, SetRecipe(HALF)).recipe == HALF
+
+
+def test_follow_ups_are_the_measurement_to_the_user() -> None:
+    queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
+    assert running_name(queue) == "measure"
+    assert job_names(queue.waiting) == ("write",)
+    assert running_name(IDLE) == ""
+
+
+# -- whatever is asked for, in whatever order -------------------------------------------------------------------------
+
+recipes = st.sampled_from([Recipe(), HALF, BRAIN])
+commands: st.SearchStrategy[Command] = st.one_of(
+    st.builds(SetInputs, st.sampled_from("ab")),
+    st.builds(Measure, st.booleans()),
+    st.sampled_from([ApplyRecipe(), MeasureFloor(), TraceCasts(), AttributeDrift(), MeasureSpeed(), SAVE]),
+    st.builds(FindLossRemedy, st.none()),
+    st.builds(Generate, st.integers(1, 2)),
+    st.builds(Scan, st.sampled_from([("int8",), ("bfloat16",)])),
+    st.builds(InspectWeight, st.sampled_from("vw"), st.just(("int8",))),
+)
+changes: st.SearchStrategy[Request] = st.one_of(
+    st.builds(SetRecipe, recipes),
+    st.builds(FollowRecipe, recipes),
+    st.builds(SetSettings, st.just(RunSettings())),
+    st.builds(Pause, st.booleans()),
+)
+cancels = st.builds(Cancel, st.sampled_from([None, None, "scan", "write", "measure"]))
+ends = st.sampled_from(["take", "done", "failed", "interrupted"])
+
+
+@st.composite
+def queues(draw: st.DrawFn) -> Queue:
+    """Queues that a worker can come to, from opening on."""
+    queue = Queue()
+    for step in draw(st.lists(st.one_of(commands, changes, cancels, ends), max_size=12)):
+        if not isinstance(step, str):
+            queue = merge(queue, step)
+        elif queue.running is not None and step != "take":
+            queue = finish(queue, step)  # type: ignore[arg-type]
+        elif queue.running is None and queue.waiting and step == "take":
+            queue = take(opened(queue, "model"))
+    return queue
+
+
+@given(queues(), st.one_of(commands.filter(lambda command: command.once), changes, cancels))
+def test_asking_twice_is_asking_once(queue: Queue, request_: Request) -> None:
+    once = merge(queue, request_)
+    assert merge(once, request_) == once
+
+
+@given(queues(), st.one_of(commands, changes))
+def test_only_what_is_superseded_goes_and_the_rest_keeps_its_order(queue: Queue, request_: Request) -> None:
+    merged = merge(queue, request_)
+    new = request_ if isinstance(request_, Command) else Measure()
+    rest = [command for command in queue.waiting if not supersedes(new, command)]
+    waiting = iter(merged.waiting)
+    assert all(any(command == one for command in waiting) for one in rest), "the rest, in its order"
+    assert len(merged.waiting) <= len(rest) + (1 if isinstance(request_, Command) else len(queue.waiting) + 1)
+    assert [command.rank for command in merged.waiting] == sorted(command.rank for command in merged.waiting)
+    assert merged.dropped == queue.dropped
+
+
+@given(queues())
+def test_what_is_stopped_is_done_later_or_told(queue: Queue) -> None:
+    if queue.running is None:
+        return
+    ended = finish(queue, "interrupted")
+    if queue.stopping == "user":
+        assert ended.stopped == queue.running.name
+    else:
+        assert any(command == queue.running or supersedes(command, queue.running) for command in ended.waiting)
+    assert {id(command) for command in queue.waiting} <= {id(command) for command in ended.waiting}
+
+
+@given(queues())
+def test_what_the_user_drops_is_told(queue: Queue) -> None:
+    cancelled = merge(queue, Cancel())
+    assert cancelled.waiting == ()
+    assert cancelled.dropped == (*queue.dropped, *job_names(queue.waiting))
+    assert (cancelled.stopping == "user") is (queue.running is not None)
+
+
+@given(queues())
+def test_a_measurement_never_waits_beside_what_it_does_itself(queue: Queue) -> None:
+    measurements = [command for command in queue.waiting if isinstance(command, Measure)]
+    assert len(measurements) <= 1
+    if measurements:
+        assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe | FollowUp)]

@@ -1,0 +1,141 @@
+"""What the worker writes: a checkpoint, a recipe file, a report, a recipe for another tool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
+
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.runtime.verify.verify import compare
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import (
+    ConvertRequest,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
+    SaveRequest,
+)
+
+RECIPE = Recipe((Rule("*", "bfloat16"), Rule("*.mlp", "float8_e4m3fn")))
+
+
+@pytest.fixture(scope="module", params=["runs", "headers only"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a live model, and where nothing says what architecture it has."""
+    import transformers
+
+    folder: Path = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    if request.param == "headers only":
+        (folder / "config.json").unlink()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path) -> Iterator[RecordedWorker]:
+    with recorded_worker(locate(str(folder)), Options(device="cpu")) as recorded:
+        yield recorded
+
+
+@pytest.fixture
+def recorded(shared: RecordedWorker) -> Iterator[RecordedWorker]:
+    yield shared
+    shared.on_event = lambda event: None
+
+
+def save(recorded: RecordedWorker, request: SaveRequest) -> events.Saved:
+    start = len(recorded.events)
+    recorded.worker.save(request)
+    return recorded.wait_for(events.Saved, since=start)
+
+
+def test_every_save_request_writes_its_file(recorded: RecordedWorker, folder: Path, tmp_path: Path) -> None:
+    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.plan_export()
+    plan = recorded.wait_for(events.ExportPlanned).plan
+    assert plan is not None
+    saved = save(recorded, ExportRequest(tmp_path / "out"))
+    assert saved.done, saved
+    assert str(tmp_path / "out") in saved.sentence
+    from dtype_engine.runtime.export import of_checkpoint
+    from dtype_engine.runtime.verify.source_values import of_files
+
+    source = open_checkpoint(folder)
+    contents = of_checkpoint(source, "llama", RECIPE)
+    names = frozenset(item.name for item in contents.items)
+    assert compare(contents, of_files(source.files, names, trust=False), tmp_path / "out") == ()
+    assert plan.nbytes == contents.nbytes
+    assert sum(size for _, _, size in plan.dtypes) == plan.nbytes
+    progress = recorded.of(events.SavingProgress)
+    assert progress[-1].done == progress[-1].total == plan.nbytes
+
+    refused = save(recorded, ExportRequest(tmp_path / "out"))
+    assert (refused.done, "is not empty" in refused.sentence) == (False, True)
+    assert not recorded.of(events.Failed)
+
+    for request in (
+        RecipeRequest(tmp_path / "r.yaml"),
+        ReportRequest(tmp_path / "r.html"),
+        ConvertRequest(tmp_path / "c.json", "comfyui"),
+        ExportRequest(tmp_path / "out", replace=True),
+    ):
+        saved = save(recorded, request)
+        assert saved.done, saved
+    assert read_recipe_file(tmp_path / "r.yaml").recipe == RECIPE
+    text = (tmp_path / "r.html").read_text()
+    assert "SQNR" in text if recorded.of(events.ModelReady) else "Not measured" in text
+    assert "name a report .html or .md" in save(recorded, ReportRequest(tmp_path / "r.pdf")).sentence
+
+
+def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(
+    recorded: RecordedWorker, tmp_path: Path
+) -> None:
+    worker = recorded.worker
+    worker.set_recipe(RECIPE)
+
+    def change(event: events.Event) -> None:
+        if isinstance(event, events.SavingProgress) and event.done < event.total and worker.recipe == RECIPE:
+            worker.set_recipe(Recipe())
+
+    recorded.on_event = change
+    assert save(recorded, ExportRequest(tmp_path / "out")).done
+    assert worker.recipe == Recipe()
+    assert read_recipe_file(tmp_path / "out" / "recipe.yaml").recipe == RECIPE
+
+
+def test_stopping_an_export_leaves_nothing(recorded: RecordedWorker, tmp_path: Path) -> None:
+    def stop(event: events.Event) -> None:
+        if isinstance(event, events.SavingProgress) and event.done < event.total:
+            recorded.worker.cancel()
+
+    recorded.on_event = stop
+    saved = save(recorded, ExportRequest(tmp_path / "out"))
+    assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
+    assert [entry.name for entry in tmp_path.iterdir() if "out" in entry.name] == []
+
+
+def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_force_says(
+    recorded: RecordedWorker, tmp_path: Path
+) -> None:
+    if not recorded.of(events.ModelReady):
+        pytest.skip("nothing is cast without a live model")
+    start = len(recorded.events)
+    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.save(ReportRequest(tmp_path / "r.md"))
+    recorded.worker.set_recipe(Recipe())
+    recorded.wait_for(events.Saved, since=start)
+    recorded.wait_for(events.Idle, since=recorded.events.index(recorded.of(events.Saved, start)[0]))
+    assert "under 2 rules" in (tmp_path / "r.md").read_text()
+    last = recorded.of(events.Memory)[-1]
+    assert last.recipe == Recipe()
+    assert last.reading.planned_bytes == last.reading.stored_bytes == last.reading.resident_bytes
