@@ -15,6 +15,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.throttle import Throttle
 from dtype_engine.core.units import human_bytes, seconds_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.results.as_json import as_json
@@ -91,14 +92,12 @@ def verify(request: RunRequest, folder: Path, drift: bool, as_object: bool) -> i
 
 def _rate(what: str) -> Callable[[int, int], None]:
     """Says how far and how fast, ten times a second at most."""
-    started = told = time.perf_counter()
+    started, throttle = time.perf_counter(), Throttle(first=False)
 
     def tell(done: int, total: int) -> None:
-        nonlocal told
-        now = time.perf_counter()
-        if now - told > 0.1 or done == total:
-            told = now
-            speed = human_bytes(done / (now - started)) if now > started else "0 B"
+        if throttle.due(last=done == total):
+            seconds = time.perf_counter() - started
+            speed = human_bytes(done / seconds) if seconds > 0 else "0 B"
             say(f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
 
     return tell

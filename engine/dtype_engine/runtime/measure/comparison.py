@@ -6,20 +6,18 @@ An output here is the first floating tensor that a module's call returned, of an
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from dtype_engine.core.throttle import Throttle
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 KeptOutput = tuple[torch.Tensor, float]
 """A copy of a reference output, and its energy Σr²."""
-REPORT_EVERY_S = 0.1
-"""Seconds between two calls of `on_progress` and `on_modules` within a pass."""
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 
@@ -99,7 +97,7 @@ class OutputRecorder:
         self.calls = 0
         self._budget = budget
         self._on_progress = on_progress
-        self._reported = time.perf_counter()
+        self._throttle = Throttle(first=False)
         self._last: tuple[torch.Tensor, int, KeptOutput] | None = None
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor | None:
@@ -124,9 +122,7 @@ class OutputRecorder:
             self._last = (output, output._version, entry)
         else:
             self.left_out.add(module)
-        now = time.perf_counter()
-        if now - self._reported >= REPORT_EVERY_S:
-            self._reported = now
+        if self._throttle.due():
             self._on_progress(self.calls)
 
 
@@ -150,7 +146,7 @@ class OutputComparer:
         self._on_modules = on_modules
         self._calls = 0
         self._unreported: set[str] = set()
-        self._reported = time.perf_counter()
+        self._throttle = Throttle(first=False)
         self._last: tuple[torch.Tensor, int, torch.Tensor, ModuleSums] | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> ModuleSums | None:
@@ -181,9 +177,7 @@ class OutputComparer:
 
     def _report(self) -> None:
         self._calls += 1
-        now = time.perf_counter()
-        if now - self._reported >= REPORT_EVERY_S:
-            self._reported = now
+        if self._throttle.due():
             self._on_progress(self._calls)
             news = {name: self._together(name) for name in self._unreported}
             self._unreported.clear()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.helpers.recorded_worker import recorded_worker
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -24,7 +24,6 @@ from dtype_engine.runtime.measure.weight_errors import look_at
 from dtype_engine.worker import events
 from dtype_engine.worker.opening import OpenModel
 from dtype_engine.worker.save_requests import ExportRequest
-from dtype_engine.worker.worker import Worker
 from dtype_engine.worker.writer import SaveContext, plan_export
 
 Kind = gguf.GGMLQuantizationType
@@ -174,31 +173,19 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
     """Its dialog of an export, with and without a rule for them, the values of a tensor, and the export itself."""
     raw = blocks_of(Kind.Q8_0)
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
-    said: list[events.Event] = []
-    worker = Worker(locate(str(path)), de.Options(device="cpu"), said.append, read_headers=True)
-    worker.start()
-
-    def wait(kind: type[events.Event], count: int = 1) -> Any:
-        end = time.monotonic() + 60
-        while len(found := [event for event in list(said) if isinstance(event, kind)]) < count:
-            assert time.monotonic() < end, said
-            time.sleep(0.02)
-        return found[-1]
-
-    try:
+    with recorded_worker(locate(str(path)), de.Options(device="cpu"), read_headers=True) as recorded:
+        worker, wait = recorded.worker, recorded.wait_for
         wait(events.OpenFailed)  # no forward pass: everything but that works
         worker.plan_export()
         refused = wait(events.ExportPlanned)
         assert "is stored as q8_0" in str(refused)
         worker.set_recipe(Recipe((Rule("*", "bfloat16"),)))
         worker.plan_export()
-        assert wait(events.ExportPlanned, 2).plan.nbytes == 2 * (32 + 3 * 512)
+        assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)
         worker.look_at("blk.0.weight", ("bfloat16",))
         assert wait(events.WeightInspected).reading.errors[0].stored == "q8_0"
         worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done
-        assert not [event for event in said if isinstance(event, events.Failed)]
-    finally:
-        worker.close()
+        assert not recorded.of(events.Failed)
     found = load_file(tmp_path / "out" / "model.safetensors")["blk.0.weight"]
     assert torch.equal(found, torch.from_numpy(gguf.quants.dequantize(raw, Kind.Q8_0)).bfloat16())

@@ -13,8 +13,8 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
+from dtype_engine.core import throttle
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.runtime.measure import comparison
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.passes.runner import main_output
 
@@ -230,12 +230,12 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             between = self.first(x)
             if between.dtype == torch.bfloat16:
-                comparison.REPORT_EVERY_S = 0.0  # as on a slow machine: from the second try on there is time to tell
+                throttle.INTERVAL_S = 0.0  # as on a slow machine: from the second try on there is time to tell
             found: torch.Tensor = self.second(between.float())
             return found
 
     torch.manual_seed(0)
-    monkeypatch.setattr(comparison, "REPORT_EVERY_S", 1e9)
+    monkeypatch.setattr(throttle, "INTERVAL_S", 1e9)
     session = de.open(Stubborn(), inputs=(torch.randn(3, 4).bfloat16(),))
     session.cast("*", "bfloat16")
     told: list[str] = []

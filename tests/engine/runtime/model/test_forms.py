@@ -296,13 +296,15 @@ def test_too_large_for_the_memory_is_said_without_torch(tmp_path: Path) -> None:
     script = (
         "import sys\nfrom dtype_engine import Options\nfrom dtype_engine.worker import events\n"
         "from dtype_engine.worker.worker import Worker\n"
-        "from dtype_engine.checkpoint.source import locate\nimport time\nheard = []\n"
+        "from dtype_engine.checkpoint.source import locate\nimport threading\nheard, failed = [], threading.Event()\n"
         "with_torch = []\n"
         "def hear(event):\n"
         "    heard.append(event)\n"
-        "    with_torch.append('torch' in sys.modules) if isinstance(event, events.OpenFailed) else None\n"
+        "    if isinstance(event, events.OpenFailed):\n"
+        "        with_torch.append('torch' in sys.modules)\n"
+        "        failed.set()\n"
         f"worker = Worker(locate({str(path)!r}), Options(), hear, read_headers=True)\nworker.start()\n"
-        "while not with_torch: time.sleep(0.01)\n"
+        "failed.wait(50)\n"
         "print([type(e).__name__ for e in heard], [e.message for e in heard if isinstance(e, events.OpenFailed)])\n"
         "print(with_torch, flush=True)\n"
         "import os; os._exit(0)\n"  # torch is still being imported there

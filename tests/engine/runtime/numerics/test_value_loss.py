@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
-import queue
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.recorded_worker import RecordedWorker
 from torch import nn
 
 import dtype_engine as de
@@ -34,7 +33,6 @@ from dtype_engine.runtime.numerics.round_trip import round_trip
 from dtype_engine.runtime.numerics.value_loss import count_losses
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
-from dtype_engine.worker.worker import Worker
 
 LARGE, TINY = 1e6, 1e-9
 
@@ -446,49 +444,37 @@ def test_crepe() -> None:
 
 
 def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights: Path, tmp_path: Path) -> None:
-    told: queue.Queue[events.Event] = queue.Queue()
-    worker = Worker(locate(str(weights)), Options(device="cpu"), told.put)
+    recorded = RecordedWorker(locate(str(weights)), Options(device="cpu"))
+    worker = recorded.worker
     worker.set_recipe(Recipe((Rule("*", "float16"),)))
     worker.save(ReportRequest(tmp_path / "r.md"))
     worker.save(RecipeRequest(tmp_path / "r.yaml"))
     worker.save(ExportRequest(tmp_path / "out"))
     worker.start()
-    heard: list[events.Event] = []
-    while sum(isinstance(event, events.Saved) for event in heard) < 3:
-        heard.append(told.get(timeout=100))
+    recorded.wait_for(events.Idle)
     worker.plan_export()
-    while not isinstance(heard[-1], events.ExportPlanned):
-        heard.append(told.get(timeout=100))
+    plan = recorded.wait_for(events.ExportPlanned).plan
     worker.close()
     expected = by_hand(load_file(weights), torch.float16)
-    (plan,) = (event.plan for event in heard if isinstance(event, events.ExportPlanned))
     assert plan is not None
     assert plan.lost is not None
     assert counts(plan.lost) == expected
     assert "| bn.running_var | float16 | 8 | 4 |" in (tmp_path / "r.md").read_text().replace("`", "")
     for file in (tmp_path / "r.yaml", tmp_path / "out/recipe.yaml"):
         assert counts(read_recipe_file(file).lost) == expected
-    saved = [event for event in heard if isinstance(event, events.Saved)]
-    assert all(event.done for event in saved)
+    saved = recorded.of(events.Saved)
+    assert [event.done for event in saved] == [True, True, True]
     assert any("became infinite" in notice for notice in saved[2].notices)
 
 
 def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
-    told: list[events.Event] = []
-    idle = threading.Event()
     recipe = Recipe((Rule("*", "float16"),))
-
-    def emit(event: events.Event) -> None:
-        told.append(event)
-        if isinstance(event, events.Idle):
-            idle.set()
-
-    worker = Worker(locate(f"{__file__}:Net"), Options(device="cpu"), emit)
-    worker.set_recipe(recipe)
-    worker.start()
-    assert idle.wait(100)
-    worker.close()
-    of_recipe = [event for event in told if getattr(event, "recipe", None) == recipe]
+    recorded = RecordedWorker(locate(f"{__file__}:Net"), Options(device="cpu"))
+    recorded.worker.set_recipe(recipe)
+    recorded.worker.start()
+    recorded.wait_for(events.Idle)
+    recorded.worker.close()
+    of_recipe = [event for event in recorded.events if getattr(event, "recipe", None) == recipe]
     places = {type(event): place for place, event in enumerate(of_recipe)}
     assert places[events.CastDone] < places[events.Measured] < places[events.LossRemedyFound]
     done = of_recipe[places[events.CastDone]]
