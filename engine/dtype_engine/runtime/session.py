@@ -36,7 +36,8 @@ from dtype_engine.runtime.measure.noise_floor import measure_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
+from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan

@@ -13,7 +13,8 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.options import RunSettings
-from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules, main_output
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules
 
 
 class Heard:

@@ -32,7 +32,8 @@ from dtype_engine.runtime.measure.comparison import (
 )
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
-from dtype_engine.runtime.passes.runner import ForwardRunner, main_output
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.passes.trace import Trace
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
@@ -112,7 +113,7 @@ class Causes:
         for batch in self.inputs.batches:
             trace = Trace({}, "reference", budget // 2)
             recorder = OutputRecorder(budget // 2)
-            output, mode = passes.partly(batch, self._drifting, lambda name: False, recorder, trace)
+            output, mode = passes.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
             self._passes += 1
             for name, before in mode.uses.items():
                 self._uses[name] = min(before, self._uses.get(name, before))
@@ -175,7 +176,7 @@ class Causes:
         for base in self._bases:
             local.reference = base.modules
             earlier = base.trace if base.trace.calls else None
-            output, _ = passes.partly(base.batch, self._drifting, inside, local, None, earlier, prefix)
+            output, _ = passes.run_partial(base.batch, self._drifting, inside, local, None, earlier, prefix)
             self._passes += 1
             name, candidate = main_output(output)
             if comparison is None:

@@ -13,6 +13,7 @@ import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
@@ -103,7 +104,7 @@ class OutputRecorder:
     def copy_of(self, output: torch.Tensor) -> torch.Tensor | None:
         """The copy kept of this very tensor, if it was the last module's: the logits mostly are, and the largest of all."""
         last = self._last
-        return last[2][0] if last is not None and last[0] is output and last[1] == output._version else None
+        return last[2][0] if last is not None and last[0] is output and last[1] == version_of(output) else None
 
     def replay(self, module: str, reading: object) -> None:
         """Never called: no earlier pass's output stands in for the reference's."""
@@ -112,14 +113,14 @@ class OutputRecorder:
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1
         # A parent often returns its last child's very tensor: one copy serves both, unless it was written to since.
-        if self._last is not None and self._last[0] is output and self._last[1] == output._version:
+        if self._last is not None and self._last[0] is output and self._last[1] == version_of(output):
             self.kept[module, call] = self._last[2]
         elif output.nbytes <= self._budget:
             copy = output.detach().clone(memory_format=torch.contiguous_format)
             entry = (copy, _energy(copy))
             self.kept[module, call] = entry
             self._budget -= copy.nbytes
-            self._last = (output, output._version, entry)
+            self._last = (output, version_of(output), entry)
         else:
             self.left_out.add(module)
         if self._throttle.due():
@@ -156,9 +157,9 @@ class OutputComparer:
             return None
         last = self._last
         # A parent often returns its last child's very tensor: it is compared once for both.
-        again = last is not None and last[0] is output and last[1] == output._version and last[2] is kept[0]
+        again = last is not None and last[0] is output and last[1] == version_of(output) and last[2] is kept[0]
         sums = last[3] if again and last is not None else compare_outputs(kept[0], kept[1], output)
-        self._last = (output, output._version, kept[0], sums)
+        self._last = (output, version_of(output), kept[0], sums)
         self.replay(module, sums)
         return sums
 

@@ -25,7 +25,8 @@ from dtype_engine.runtime.measure.comparison import (
 )
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison
-from dtype_engine.runtime.passes.runner import Candidate, ForwardRunner, RetryUnderRules, main_output
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
 from dtype_engine.runtime.passes.trace import Trace
 
 OnProgress = Callable[[str, int, int | None], None]
@@ -183,7 +184,7 @@ class DriftMeter:
 
     def _candidate(
         self, passes: ForwardRunner, index: int, batch: Batch, comparer: OutputComparer, whole: int
-    ) -> Candidate:
+    ) -> CandidateRun:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
         earlier = self._traces.pop(index, None)
         kept = sum(record.nbytes for record in self._records.values()) + sum(

@@ -22,7 +22,8 @@ from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison
-from dtype_engine.runtime.passes.runner import ForwardRunner, main_output
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output were compared: the floor needs no more text than that."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -27,9 +26,8 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.dispatch import METADATA, Arguments, tensors_in
-from dtype_engine.runtime.modes.mixed import MixedDtypeMode
-from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.modes.dispatch import Arguments, tensors_in
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -48,24 +46,28 @@ class _Strange:
     weights: tuple[str, ...]
 
 
-class _Listener(TorchFunctionMode):
-    """Hears every operation of the modes within it. `strange` has what happened, `finished` the modules that came out, in order;
-    `largest` the largest finite result of each (module, operation).
+class _Listener(WeightMode):
+    """Checks every operation of the mode within it.
+
+    Attributes:
+        heard_of: the mode within it, which knows the running module.
+        heard: what is not finite, and the names of the modules that finished, in order.
+        largest: the largest finite result, by (module, operation).
     """
 
-    def __init__(self, weights: Mapping[int, Weight]) -> None:
-        super().__init__()
-        self.weights = weights
-        self.heard_of: MixedDtypeMode | ReferenceMode | None = None
+    def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
+        super().__init__(weights, device)
+        self.heard_of: WeightMode | None = None
         self.heard: list[_Strange | str] = []
         self.largest: dict[tuple[str, str], float] = {}
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name: str = func.__name__
-        if name in METADATA or name in ("__get__", "__set__") or name.startswith(("is_", "empty", "new_empty")):
+    def around(self, mode: WeightMode) -> _Listener:
+        """This mode, to be entered before `mode`."""
+        self.heard_of = mode
+        return self
+
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        if name.startswith(("is_", "empty", "new_empty")):
             return func(*args, **kwargs)
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
         bad_weights = tuple(weight.info.name for tensor in given if (weight := self._beyond(tensor)) is not None)
@@ -188,9 +190,9 @@ def _blame(
 ) -> tuple[_Strange | None, float | None, str]:
     """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
     for batch in inputs.batches:
-        plain = _Listener(passes.model.by_id)
+        plain = _Listener(passes.model.by_id, passes.model.device)
         came_out = _Finished(plain)
-        passes.run_observed(batch, plain, came_out, reference=True)
+        passes.run_observed(batch, plain.around, came_out, reference=True)
         if reference_bad:
             events = [event for event in plain.heard if isinstance(event, _Strange)]
             if events or came_out.names:
@@ -198,9 +200,9 @@ def _blame(
                 return (events[0] if events else None), None, (order[0] if order else "")
             continue
         anyway = {(event.module, event.operation) for event in plain.heard if isinstance(event, _Strange)}
-        listener = _Listener(passes.model.by_id)
+        listener = _Listener(passes.model.by_id, passes.model.device)
         came_out = _Finished(listener)
-        passes.run_observed(batch, listener, came_out)
+        passes.run_observed(batch, listener.around, came_out)
         before: _Strange | None = None
         inside: _Strange | None = None
         for event in listener.heard:

@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
+from dtype_engine.runtime.model.torch_private import TO_COPY, TorchDispatchMode
 from dtype_engine.runtime.modes.dispatch import Arguments
-from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
-from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.runtime.modes.mixed import MixedDtypeMode, implicit_cast
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Hears the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
+    """Records the casts that `torch.autocast` makes inside an operation, which no function mode can see."""
 
     def __init__(self, rules: MixedDtypeMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -25,7 +22,7 @@ class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         rules, target = self.rules, kwargs.get("dtype")
-        if func is torch.ops.aten._to_copy.default and rules.operation and rules.record is not None:
+        if func is TO_COPY and rules.operation and rules.record is not None:
             source = args[0]
             if (
                 target is not None
@@ -33,14 +30,5 @@ class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 and source.is_floating_point()
                 and target.is_floating_point
             ):
-                rules.record(
-                    ImplicitCast(
-                        rules.module,
-                        rules.operation,
-                        dtype_name(source.dtype),
-                        dtype_name(target),
-                        source.numel(),
-                        False,
-                    )
-                )
+                rules.record(implicit_cast(rules.module, rules.operation, source, target, False))
         return func(*args, **kwargs)

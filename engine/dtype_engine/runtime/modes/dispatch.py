@@ -6,8 +6,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -136,17 +137,19 @@ def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, *
 def promote_floats(
     name: str, floats: list[torch.Tensor], args: Arguments, kwargs: dict[str, Any]
 ) -> tuple[Arguments, dict[str, Any]]:
-    """All float arguments in `torch.promote_types` of them; 0-d tensors have no say, as in torch."""
-    deciding = [tensor for tensor in floats if tensor.ndim > 0] or floats
-    target = deciding[0].dtype
-    for tensor in deciding[1:]:
-        target = torch.promote_types(target, tensor.dtype)
+    """The arguments with all of `floats` in their promoted dtype; 0-d tensors do not decide, as in torch."""
+    target = promoted_dtype([tensor for tensor in floats if tensor.ndim > 0] or floats)
     casts = {
         id(tensor): tensor.to(target)
         for tensor in floats
         if tensor.dtype != target and (tensor.ndim > 0 or name in REFUSES_MIXED)
     }
     return replace_tensors(args, kwargs, casts)
+
+
+def promoted_dtype(tensors: Sequence[torch.Tensor]) -> torch.dtype:
+    """`torch.promote_types` of the dtypes of one or more tensors."""
+    return functools.reduce(torch.promote_types, [tensor.dtype for tensor in tensors])
 
 
 def takes_rows(args: Arguments, kwargs: Mapping[str, Any]) -> bool:
@@ -207,7 +210,7 @@ def recurrent_arguments(module: nn.Module, args: Arguments, compute: torch.dtype
     """
     if not isinstance(module, nn.RNNBase):
         return args
-    first = module._flat_weights[0]
+    first = module.weight_ih_l0
     assert isinstance(first, torch.Tensor)
     target = first.dtype if first.dtype.is_floating_point and first.dtype.itemsize > 1 else compute
     floats = [tensor for tensor in tensors_in(args, {}) if tensor.is_floating_point() and tensor.dtype != target]

@@ -1,4 +1,4 @@
-"""The reference, with the weighted operations of some modules run as cast: how their own error is told from all others'."""
+"""The reference, with the weighted operations of some modules run as cast: that tells their own error from all others'."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.dispatch import EXPLICIT, METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
 from dtype_engine.runtime.modes.reference import ReferenceMode
 
 
 class PartialCastMode(ReferenceMode):
-    """A weighted operation in a module that `inside` takes (by its dotted name) is run on the weights as they are cast now, by the
-    four rules of `execution`; any other on the weights as stored, widened. Operations without a weight follow the rules.
+    """A weighted operation in a module that `inside` takes (by its dotted name) runs on the weights as they are cast now, by the
+    four rules of `MixedDtypeMode`; any other on the weights as stored, widened. Operations without a weight follow the rules.
 
-    drifting: the weights (by `id`) whose dtype is not the reference's. `uses`: for every module that has weighted operations
-    on one of them, how many module calls had finished before the first.
+    Attributes:
+        drifting: the weights (by `id`) whose dtype is not the reference's.
+        uses: how many module calls had finished before a module's first weighted operation on one of these, by module.
     """
 
     def __init__(
@@ -34,6 +37,9 @@ class PartialCastMode(ReferenceMode):
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}
+
+    def inputs_of(self, module: nn.Module, args: Arguments) -> Arguments:
+        return self.rules.inputs_of(module, args)
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -52,5 +58,5 @@ class PartialCastMode(ReferenceMode):
         """The `id` of the weight that a tensor is, or is a view of."""
         if id(tensor) in self.weights:
             return id(tensor)
-        base = tensor._base
-        return id(base) if base is not None and id(base) in self.weights else None
+        base = id(base_of(tensor))
+        return base if base in self.weights else None

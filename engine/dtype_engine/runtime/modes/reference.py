@@ -1,18 +1,15 @@
-"""The reference: the weights as stored, each widened to float32 as it is used."""
+"""The reference: the weights as stored, each widened to float32 as it is used, without a second copy of the model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.dispatch import (
     EXPLICIT,
-    METADATA,
-    TENSOR_PROPERTIES,
     Arguments,
     call_torch,
     is_in_place,
@@ -21,53 +18,40 @@ from dtype_engine.runtime.modes.dispatch import (
     takes_rows,
     tensors_in,
 )
-from dtype_engine.runtime.numerics.quantize import dequantize
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 
-class ReferenceMode(TorchFunctionMode):
-    """The reference: every weight as stored, widened as it is used; without a second copy of the model.
+class ReferenceMode(WeightMode):
+    """Every weight as stored, widened as it is used. It answers for all weights that can be cast or have scales.
 
     A weight stored in float64 stays float64. Look-ups in an embedding widen only the rows they take.
     """
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
-        super().__init__()
-        self.weights = weights
-        self.device = device
-        self.module = ""
-        self.finished = 0
-        self.first_use: dict[int, int] = {}
+    def weight_of(self, tensor: object) -> Weight | None:
+        weight = self.weights.get(id(tensor))
+        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
+            return None
+        self.first_use.setdefault(id(tensor), self.finished)
+        return weight
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: Arguments = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        name: str = func.__name__
-        if name == "__get__":
-            weight = self._weight(args[0])
-            if weight is None:
-                return func(*args)
-            if func.__self__ is torch.Tensor.dtype:
-                return reference_dtype(weight)
-            if func.__self__ in TENSOR_PROPERTIES:
-                return func(self.value_of(weight), *args[1:])
-            return func(*args)
-        if name in METADATA or name == "__set__":
-            return func(*args, **kwargs)
-        if name == "is_floating_point" and self._weight(args[0]) is not None:
-            return True
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        return reference_dtype(weight)
+
+    def value_of(self, weight: Weight) -> torch.Tensor:
+        return reference_value(weight, self.device)
+
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if name == "embedding" and takes_rows(args, kwargs):
-            weight = self._weight(args[1])
+            weight = self.weight_of(args[1])
             if weight is not None and weight.stored_scale is None:
                 rows = func(args[0], weight.original.to(self.device), *args[2:], **kwargs)
                 return rows.to(reference_dtype(weight))
         tensors = tensors_in(args, kwargs)
         values = {
-            id(tensor): self.value_of(weight) for tensor in tensors if (weight := self._weight(tensor)) is not None
+            id(tensor): self.value_of(weight)
+            for tensor in tensors
+            if id(tensor) in self.weights and (weight := self.weight_of(tensor)) is not None
         }
         if values:
             args, kwargs = replace_tensors(args, kwargs, values)
@@ -78,35 +62,12 @@ class ReferenceMode(TorchFunctionMode):
                 args, kwargs = promote_floats(name, floats, args, kwargs)
         return call_torch(func, name, args, kwargs, self)
 
-    def _weight(self, tensor: object) -> Weight | None:
-        weight = self.weights.get(id(tensor))
-        if weight is None or not (weight.info.castable or weight.stored_scale is not None):
-            return None
-        self.first_use.setdefault(id(tensor), self.finished)
-        return weight
 
-    def value_of(self, weight: Weight) -> torch.Tensor:
-        if weight.stored_scale is not None:
-            return dequantize(weight.original.to(self.device), weight.stored_scale, reference_dtype(weight))
-        return weight.original.to(self.device, reference_dtype(weight))
-
-
-class FirstUseRecorder(TorchFunctionMode):
-    """Changes nothing: notes for every weight how many module calls had finished when it was first looked at."""
-
-    def __init__(self, weights: Mapping[int, Weight]) -> None:
-        super().__init__()
-        self.weights = weights
-        self.module = ""
-        self.finished = 0
-        self.first_use: dict[int, int] = {}
+class FirstUseRecorder(WeightMode):
+    """Changes nothing: notes the first use of every weight, questions about it included."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: Arguments = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         for tensor in tensors_in(args, kwargs):
@@ -116,4 +77,19 @@ class FirstUseRecorder(TorchFunctionMode):
 
 
 def reference_dtype(weight: Weight) -> torch.dtype:
+    """The dtype that the reference has a weight in: float64 where it is stored so, else float32."""
     return torch.float64 if weight.original.dtype == torch.float64 else torch.float32
+
+
+def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
+    """A weight's stored values in `reference_dtype` of it, on `device`, in the stored shape."""
+    stored, dtype = weight.original, reference_dtype(weight)
+    if weight.stored_scale is not None:
+        return dequantize(stored.to(device), weight.stored_scale, dtype)
+    return stored.to(device, dtype)
+
+
+def reference_name(model: LiveModel) -> str:
+    """The name of the dtype that the reference computes in, for the report."""
+    stored = {weight.original.dtype for weight in model.weights.values() if weight.info.castable}
+    return dtype_name(torch.float64 if torch.float64 in stored else torch.float32)

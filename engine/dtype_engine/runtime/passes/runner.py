@@ -1,13 +1,12 @@
-"""Forward passes of a live model, watched module by module, and stopped between two of them."""
+"""Forward passes of a live model, observed module by module, and stopped between two of them."""
 
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -18,45 +17,28 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.torch_private import WithoutModes, forward_hook_ids
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
-from dtype_engine.runtime.modes.dispatch import recurrent_arguments
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
-from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
-from dtype_engine.runtime.passes.trace import Trace, copied, finished
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.trace import Trace
 
 Result = TypeVar("Result")
 
 
 class RetryUnderRules(Exception):
-    """A plain run failed half-way: forget what the watcher heard and run once more, now under the rules."""
-
-
-class ModuleObserver(Protocol):
-    """Hears every module's output as the pass goes by."""
-
-    def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """`call` counts that module's calls from 0, `output` is its first float tensor. What it returns is its reading."""
-
-    def replay(self, module: str, reading: Any) -> None:
-        """A call that an earlier pass's output stood in for, with the reading of that pass."""
-
-
-class OpObserver(Protocol):
-    """A mode around another; `heard_of` is set to it before the pass."""
-
-    heard_of: MixedDtypeMode | ReferenceMode | None
-
-    def __enter__(self) -> Any: ...
-
-    def __exit__(self, *exception: Any) -> None: ...
+    """A plain run failed half-key: forget what the observer got, and run once more under the rules."""
 
 
 class ForwardRunner:
-    """Runs a live model, watched and stoppable between two modules. Its hooks are on the modules while it is open.
+    """Runs a live model, observed and stoppable between two modules. Its hooks are on the modules while it is open.
 
-    watch: without it the only hook is the one that stops a pass; nothing is watched, and nothing costs time.
+    watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
     """
 
     def __init__(self, model: LiveModel, settings: RunSettings, cancelled: IsCancelled, watch: bool = True) -> None:
@@ -68,7 +50,7 @@ class ForwardRunner:
         self.cancelled = cancelled
         self.first_use: dict[str, int] = {}
         self._handles: list[Any] = []
-        self._pass: _Pass | None = None
+        self._pass: ForwardPass | None = None
 
     def __enter__(self) -> ForwardRunner:
         for name, module in self.model.module.named_modules():
@@ -86,45 +68,43 @@ class ForwardRunner:
             handle.remove()
         self._handles.clear()
 
-    def _listened(self) -> frozenset[str]:
-        """Modules with hooks of somebody else: transformers collects hidden states so, where a model wants some of its part."""
+    def _hooked(self) -> frozenset[str]:
+        """Modules with other hooks than ours: transformers collects hidden states with such."""
         ours = {handle.id for handle in self._handles}
-        return frozenset(
-            name for name, module in self.model.module.named_modules() if module._forward_hooks.keys() - ours
-        )
+        return frozenset(name for name, module in self.model.module.named_modules() if forward_hook_ids(module) - ours)
 
     def without_settings(self) -> ForwardRunner:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch)
 
     def candidate(
-        self, batch: Batch, watcher: ModuleObserver, room: int, earlier: Trace | None = None, whole: int = 0
-    ) -> Candidate:
-        """Run the model as it is cast now; outputs of `earlier` stand in for what is the same. Keeps up to `room` bytes
+        self, batch: Batch, observer: ModuleObserver, budget: int, earlier: Trace | None = None, whole: int = 0
+    ) -> CandidateRun:
+        """Run the model as it is cast now; outputs of `earlier` are reused for what is the same. Keeps up to `budget` bytes
         of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
-        Where every weight has one computed dtype the module runs without_settings, with no mode in between. The first time it
-        runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may stand in
-        for those of a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RetryUnderRules`
+        Where every weight has one computed dtype the module runs plainly, with no mode in between. The first time it
+        runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may be
+        reused in a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RetryUnderRules`
         when plain running fails where the four rules may help.
         """
         model = self.model
         batch = self.candidate_batch(batch)
         uniform = model.uniform_dtype()
-        way = (uniform, self.settings)
+        key = (uniform, self.settings)
         rules = self._rules()
         now = {name: weight.dtype for name, weight in model.weights.items()}
         as_rules = f"rules, {self.settings}"
-        if uniform is None or way in model.requires_mixed_mode:
-            return self._candidate(batch, rules, watcher, Trace(now, as_rules, room, whole), earlier)
-        if way in model.mixed_mode_is_noop:
-            return self._candidate(batch, None, watcher, Trace(now, as_rules, room, whole), earlier)
+        if uniform is None or key in model.requires_mixed_mode:
+            return self._candidate(batch, rules, observer, Trace(now, as_rules, budget, whole), earlier)
+        if key in model.mixed_mode_is_noop:
+            return self._candidate(batch, None, observer, Trace(now, as_rules, budget, whole), earlier)
         as_plain = f"plain {uniform}, {self.settings}"
-        ran = self._candidate(batch, None, watcher, Trace(now, as_plain, room, whole), earlier)
-        if way not in model.mixed_mode_differs and not ran.reused:
+        ran = self._candidate(batch, None, observer, Trace(now, as_plain, budget, whole), earlier)
+        if key not in model.mixed_mode_differs and not ran.reused:
             under_rules, _ = self._run(self._module_on(batch), rules, NullObserver(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
-            (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(way)
+            (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(key)
             ran.trace.kind = as_rules if same else as_plain
         return ran
 
@@ -147,16 +127,16 @@ class ForwardRunner:
         self,
         batch: Batch,
         mode: MixedDtypeMode | None,
-        watcher: ModuleObserver,
+        observer: ModuleObserver,
         trace: Trace,
         earlier: Trace | None,
-    ) -> Candidate:
+    ) -> CandidateRun:
         reusable_calls: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
-            reusable_calls = earlier.reusable_calls(earlier.prefix(trace.dtypes, self.first_use), self._listened())
+            reusable_calls = earlier.reusable_calls(earlier.prefix(trace.dtypes, self.first_use), self._hooked())
         try:
             output, seconds = self._run(
-                self._module_on(batch), mode, watcher, trace, reusable_calls, earlier, autocast=self.autocast
+                self._module_on(batch), mode, observer, trace, reusable_calls, earlier, autocast=self.autocast
             )
         except (Cancelled, UserError):
             raise
@@ -165,25 +145,25 @@ class ForwardRunner:
                 raise
             self.model.requires_mixed_mode.add((self.model.uniform_dtype(), self.settings))
             raise RetryUnderRules from None
-        return Candidate(output, seconds, trace, bool(reusable_calls))
+        return CandidateRun(output, seconds, trace, bool(reusable_calls))
 
     def run_candidate(self, call: Callable[[], Result]) -> tuple[Result, float, bool]:
-        """Anything that calls the module, as it is cast now: the result, seconds, and whether it needed the rules.
+        """Call anything that calls the module, as it is cast now: the result, seconds, and whether it needed the rules.
 
         Raises NoForward, KernelError, Cancelled.
         """
-        way = (self.model.uniform_dtype(), self.settings)
-        if way[0] is not None and way not in self.model.requires_mixed_mode:
+        key = (self.model.uniform_dtype(), self.settings)
+        if key[0] is not None and key not in self.model.requires_mixed_mode:
             try:
                 return (*self._run(call, None, NullObserver(), None, {}, autocast=self.autocast), False)
             except (Cancelled, UserError):
                 raise
             except Exception:
-                self.model.requires_mixed_mode.add(way)
+                self.model.requires_mixed_mode.add(key)
         return (*self._run(call, self._rules(), NullObserver(), None, {}, autocast=self.autocast), True)
 
     def run_reference(self, call: Callable[[], Result]) -> tuple[Result, float]:
-        """The same in the reference's way: the weights as stored, in float32. Raises as `run_candidate` does."""
+        """The same for the reference: the weights as stored, in float32. Raises as `run_candidate` does."""
         if self._plain_reference():
             try:
                 with _originals(self.model):
@@ -195,7 +175,7 @@ class ForwardRunner:
         return self._run(call, ReferenceMode(self.model.by_id, self.model.device), NullObserver(), None, {})
 
     def dry_run(self, batch: Batch) -> None:
-        """Run the reference on one batch, for nothing but to see that the model takes it. Raises as `run_candidate` does."""
+        """Run the reference on one batch, only to see that the model takes it. Raises as `run_candidate` does."""
         self.run_reference(self._module_on(self.reference_batch(batch)))
 
     def candidate_batch(self, batch: Batch) -> Batch:
@@ -223,7 +203,7 @@ class ForwardRunner:
         self._run(run, rules, NullObserver(), None, {}, autocast=self.autocast, within=AutocastCastRecorder(rules))
         return casts
 
-    def reference(self, batch: Batch, watcher: ModuleObserver) -> tuple[Any, float]:
+    def reference(self, batch: Batch, observer: ModuleObserver) -> tuple[Any, float]:
         """Run the weights as stored, in float32 (float64 where they are stored in it). Returns output and seconds.
 
         A model stored in float32 runs plainly on its stored tensors; any other under `ReferenceMode`. Neither makes a second
@@ -234,55 +214,59 @@ class ForwardRunner:
         if self._plain_reference():
             try:
                 with _originals(model):
-                    ran = self._run(call, None, watcher, None, {})
+                    ran = self._run(call, None, observer, None, {})
                     if not self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
-                        self._run(call, FirstUseRecorder(model.by_id), NullObserver(), None, {})
+                        self._run(call, FirstUseRecorder(model.by_id, model.device), NullObserver(), None, {})
                     return ran
             except (Cancelled, UserError):
                 raise
             except Exception:
                 model.requires_mixed_mode.add("reference")
                 raise RetryUnderRules from None
-        return self._run(call, ReferenceMode(model.by_id, model.device), watcher, None, {})
+        return self._run(call, ReferenceMode(model.by_id, model.device), observer, None, {})
 
-    def partly(
+    def run_partial(
         self,
         batch: Batch,
         drifting: frozenset[int],
         inside: Callable[[str], bool],
-        watcher: ModuleObserver,
+        observer: ModuleObserver,
         trace: Trace | None = None,
         earlier: Trace | None = None,
         prefix: int = 0,
     ) -> tuple[Any, PartialCastMode]:
         """The reference, with the weighted operations of the modules that `inside` takes as cast; see `PartialCastMode`.
 
-        The first `prefix` calls of `earlier`, a trace of the same run with nothing inside, stand in for themselves. Returns
+        The first `prefix` calls of `earlier`, a trace of the same run with nothing inside, are reused. Returns
         the output and the mode. Raises as `candidate` does.
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside)
         call = self._module_on(self.reference_batch(batch))
-        reusable_calls = earlier.reusable_calls(prefix, self._listened()) if earlier is not None else {}
-        return self._run(call, mode, watcher, trace, reusable_calls, earlier)[0], mode
+        reusable_calls = earlier.reusable_calls(prefix, self._hooked()) if earlier is not None else {}
+        return self._run(call, mode, observer, trace, reusable_calls, earlier)[0], mode
 
-    def run_observed(self, batch: Batch, listener: OpObserver, watcher: ModuleObserver, reference: bool = False) -> Any:
-        """One pass as it is cast now, under the rules (or the reference's, widened), with a mode around them that hears every
-        operation in the dtype in which it is really computed. Raises as `candidate` does.
+    def run_observed(
+        self,
+        batch: Batch,
+        observe: Callable[[WeightMode], AbstractContextManager[object]],
+        observer: ModuleObserver,
+        reference: bool = False,
+    ) -> Any:
+        """One pass as it is cast now, under the rules (or the reference's, widened), inside the context that `observe` makes for
+        the pass's mode: a mode that sees every operation in the dtype in which it is computed. Raises as `candidate` does.
         """
         mode = ReferenceMode(self.model.by_id, self.model.device) if reference else self._rules()
         given = self.reference_batch(batch) if reference else self.candidate_batch(batch)
-        listener.heard_of = mode
-        with listener:
-            return self._run(
-                self._module_on(given), mode, watcher, None, {}, autocast=None if reference else self.autocast
-            )[0]
+        autocast = None if reference else self.autocast
+        with observe(mode):
+            return self._run(self._module_on(given), mode, observer, None, {}, autocast=autocast)[0]
 
     def _run(
         self,
         call: Callable[[], Result],
-        mode: MixedDtypeMode | ReferenceMode | FirstUseRecorder | None,
-        watcher: ModuleObserver,
+        mode: WeightMode | None,
+        observer: ModuleObserver,
         trace: Trace | None,
         reusable_calls: dict[tuple[str, int], int],
         earlier: Trace | None = None,
@@ -290,12 +274,12 @@ class ForwardRunner:
         within: AutocastCastRecorder | None = None,
     ) -> tuple[Result, float]:
         model = self.model
-        run = self._pass = _Pass(mode, watcher, trace, reusable_calls, earlier)
+        run = self._pass = ForwardPass(mode, observer, trace, reusable_calls, earlier)
         started = time.perf_counter()
         try:
             with ExitStack() as contexts:
                 contexts.enter_context(torch.no_grad())
-                contexts.enter_context(_standing_in(model.module, run))
+                contexts.enter_context(reuse_outputs(model.module, run))
                 if autocast is not None:
                     contexts.enter_context(torch.autocast(model.device.type, autocast))
                     if within is not None:
@@ -316,7 +300,7 @@ class ForwardRunner:
             self._pass = None
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-        if isinstance(mode, (ReferenceMode, FirstUseRecorder)):
+        if mode is not None:
             for key, finished_before in mode.first_use.items():
                 name = model.by_id[key].info.name
                 self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
@@ -333,17 +317,7 @@ class ForwardRunner:
                 return None
             if self.cancelled():
                 raise Cancelled
-            run.inside.append(name)
-            run.began.append(run.finished)
-            mode = run.mode
-            if mode is None:
-                return None
-            mode.module = name
-            if isinstance(mode, MixedDtypeMode) and not mode.autocast and isinstance(module, nn.RNNBase):
-                return recurrent_arguments(module, args, mode.compute)
-            if isinstance(mode, PartialCastMode) and isinstance(module, nn.RNNBase):
-                return recurrent_arguments(module, args, self.compute)
-            return None
+            return run.begin(name, module, args)
 
         return hook
 
@@ -353,7 +327,7 @@ class ForwardRunner:
             if run is None:
                 return
             started = time.perf_counter()
-            with torch._C.DisableTorchFunction():
+            with WithoutModes():
                 run.finish(name, output)
             run.aside += time.perf_counter() - started
 
@@ -361,102 +335,13 @@ class ForwardRunner:
 
 
 @dataclass(slots=True)
-class Candidate:
-    """What a candidate's pass gave; `reused` when outputs of an earlier pass stood in, which makes it quicker than it is."""
+class CandidateRun:
+    """What a candidate's pass gave. `reused`: some outputs are those of an earlier pass, whose time `seconds` lacks."""
 
     output: Any
     seconds: float
     trace: Trace
     reused: bool
-
-
-class NullObserver:
-    """A watcher that does not listen."""
-
-    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
-        return None
-
-    def replay(self, module: str, reading: Any) -> None:
-        return None
-
-
-class _Pass:
-    """The state of one forward pass while it is under way."""
-
-    def __init__(
-        self,
-        mode: MixedDtypeMode | ReferenceMode | FirstUseRecorder | None,
-        watcher: ModuleObserver,
-        trace: Trace | None,
-        reusable_calls: dict[tuple[str, int], int],
-        earlier: Trace | None,
-    ) -> None:
-        self.mode = mode
-        self.watcher = watcher
-        self.trace = trace
-        self.reusable_calls = reusable_calls
-        self.earlier = earlier
-        self.calls: Counter[str] = Counter()
-        self.inside: list[str] = []
-        self.began: list[int] = []
-        self.finished = 0
-        self.aside = 0.0
-
-    def finish(self, name: str, output: Any) -> None:
-        """A module has returned, or an earlier output has stood in for it."""
-        self.inside.pop()
-        began = self.began.pop()
-        call = self.calls[name]
-        place = self.reusable_calls.get((name, call))
-        if place is not None and self.earlier is not None:
-            # Everything that had finished inside it counts as finished again, with the readings it had.
-            for same in self.earlier.calls[self.earlier.calls[place].began_after : place + 1]:
-                self.watcher.replay(same.module, same.reading)
-                self.calls[same.module] += 1
-                self.finished += 1
-                if self.trace is not None:
-                    self.trace.add(same)
-        else:
-            tensor = first_tensor(output)
-            reading = self.watcher(name, call, tensor) if tensor is not None else None
-            self.calls[name] += 1
-            self.finished += 1
-            if self.trace is not None:
-                self.trace.add(finished(name, call, began, output, reading))
-        if self.mode is not None:
-            self.mode.module = self.inside[-1] if self.inside else ""
-            if not isinstance(self.mode, MixedDtypeMode):
-                self.mode.finished = self.finished
-
-
-@contextmanager
-def _standing_in(module: nn.Module, run: _Pass) -> Iterator[None]:
-    """Let stored outputs answer for the calls that have a stand-in."""
-    names = {name for name, _ in run.reusable_calls}
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        for name in names:
-            child = module.get_submodule(name)
-            patched.append((child, child.__dict__.get("forward")))
-            child.forward = _answering(run, name, child.forward)
-        yield
-    finally:
-        for child, own in patched:
-            if own is None:
-                del child.forward
-            else:
-                child.forward = own
-
-
-def _answering(run: _Pass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def answer(*args: Any, **kwargs: Any) -> Any:
-        place = run.reusable_calls.get((name, run.calls[name]))
-        if place is None or run.earlier is None:
-            return forward(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
-            return copied(run.earlier.calls[place].output)
-
-    return answer
 
 
 @contextmanager
@@ -480,45 +365,3 @@ def _where(inside: list[str]) -> str:
 
 def _one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-
-
-def first_tensor(output: Any) -> torch.Tensor | None:
-    """The first float tensor in a module's output: itself, or in a tuple, list, dict or model output."""
-    if isinstance(output, torch.Tensor):
-        return output if output.is_floating_point() else None
-    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    for value in values:
-        found = first_tensor(value)
-        if found is not None:
-            return found
-    return None
-
-
-_MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "last_hidden_state", "image_embeds")
-
-
-def main_output(output: Any) -> tuple[str, torch.Tensor]:
-    """The output that drift is measured on: logits, else the last hidden state, else the first float tensor.
-
-    Raises NoForward when the model returned no float tensor at all.
-    """
-    if isinstance(output, dict):
-        for name in _MAIN_OUTPUTS:
-            if isinstance(output.get(name), torch.Tensor):
-                return name, output[name]
-        for name, value in output.items():
-            found = first_tensor(value)
-            if found is not None:
-                return str(name), found
-    found = first_tensor(output)
-    if found is None:
-        raise NoForward(
-            f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
-        )
-    return "output", found
-
-
-def reference_name(model: LiveModel) -> str:
-    """The dtype that the reference computes in, for the report."""
-    stored = {weight.original.dtype for weight in model.weights.values() if weight.info.castable}
-    return dtype_name(torch.float64 if torch.float64 in stored else torch.float32)

@@ -2,7 +2,7 @@
 
 A trace is the ordered list of a pass's finished module calls with what they returned. When a later recipe changes
 only weights that were first used after the n-th call had finished, those n calls would return the very same again: their
-stored outputs stand in for them, and only the outermost of them need to be called at all.
+stored outputs are returned instead, and only the outermost of them need to be called at all.
 
 Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
 pass, and such a call stands in for nothing.
@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from dtype_engine.runtime.model.torch_private import version_of
 
 
 @dataclass(slots=True)
@@ -32,34 +34,34 @@ class ModuleCall:
     @property
     def usable(self) -> bool:
         """Whether the output is made of tensors only, and still what it was."""
-        return self.output is not _OPAQUE and all(tensor._version == version for tensor, version in self.versions)
+        return self.output is not _OPAQUE and all(version_of(tensor) == version for tensor, version in self.versions)
 
 
 _OPAQUE = object()
 
 
-def finished(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
-    """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't stand in."""
+def record_call(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
+    """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't be reused."""
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors):
         return ModuleCall(module, call, began_after, _OPAQUE, reading)
     # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
     kept = _rebuilt(output, lambda tensor: tensor)
-    return ModuleCall(module, call, began_after, kept, reading, tuple((t, t._version) for t in tensors))
+    return ModuleCall(module, call, began_after, kept, reading, tuple((t, version_of(t)) for t in tensors))
 
 
 @dataclass(slots=True)
 class Trace:
     """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
 
-    Keeps at most `room` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
+    Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
     called within a module of up to `whole` calls is let go as soon as that module returns: running so few again takes no
     time, and their outputs (projections, experts) are most of the bytes.
     """
 
     dtypes: Mapping[str, str]
     kind: str
-    room: int
+    budget: int
     whole: int = 0
     calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
@@ -67,7 +69,7 @@ class Trace:
 
     def add(self, call: ModuleCall) -> None:
         """Append a finished call."""
-        if self.room < 0:
+        if self.budget < 0:
             return
         for tensor, _ in call.versions:
             storage = tensor.untyped_storage()
@@ -78,8 +80,8 @@ class Trace:
             for inner in self.calls[call.began_after :]:
                 self._let_go(inner)
         self.calls.append(call)
-        if self.nbytes > self.room:
-            self.room, self.nbytes = -1, 0
+        if self.nbytes > self.budget:
+            self.budget, self.nbytes = -1, 0
             self.calls.clear()
             self._uses.clear()
 
@@ -96,26 +98,26 @@ class Trace:
         changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
         return min((first_use.get(name, 0) for name in changed), default=0)
 
-    def reusable_calls(self, prefix: int, listened: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
-        """The outermost of the first `prefix` calls by (module, call): their places. A call that can't stand in is left
-        to run, and those inside it stand in for themselves. So is one that has calls of `listened` modules in it: somebody
-        else hears their outputs, and nothing inside a call that is stood in for is called at all."""
-        heard = [0]  # listened calls before each place
+    def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
+        """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,
+        and those inside it are reused by themselves. So it is with one that has calls of `hooked` modules in it: their hooks
+        need their outputs, and nothing inside a reused call is called at all."""
+        before = [0]  # calls of hooked modules before each index
         for call in self.calls[:prefix]:
-            heard.append(heard[-1] + (call.module in listened))
-        places: dict[tuple[str, int], int] = {}
-        place = prefix - 1
-        while place >= 0:
-            call = self.calls[place]
-            if call.usable and heard[place] == heard[call.began_after]:
-                places[call.module, call.call] = place
-                place = call.began_after - 1
+            before.append(before[-1] + (call.module in hooked))
+        indices: dict[tuple[str, int], int] = {}
+        index = prefix - 1
+        while index >= 0:
+            call = self.calls[index]
+            if call.usable and before[index] == before[call.began_after]:
+                indices[call.module, call.call] = index
+                index = call.began_after - 1
             else:
-                place -= 1
-        return places
+                index -= 1
+        return indices
 
 
-def copied(output: Any) -> Any:
+def clone_output(output: Any) -> Any:
     """An output with tensors of its own, so that what is written to them later does not reach the stored ones."""
     return _rebuilt(output, torch.Tensor.clone)
 
@@ -134,13 +136,13 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     return output
 
 
-def _tensors_of(output: Any, found: list[torch.Tensor]) -> bool:
+def _tensors_of(output: Any, tensors: list[torch.Tensor]) -> bool:
     """Collect the tensors of an output; False when there is anything else in it than tensors and plain values."""
     if isinstance(output, torch.Tensor):
-        found.append(output)
+        tensors.append(output)
         return True
     if isinstance(output, dict):
-        return all(_tensors_of(value, found) for value in output.values())
+        return all(_tensors_of(value, tensors) for value in output.values())
     if type(output) in (tuple, list):
-        return all(_tensors_of(value, found) for value in output)
+        return all(_tensors_of(value, tensors) for value in output)
     return output is None or isinstance(output, (bool, int, float, str))

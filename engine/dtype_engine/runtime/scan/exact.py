@@ -12,7 +12,7 @@ from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.passes.runner import reference_name
+from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.scan.scan import OnEstimate, OnProgress, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,14 +106,12 @@ class SwapTopKMode(ReferenceMode):
         self.rows = rows
         self._seen = 0
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        output = super().__torch_function__(func, types, args, kwargs)
-        if func.__name__ != "topk":
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
+        output = super().run(func, name, args, kwargs)
+        if name != "topk":
             return output
         self._seen += 1
-        asked = _asked(args, kwargs or {})
+        asked = _asked(args, kwargs)
         if self._seen - 1 != self.index or asked is None:
             return output
         scores, k = asked

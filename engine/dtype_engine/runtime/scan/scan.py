@@ -36,8 +36,9 @@ from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.numerics.quantize import torch_dtype
-from dtype_engine.runtime.passes.runner import ForwardRunner, reference_name
+from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint

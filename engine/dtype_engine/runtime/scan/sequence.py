@@ -20,7 +20,7 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.comparison import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
-from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import OutputProbes
 from dtype_engine.runtime.scan.routing import (

@@ -49,32 +49,26 @@ class SingleWeightCastMode(ReferenceMode):
         self.own = {id(self.value): Weight(weight.info, self.value, self.value, dtype)}
         self.rules = MixedDtypeMode(self.own, torch.float32, device)
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func.__name__ == "__get__" and self._one(args[0]):
-            return func(self.value, *args[1:])
-        if func.__name__ in ("__get__", "__set__", "is_floating_point"):
-            return super().__torch_function__(func, types, args, kwargs)
+    def dtype_of(self, weight: Weight) -> torch.dtype:
+        return self.value.dtype if weight.info.name == self.name else super().dtype_of(weight)
+
+    def value_of(self, weight: Weight) -> torch.Tensor:
+        return self.value if weight.info.name == self.name else super().value_of(weight)
+
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(args, kwargs)
         values: dict[int, torch.Tensor] = {}
-        known = dict(self.own)  # the others have their say, too: of several weights the largest dtype decides
+        known = dict(self.own)  # the others decide with it: of several weights the largest dtype counts
         for tensor in tensors:
-            weight = self._weight(tensor)
-            if weight is not None and weight.info.name == self.name:
-                values[id(tensor)] = self.value
-            elif weight is not None:
+            weight = self.weight_of(tensor)
+            if weight is not None:
                 value = values[id(tensor)] = self.value_of(weight)
-                known[id(value)] = Weight(weight.info, value, value, "float32")
-        if self.device.type == "cpu" and func.__name__ in PRODUCTS:
+                if value is not self.value:
+                    known[id(value)] = Weight(weight.info, value, value, "float32")
+        if self.device.type == "cpu" and name in PRODUCTS:
             func = summed_in_float32(func)
         if not values and len({tensor.dtype for tensor in tensors if tensor.is_floating_point()}) < 2:
-            return call_torch(func, func.__name__, args, kwargs, self)  # most operations: the rules have nothing to do
+            return call_torch(func, name, args, kwargs, self)  # most operations: the rules have nothing to do
         args, kwargs = replace_tensors(args, kwargs, values)
         self.rules.module, self.rules.weights = self.module, known
-        return self.rules.__torch_function__(func, types, args, kwargs)
-
-    def _one(self, tensor: object) -> bool:
-        weight = self._weight(tensor)
-        return weight is not None and weight.info.name == self.name
+        return self.rules.run(func, name, args, kwargs)

@@ -6,16 +6,16 @@ its arguments, and a hook on its output gets the gradient on the way back. It kn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.modes.dispatch import (
     EXPLICIT,
-    METADATA,
     TENSOR_PROPERTIES,
     Arguments,
     call_torch,
@@ -24,7 +24,7 @@ from dtype_engine.runtime.modes.dispatch import (
     replace_tensors,
     tensors_in,
 )
-from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
+from dtype_engine.runtime.modes.reference import ReferenceMode
 from dtype_engine.runtime.scan.routing import TopKCall, record_topk
 
 Remake = Callable[[torch.Tensor], torch.Tensor]
@@ -64,14 +64,14 @@ class WeightOp:
     @property
     def overwritten(self) -> bool:
         """Whether something wrote to what it was given or gave, so that it can't be run again as it was."""
-        return [tensor._version for tensor in self._held()] != self.versions
+        return [version_of(tensor) for tensor in self._held()] != self.versions
 
     def _held(self) -> list[torch.Tensor]:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
         """From here on, `overwritten` tells."""
-        self.versions = [tensor._version for tensor in self._held()]
+        self.versions = [version_of(tensor) for tensor in self._held()]
 
 
 class WeightOpRecorder(ReferenceMode):
@@ -113,17 +113,7 @@ class WeightOpRecorder(ReferenceMode):
         self._given.clear()
         self._made.clear()
 
-    def __torch_function__(
-        self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        name: str = func.__name__
-        if name == "__get__":
-            return self._get(func, args)
-        if name in METADATA or name == "__set__":
-            return func(*args, **kwargs)
-        if name == "is_floating_point" and self._weight(args[0]) is not None:
-            return True
+    def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(args, kwargs)
         sources = {}
         for tensor in tensors:
@@ -145,31 +135,23 @@ class WeightOpRecorder(ReferenceMode):
             return call_torch(func, name, given, named, self)
         return self._weighted(func, name, args, kwargs, given, named, sources)
 
-    def _get(self, func: Any, args: Arguments) -> Any:
+    def read_property(self, func: Any, args: Arguments) -> Any:
+        answer = super().read_property(func, args)
         source = self._source(args[0])
         if source is None:
             if func.__self__ is torch.Tensor.dtype and id(args[0]) in self._given:
                 self.dtype_read += self._given[id(args[0])][1].weights
-            return func(*args)
-        if func.__self__ is torch.Tensor.dtype:
-            weight = self._weight(args[0])
-            return reference_dtype(weight) if weight is not None else func(*args)
-        if func.__self__ in TENSOR_PROPERTIES:
+        elif func.__self__ in TENSOR_PROPERTIES:
             parent = source.remake
-            weight = self._weight(args[0])
-            made = func(self.value_of(weight) if weight is not None else args[0], *args[1:])
-            self._made[id(made)] = (
-                made,
-                WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False),
-            )
-            return made
-        return func(*args)
+            remade = WeightOrigin(source.weight, lambda tensor: func(parent(tensor), *args[1:]), False)
+            self._made[id(answer)] = answer, remade
+        return answer
 
     def _source(self, tensor: object) -> WeightOrigin | None:
         known = self._made.get(id(tensor))
         if known is not None:
             return known[1]
-        weight = self._weight(tensor)
+        weight = self.weight_of(tensor)
         return None if weight is None else WeightOrigin(weight.info.name, _same, True)
 
     def _weighted(

@@ -16,7 +16,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import throttle
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.passes.outputs import main_output
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes import mixed as execution
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize
-from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.passes.outputs import main_output
 
 DEVICES = [
     "cpu",

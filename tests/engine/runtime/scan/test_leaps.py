@@ -13,7 +13,7 @@ from tests.helpers.rank_correlation import compared
 from torch import nn
 
 import dtype_engine as de
-from dtype_engine.runtime.passes.runner import main_output
+from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.scan.routing import SwapTopKMode, TopKSample, rerouting_drift
 from dtype_engine.runtime.scan.scan import Scan
 from dtype_engine.runtime.scan.single_cast import SingleWeightCastMode

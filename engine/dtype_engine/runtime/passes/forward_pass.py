@@ -1,0 +1,130 @@
+"""One forward pass under way: which modules run, what finished, and whose outputs of an earlier pass are reused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.passes.outputs import first_tensor
+from dtype_engine.runtime.passes.trace import Trace, clone_output, record_call
+
+
+class ModuleObserver(Protocol):
+    """Gets every module's output as the pass goes by."""
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
+        """Take a module's first float tensor, in any shape; `call` counts that module's calls from 0. Returns its reading."""
+
+    def replay(self, module: str, reading: Any) -> None:
+        """Take the reading of an earlier pass, for a call whose output that pass's output replaced."""
+
+
+class NullObserver:
+    """Ignores every output."""
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        return None
+
+    def replay(self, module: str, reading: Any) -> None:
+        return None
+
+
+class ForwardPass:
+    """The state of one forward pass while it is under way.
+
+    Attributes:
+        calls: how many calls of each module have finished.
+        inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
+        finished: how many calls have finished.
+        aside: seconds spent on observing, which do not belong to the pass.
+    """
+
+    def __init__(
+        self,
+        mode: WeightMode | None,
+        observer: ModuleObserver,
+        trace: Trace | None,
+        reusable_calls: dict[tuple[str, int], int],
+        earlier: Trace | None,
+    ) -> None:
+        self.mode = mode
+        self.observer = observer
+        self.trace = trace
+        self.reusable_calls = reusable_calls
+        self.earlier = earlier
+        self.calls: Counter[str] = Counter()
+        self.inside: list[str] = []
+        self.began: list[int] = []
+        self.finished = 0
+        self.aside = 0.0
+
+    def begin(self, name: str, module: nn.Module, args: Any) -> Any:
+        """A module is called. Returns the arguments to call it with instead, or None for those it has."""
+        self.inside.append(name)
+        self.began.append(self.finished)
+        if self.mode is None:
+            return None
+        self.mode.module = name
+        return self.mode.inputs_of(module, args) if isinstance(module, nn.RNNBase) else None
+
+    def finish(self, name: str, output: Any) -> None:
+        """A module has returned, or an earlier output has replaced its own."""
+        self.inside.pop()
+        began = self.began.pop()
+        call = self.calls[name]
+        index = self.reusable_calls.get((name, call))
+        if index is not None and self.earlier is not None:
+            # Everything that had finished inside it counts as finished again, with the readings it had.
+            for same in self.earlier.calls[self.earlier.calls[index].began_after : index + 1]:
+                self.observer.replay(same.module, same.reading)
+                self.calls[same.module] += 1
+                self.finished += 1
+                if self.trace is not None:
+                    self.trace.add(same)
+        else:
+            tensor = first_tensor(output)
+            reading = self.observer(name, call, tensor) if tensor is not None else None
+            self.calls[name] += 1
+            self.finished += 1
+            if self.trace is not None:
+                self.trace.add(record_call(name, call, began, output, reading))
+        if self.mode is not None:
+            self.mode.module = self.inside[-1] if self.inside else ""
+            self.mode.finished = self.finished
+
+
+@contextmanager
+def reuse_outputs(module: nn.Module, run: ForwardPass) -> Iterator[None]:
+    """Let the modules of `run.reusable_calls` return what they returned in the earlier pass, without running."""
+    names = {name for name, _ in run.reusable_calls}
+    patched: list[tuple[nn.Module, Any]] = []
+    try:
+        for name in names:
+            child = module.get_submodule(name)
+            patched.append((child, child.__dict__.get("forward")))
+            child.forward = _reusing(run, name, child.forward)
+        yield
+    finally:
+        for child, own in patched:
+            if own is None:
+                del child.forward
+            else:
+                child.forward = own
+
+
+def _reusing(run: ForwardPass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    def forward_or_reuse(*args: Any, **kwargs: Any) -> Any:
+        index = run.reusable_calls.get((name, run.calls[name]))
+        if index is None or run.earlier is None:
+            return forward(*args, **kwargs)
+        with WithoutModes():
+            return clone_output(run.earlier.calls[index].output)
+
+    return forward_or_reuse

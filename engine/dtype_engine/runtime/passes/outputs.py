@@ -1,0 +1,45 @@
+"""Which tensor of what a module returned is looked at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dtype_engine.core.errors import NoForward
+
+
+def first_tensor(output: Any) -> torch.Tensor | None:
+    """The first float tensor in a module's output: itself, or in a tuple, list, dict or model output."""
+    if isinstance(output, torch.Tensor):
+        return output if output.is_floating_point() else None
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    for value in values:
+        found = first_tensor(value)
+        if found is not None:
+            return found
+    return None
+
+
+_MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logits", "last_hidden_state", "image_embeds")
+
+
+def main_output(output: Any) -> tuple[str, torch.Tensor]:
+    """The output that drift is measured on: logits, else the last hidden state, else the first float tensor.
+
+    Raises NoForward when the model returned no float tensor at all.
+    """
+    if isinstance(output, dict):
+        for name in _MAIN_OUTPUTS:
+            if isinstance(output.get(name), torch.Tensor):
+                return name, output[name]
+        for name, value in output.items():
+            found = first_tensor(value)
+            if found is not None:
+                return str(name), found
+    found = first_tensor(output)
+    if found is None:
+        raise NoForward(
+            f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
+        )
+    return "output", found
