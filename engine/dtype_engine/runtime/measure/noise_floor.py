@@ -7,11 +7,9 @@ no more than that is not told from the reference, whatever its figures.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
@@ -20,6 +18,7 @@ from dtype_engine.results.attribution import Floor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import is_distribution
+from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.passes.outputs import main_output
@@ -83,7 +82,7 @@ def _run(passes: ForwardRunner, batch: Batch) -> Any:
 
 def _ways(passes: ForwardRunner, batch: Batch, reference: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Each other way to run the reference, with its main output in the reference's shape; None where there is none."""
-    with _other_attention(passes.model.module) as attention:
+    with other_attention(passes.model.module) as attention:
         yield f"{attention} attention", _attempt(passes, batch, reference, 1) if attention else None
     yield "batch of two", _attempt(passes, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
@@ -111,39 +110,3 @@ def _twice(value: Any) -> Any:
     if type(value) in (tuple, list):
         return type(value)(_twice(item) for item in value)
     return value
-
-
-@contextmanager
-def _other_attention(module: nn.Module) -> Iterator[str | None]:
-    """Another attention implementation of a transformers model for a while: its name, or None where there is none."""
-    configs = _configs(module)
-    before = [(config, config._attn_implementation_internal) for config in configs]
-    now = getattr(getattr(module, "config", None), "_attn_implementation", None)
-    other = {"sdpa": "eager", "eager": "sdpa"}.get(now or "")
-    can_set = getattr(module, "_can_set_attn_implementation", lambda: False)
-    if other is None or not can_set():
-        yield None
-        return
-    try:
-        try:
-            module.set_attn_implementation(other)  # type: ignore[operator]
-        except (ValueError, ImportError, AttributeError):
-            other = None
-        yield other
-    finally:
-        # Each by itself: a model's parts need not all have had the same.
-        for config, implementation in before:
-            config._attn_implementation_internal = implementation
-
-
-def _configs(module: nn.Module) -> list[Any]:
-    """Every configuration in a transformers model, those of its parts included."""
-    found: dict[int, Any] = {}
-    waiting = [config for part in module.modules() if (config := getattr(part, "config", None)) is not None]
-    while waiting:
-        config = waiting.pop()
-        if id(config) not in found and hasattr(config, "_attn_implementation_internal"):
-            found[id(config)] = config
-            names = getattr(config, "sub_configs", {})
-            waiting += [part for name in names if (part := getattr(config, name, None)) is not None]
-    return list(found.values())

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.hf_private import implementation, set_implementation
 
 _OWN_ATTENTION = ("eager", "sdpa", "flex_attention")
 _OWN_EXPERTS = ("eager", "grouped_mm", "batched_mm")
@@ -44,10 +45,10 @@ def without_foreign_kernels(config: Any, written: Mapping[str, Any], title: str)
     """
     taken: set[str] = set()
     for part in _parts(config):
-        for what, own in (("attn", _OWN_ATTENTION), ("experts", _OWN_EXPERTS)):
-            named = getattr(part, f"_{what}_implementation_internal", None)
+        for of, own in (("attn", _OWN_ATTENTION), ("experts", _OWN_EXPERTS)):
+            named = implementation(part, of)
             if named is not None and named not in own:
-                setattr(part, f"_{what}_implementation_internal", None)
+                set_implementation(part, of, None)
         taken |= {key for key in _ELSEWHERE if part.__dict__.pop(key, None) is not None}
     notices = [
         f"{title}: config.json asks for the {kind} kernel {printable(name, 100)}, which is native code from elsewhere: "

@@ -25,6 +25,8 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.model.hf_private import float32_patterns
+from dtype_engine.runtime.model.torch_private import own_tensors
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import count_losses
 
@@ -249,18 +251,14 @@ def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torc
     tensors: dict[int, torch.Tensor] = {}
     kinds: dict[int, Kind] = {}
     for prefix, child in module.named_modules(remove_duplicate=False):
-        for local, tensor in (*child._parameters.items(), *child._buffers.items()):
-            if tensor is None:
-                continue
+        for local, tensor, kind in own_tensors(child):
             name = f"{prefix}.{local}" if prefix else local
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
-            if local in child._parameters:
-                kinds[id(tensor)] = "parameter"
-            elif local not in child._non_persistent_buffers_set:
-                kinds.setdefault(id(tensor), "buffer")
+            if kind == "parameter":
+                kinds[id(tensor)] = kind
             else:
-                kinds.setdefault(id(tensor), "non-persistent buffer")
+                kinds.setdefault(id(tensor), kind)
     infos = [
         TensorInfo(
             known[0],
@@ -300,18 +298,8 @@ def _move(module: nn.Module, device: torch.device) -> None:
 
 
 def _mark_islands(module: nn.Module, tree: Tree) -> None:
-    """Mark the modules that their model's own code wants kept in float32.
-
-    transformers: a name listed in `_keep_in_fp32_modules` (float16 only) or `_keep_in_fp32_modules_strict` means every
-    module with that word in its dotted name; diffusers: `_skip_layerwise_casting_patterns` are searched for.
-    """
-    declared: list[tuple[str, str, str]] = []
-    for prefix, child in module.named_modules():
-        for attribute in ("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules"):
-            words = getattr(child, attribute, None) or ()
-            declared += [(prefix, rf"(?:^|\.){re.escape(str(word))}(?:\.|$)", attribute) for word in words]
-        patterns = getattr(child, "_skip_layerwise_casting_patterns", None) or ()
-        declared += [(prefix, str(pattern), "_skip_layerwise_casting_patterns") for pattern in patterns]
+    """Mark the modules that their model's own code wants kept in float32."""
+    declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():
             inside = name.startswith(f"{prefix}.") if prefix else bool(name)

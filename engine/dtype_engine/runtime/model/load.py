@@ -7,7 +7,6 @@ tensors are put back, so that every weight has the dtype that its file has.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
+from dtype_engine.runtime.model.hf_private import with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors, trim_heap
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored
@@ -271,17 +271,12 @@ def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
 
     Otherwise tensors of other dtypes than the one loaded in are copied, only to be put back from the file afterwards.
     """
-    if not isinstance(model_class, type) or not hasattr(model_class, "_get_dtype_plan"):
-        return model_class
 
-    def plan(self: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        by_dtype: dict[str, list[str]] = {}
-        for name, stored in stored_dtypes(checkpoint, map_names(self, restorable(checkpoint))).items():
-            by_dtype.setdefault(dtypes.BY_NAME[stored].torch_name, []).append(re.escape(name))
-        return {f"^(?:{'|'.join(names)})$": torch_dtype(stored) for stored, names in by_dtype.items()}
+    def stored(module: nn.Module) -> dict[str, torch.dtype]:
+        wanted = stored_dtypes(checkpoint, map_names(module, restorable(checkpoint)))
+        return {name: torch_dtype(dtype) for name, dtype in wanted.items()}
 
-    same = {"_get_dtype_plan": plan, "__module__": model_class.__module__, "__qualname__": model_class.__qualname__}
-    return type(model_class.__name__, (model_class,), same)
+    return with_dtypes(model_class, stored)
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placement]) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
+from dtype_engine.runtime.model.hf_private import converted_names
 from dtype_engine.runtime.numerics.quantize import dtype_name as name_of
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 
@@ -42,27 +43,8 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
         else:
             rest.append(name)
     if rest:
-        found |= _converted(module, rest, live)
+        found |= {name: Placement(*converted) for name, converted in converted_names(module, rest, live).items()}
     return found
-
-
-def _converted(module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]) -> dict[str, Placement]:
-    """Names that transformers converts as it loads. Its functions for that are not public: none without them."""
-    try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        mapping = get_model_conversion_mapping(module)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        found = {}
-        for name in names:
-            new, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, live)
-            if new in live:
-                found[name] = Placement(new, converter is not None)
-        return found
-    except (ImportError, AttributeError, TypeError, ValueError):
-        return {}
 
 
 def restorable(checkpoint: Checkpoint) -> list[str]:

@@ -22,6 +22,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors
 from dtype_engine.runtime.model.mapped_tensors import read_all
 from dtype_engine.runtime.model.quiet import quiet
+from dtype_engine.runtime.model.torch_private import tensor_slots
 
 Say = Callable[[str], None]
 
@@ -75,11 +76,11 @@ def _tie_again(
             continue
         parent, _, local = given[0].rpartition(".")
         holder = module.get_submodule(parent)
-        one = holder._parameters.get(local, holder._buffers.get(local))
+        one = tensor_slots(holder, local).get(local)
         for name in names:
             parent, _, local = name.rpartition(".")
             holder = module.get_submodule(parent)
-            (holder._parameters if local in holder._parameters else holder._buffers)[local] = one  # type: ignore[assignment]
+            tensor_slots(holder, local)[local] = one
         tied |= set(names)
     return frozenset(tied)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from operator import attrgetter
 
 import torch
@@ -10,7 +10,18 @@ from torch import nn
 from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["TO_COPY", "TorchDispatchMode", "WithoutModes", "base_of", "forward_hook_ids", "tensor_slots", "version_of"]
+from dtype_engine.core.tree import Kind
+
+__all__ = [
+    "TO_COPY",
+    "TorchDispatchMode",
+    "WithoutModes",
+    "base_of",
+    "forward_hook_ids",
+    "own_tensors",
+    "tensor_slots",
+    "version_of",
+]
 
 WithoutModes = DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees a call."""
@@ -26,6 +37,16 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 def forward_hook_ids(module: nn.Module) -> set[int]:
     """The ids of the handles of a module's forward hooks, whoever registered them."""
     return set(module._forward_hooks)
+
+
+def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
+    """A module's own parameters, then its own buffers: the local name, the tensor, the kind. Those that are None are left out."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter, "parameter"
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            yield name, buffer, "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:
