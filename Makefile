@@ -19,6 +19,7 @@ lint: $(VENV)/.tests
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tests.lint.private_names
 
 # Side by side, but in no more processes than have the memory for it: each imports torch.
 unit: $(VENV)/.tests

@@ -1,0 +1,108 @@
+"""The private names that transformers must have, and what is done without each."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+import pytest
+import torch
+import transformers
+from tests.helpers.paths import DEMO
+from torch import nn
+from transformers import conversion_mapping, core_model_loading
+
+from dtype_engine.runtime.model import hf_private
+
+CONFIG = transformers.LlamaConfig(
+    hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=8
+)
+
+
+@pytest.mark.parametrize(
+    ("holder", "name", "without_it"),
+    [
+        (transformers.PreTrainedModel, "_get_dtype_plan", "loading copies tensors of other dtypes than the widest"),
+        (transformers.PreTrainedModel, "_keep_in_fp32_modules", "no module is marked as kept in float32"),
+        (transformers.PreTrainedModel, "_keep_in_fp32_modules_strict", "no module is marked as kept in float32"),
+        (transformers.PreTrainedModel, "_can_set_attn_implementation", "the noise floor has no other attention"),
+        (CONFIG, "_attn_implementation", "the noise floor has no other attention"),
+        (CONFIG, "_attn_implementation_internal", "attention of native code is not refused"),
+        (CONFIG, "_experts_implementation_internal", "experts of native code are not refused"),
+        (conversion_mapping, "get_model_conversion_mapping", "tensors that are renamed or packed find no place"),
+        (core_model_loading, "rename_source_key", "tensors that are renamed or packed find no place"),
+        (core_model_loading, "WeightConverter", "tensors that are renamed or packed find no place"),
+        (core_model_loading, "WeightRenaming", "tensors that are renamed or packed find no place"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and " " not in value else "",
+)
+def test_this_transformers_has_the_name(holder: object, name: str, without_it: str) -> None:
+    assert hasattr(holder, name), (
+        f"transformers {transformers.__version__} has {name} no more, which hf_private.py takes from it: {without_it}"
+    )
+
+
+class Islands(nn.Module):
+    """Says what is to be kept in float32 in all three ways."""
+
+    _keep_in_fp32_modules = ("wo",)
+    _keep_in_fp32_modules_strict = ("norm",)
+    _skip_layerwise_casting_patterns = ("pos.*embed",)
+
+
+def test_a_class_says_what_stays_in_float32() -> None:
+    patterns = {attribute: pattern for pattern, attribute in hf_private.float32_patterns(Islands())}
+    assert re.search(patterns["_keep_in_fp32_modules"], "layer.0.wo")
+    assert not re.search(patterns["_keep_in_fp32_modules"], "layer.0.wonder")
+    assert re.search(patterns["_keep_in_fp32_modules_strict"], "norm.weight")
+    assert re.search(patterns["_skip_layerwise_casting_patterns"], "position_embedding")
+    assert hf_private.float32_patterns(nn.Linear(1, 1)) == []
+
+
+def test_a_class_is_made_to_load_each_tensor_in_its_own_dtype() -> None:
+    class Model(nn.Module):
+        def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+            return {}
+
+    stored = {"a.weight": torch.bfloat16, "a.bias": torch.float32, "b.weight": torch.bfloat16}
+    made = hf_private.with_dtypes(Model, lambda module: stored)
+    plan = made()._get_dtype_plan(torch.float32)
+    assert issubclass(made, Model)
+    assert (made.__name__, made.__module__) == (Model.__name__, Model.__module__)
+    assert {name: [dtype for pattern, dtype in plan.items() if re.search(pattern, name)] for name in stored} == {
+        name: [dtype] for name, dtype in stored.items()
+    }
+    assert not any(re.search(pattern, "aXweight") for pattern in plan)
+    assert hf_private.with_dtypes(nn.Linear, lambda module: stored) is nn.Linear, "without the name: the class itself"
+
+
+def test_without_the_functions_that_rename_no_name_is_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("conversion_mapping", "core_model_loading"):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, f"transformers.{name}", None)
+            assert hf_private.converted_names(nn.Linear(1, 1), ["x.weight"], {"x.weight": torch.zeros(1)}) == {}
+
+
+@pytest.mark.parametrize("gone", [None, "_can_set_attn_implementation", "set_attn_implementation"])
+def test_another_attention_for_a_while_or_none_without_the_name(
+    gone: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, attn_implementation="sdpa")
+    if gone is not None:
+        monkeypatch.delattr(transformers.PreTrainedModel, gone)
+    with hf_private.other_attention(model) as name:
+        assert name == ("eager" if gone is None else None)
+        assert model.config._attn_implementation == (name or "sdpa")
+    assert model.config._attn_implementation == "sdpa"
+    with hf_private.other_attention(nn.Linear(1, 1)) as name:
+        assert name is None
+
+
+@pytest.mark.parametrize("of", ["attn", "experts"])
+def test_a_kernel_is_named_in_one_configuration(of: str) -> None:
+    config = transformers.LlamaConfig.from_dict(CONFIG.to_dict())
+    hf_private.set_implementation(config, of, "eager")
+    assert hf_private.implementation(config, of) == "eager"
+    hf_private.set_implementation(config, of, None)
+    assert hf_private.implementation(config, of) is None
+    assert hf_private.implementation(object(), of) is None

@@ -1,0 +1,87 @@
+"""Finds names with a leading underscore that are used outside the file that defines them.
+
+A name counts as used where it is imported, read as an attribute of anything, or asked for by `getattr`; and as the file's own
+where it assigns it or defines a function or a class of that name. So `self._name` of a base class in another file is found, and
+so is what other libraries keep private, but for the names in the files that exist to reach for them.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+PACKAGES = ("engine/dtype_engine", "tui/dtype_tui")
+PUBLIC = frozenset({"_replace", "_asdict", "_fields"})
+"""Documented in spite of their underscore: of named tuples."""
+ALL = re.compile("")
+MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
+    "engine/dtype_engine/runtime/model/hf_private.py": ALL,
+    "engine/dtype_engine/runtime/model/torch_private.py": ALL,
+    # The parts of a sparse tensor in a pickle, which only `coalesce` would make public, by reading it.
+    "engine/dtype_engine/checkpoint/pickles.py": re.compile("_indices|_values"),
+    # How Textual ends by an error that nobody thought of.
+    "tui/dtype_tui/base_app.py": re.compile("_context|_exception|_exit_renderables|_close_messages_no_wait|_filters"),
+    "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks"),
+}
+"""Files that may use private names of other libraries, and which."""
+
+
+def private_names(source: str) -> Iterator[tuple[int, str]]:
+    """(line, name) of every private name in a file's `source` that the file does not define itself."""
+    tree = ast.parse(source)
+    own = set(_defined(tree)) | PUBLIC
+    for line, name in _used(tree):
+        if re.fullmatch(r"_[A-Za-z]\w*(?<!__)", name) and name not in own:
+            yield line, name
+
+
+def _used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=module, names=names):
+                for part in [*(module or "").split("."), *(alias.name for alias in names)]:
+                    yield node.lineno, part
+            case ast.Import(names=names):
+                for alias in names:
+                    for part in alias.name.split("."):
+                        yield node.lineno, part
+            case ast.Attribute(value=ast.Name(id="os"), attr="_exit"):
+                pass  # documented
+            case ast.Attribute(attr=name):
+                yield node.lineno, name
+            case ast.Call(
+                func=ast.Name(id="getattr" | "hasattr" | "setattr"), args=[_, ast.Constant(value=str(name)), *_]
+            ):
+                yield node.lineno, name
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def main(root: Path = Path()) -> int:
+    """Print what is found below `root`, one line each; the exit status: 1 where there is any."""
+    status = 0
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            name_of_file = path.relative_to(root).as_posix()
+            allowed = MEANT_FOR_IT.get(name_of_file)
+            for line, name in private_names(path.read_text(encoding="utf-8")):
+                if allowed is not ALL and (allowed is None or not allowed.fullmatch(name)):
+                    print(f"{name_of_file}:{line}: {name} is private to another file")
+                    status = 1
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
