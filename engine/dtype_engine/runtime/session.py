@@ -169,7 +169,7 @@ class Session(CastModel):
         try:
             return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
         finally:
-            self.model.apply(self._plan.dtypes)
+            self.model.apply(self.plan.dtypes)
 
     @reading_weights
     def loss_remedy(
@@ -191,11 +191,11 @@ class Session(CastModel):
         losses = self.lost_values(cancelled)
         if report is None or self._meter is None:
             reason = self.no_forward or "the recipe was not measured"
-            return untried_remedy(self.tree, self._plan, losses, count, reason)
+            return untried_remedy(self.tree, self.plan, losses, count, reason)
         try:
-            return tried_remedy(self._meter, self.tree, self._plan, losses, report.output, count, on_trial, cancelled)
+            return tried_remedy(self._meter, self.tree, self.plan, losses, report.output, count, on_trial, cancelled)
         finally:
-            self.model.apply(self._plan.dtypes)
+            self.model.apply(self.plan.dtypes)
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
@@ -244,7 +244,7 @@ class Session(CastModel):
         """
         inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
-            rows, notices = measure_speed(passes, inputs, self._plan.dtypes, on_passes, repeats)
+            rows, notices = measure_speed(passes, inputs, self.plan.dtypes, on_passes, repeats)
         return SpeedReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -299,7 +299,7 @@ class Session(CastModel):
                     self.model, inputs, asked, settings, on_progress, on_estimate, cancelled
                 )
             finally:
-                self.model.apply(self._plan.dtypes)
+                self.model.apply(self.plan.dtypes)
             return self.scanned
         known = self._scan
         if (
@@ -318,7 +318,7 @@ class Session(CastModel):
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so no drift can be predicted")
-        plan = self._plan if recipe is None else make_plan(self.tree, recipe)
+        plan = self.plan if recipe is None else make_plan(self.tree, recipe)
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> Front:
