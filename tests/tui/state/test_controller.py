@@ -141,9 +141,9 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         assert not app.controller.experiment.partial
         assert app.controller.experiment.totals[""].parameters == parameters
         assert app.controller.experiment.plan.stored_bytes == stored
+        await until(pilot, lambda: re.search(rf"stored +{stored / 1024:.2f} KiB", screen(app)))
         text = screen(app)
         assert "when all headers are read" not in text
-        assert re.search(rf"stored +{stored / 1024:.2f} KiB", text), text
         if way in ("cast", "resume"):
             assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
         # The columns of the tree's root and of its first child.
@@ -317,7 +317,7 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("t", "f", "t")
         await until(pilot, lambda: app.controller.activity.waiting == ("flow", "speed"))
-        assert "then: tracing casts, timing" in screen(app)
+        await until(pilot, lambda: "then: tracing casts, timing" in screen(app))
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
         await until(
