@@ -10,8 +10,6 @@ import pytest
 from tests.helpers.paths import ROOT
 
 MOST_LINES = 400
-STILL_LONG = {"engine/dtype_engine/runtime/passes/runner.py", "engine/dtype_engine/worker/worker.py"}
-"""Files that are yet to be split. No other is added."""
 PACKAGES = (ROOT / "engine" / "dtype_engine", ROOT / "tui" / "dtype_tui")
 FILES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
 PAGES = [
@@ -22,7 +20,7 @@ PAGES = [
 def test_no_product_file_is_long() -> None:
     lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in FILES}
     assert len(lengths) > 150
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES and name not in STILL_LONG} == {}
+    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_imports_are_absolute() -> None:

@@ -9,6 +9,9 @@
 
 A pattern takes a tensor when it matches the tensor's own name or the name of a module above it. Names are
 matched whole, so `model.layers.1` never means `model.layers.10`.
+
+The globs are ours and not wcmatch's with bracex: an error here has its position in the pattern, `{0..7}` is one alternation and not
+a product of patterns, and what a pattern may cost is bounded. Property tests hold the globs to `fnmatch`.
 """
 
 from __future__ import annotations
