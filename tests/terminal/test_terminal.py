@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,6 +49,25 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.press("q")
     assert terminal.exit_status() == 0
     assert terminal.is_restored()
+
+
+def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) -> None:
+    """What changes on the main screen while a window over it is only just opening is painted all the same."""
+    terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
+    terminal.wait_for(r"SQNR +identical")
+    terminal.press("2")
+    terminal.wait_for(r"SQNR +5\d\.\d\d dB")
+    terminal.wait_for(r"ready")
+    terminal.press("tf")
+    terminal.wait_for("Forward passes over all inputs, timed")
+    terminal.wait_for("Dtype flow")
+    terminal.wait_for(r"ready", 20)
+    terminal.press("\x1b")
+    time.sleep(1)
+    terminal.press("\x1b")
+    time.sleep(1)
+    terminal.press("q")
+    assert terminal.exit_status() == 0
 
 
 def test_rules_from_the_command_line_and_undo_of_them(opened: Opener) -> None:

@@ -167,6 +167,8 @@ class MainScreen(Screen[None]):
     def _draw(self) -> None:
         self._draw_is_due, self._drawn_at = False, time.monotonic()
         self.show_all()
+        for window in self.app.screen_stack[1:-1]:
+            window.refresh()  # a window below another keeps a picture of what is below itself
 
     def say(self, text: str, severity: Severity) -> None:
         """Show a sentence for a few seconds."""
