@@ -63,9 +63,9 @@ def test_an_error_that_nobody_foresaw_is_one_sentence_and_a_file(opened: Opener,
     (tmp_path / "site" / "sitecustomize.py").write_text(
         "import sys, threading, time\n"
         "def spoil():\n"
-        "    while not hasattr(sys.modules.get('dtype_tui.node_actions'), 'copy'): time.sleep(0.01)\n"
-        "    def copy(app, text, what): raise RuntimeError(f'no copies of {what}')\n"
-        "    sys.modules['dtype_tui.node_actions'].copy = copy\n"
+        "    while not hasattr(sys.modules.get('dtype_tui.main_screen'), 'MainScreen'): time.sleep(0.01)\n"
+        "    def copy(screen, text, what): raise RuntimeError(f'no copies of {what}')\n"
+        "    sys.modules['dtype_tui.main_screen'].MainScreen._copy = copy\n"
         "threading.Thread(target=spoil, daemon=True).start()\n"
     )
     terminal = opened("demo", PYTHONPATH=str(tmp_path / "site"))

@@ -88,8 +88,9 @@ class MainScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.fit(self.app.size)
-        # At once, unlike focus(): a prompt that a key opens in the first moment must not lose the focus again.
-        self.set_focus(self._tree)
+        # A prompt that a key opened before this must not lose the focus again; and at once, unlike focus(), for one right after.
+        if not isinstance(self.focused, Input):
+            self.set_focus(self._tree)
         self.show_all()
         self._go_to_wanted_cursor()
 

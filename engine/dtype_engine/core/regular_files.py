@@ -1,6 +1,4 @@
-"""Files that somebody names: opened only where they are plain files, so that a pipe or a device holds nothing up. Never
-imports torch.
-"""
+"""Files that somebody names: opened only where they are plain files, so that a pipe or a device holds nothing up."""
 
 from __future__ import annotations
 
@@ -11,6 +9,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from dtype_engine.core.errors import UserError
+
+_PIECE_BYTES = 1 << 20
 
 
 def open_regular(path: Path) -> BinaryIO:
@@ -29,11 +29,14 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_regular(path: Path, most: int) -> bytes:
     """All of a file. Raises UserError as `open_regular` does, and for one of more than `most` bytes; OSError."""
+    content = bytearray()
     with open_regular(path) as file:
-        content = file.read(most + 1)
+        # To ask for all that it may have at once would take so much memory for a small file, too.
+        while len(content) <= most and (piece := file.read(_PIECE_BYTES)):
+            content += piece
     if len(content) > most:
         raise UserError(f"{path} has over {most:,} bytes, which are too many for such a file")
-    return content
+    return bytes(content)
 
 
 def _refuse_special(path: Path, status: os.stat_result) -> None:

@@ -164,6 +164,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         report = app.controller.experiment.report
+        await until(pilot, lambda: "w worst module" in screen(app).splitlines()[-1])
         hints = screen(app).splitlines()[-1]
         heard: list[events.Event] = []
         app.controller.engine._emit = lambda event, emit=app.controller.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
@@ -196,7 +197,7 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
         await pilot.press("3")
         await until(pilot, lambda: app.controller.experiment.failure)
         await until(pilot, lambda: not app.controller.activity.busy)
-        assert "not in half" in screen(app)
+        await until(pilot, lambda: "not in half" in screen(app))
         await pilot.press("g")
         await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
         assert "not in half" in str(app.controller.experiment.failure)
