@@ -281,7 +281,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
             await pilot.pause(0.3)
             await pilot.press("escape")
             await until(pilot, lambda: not app.controller.activity.busy)
-            assert notices(app)[-1] == said
+            await until(pilot, lambda said=said: notices(app)[-1:] == [said], 20)  # type: ignore[misc]
             assert (app.controller.experiment.report is not None) == (keys != ("m",))
 
 
