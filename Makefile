@@ -4,8 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 LOWEST := .venv-lowest
 LOWEST_PYTHON ?= 3.11
-QUICK := tests/test_layout.py tests/tui tests/engine/test_imports.py \
-	$(addprefix tests/engine/,core checkpoint recipe search reports)
+QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py \
+	tests/engine/worker/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
 
 .PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys benchmarks screenshots clean
 
@@ -29,7 +29,7 @@ unit: $(VENV)/.tests
 quick: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(QUICK)
 
-# All tests once more, with the lines that none of them reaches: half as long again on Python 3.11, next to nothing from 3.12 on.
+# All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests
 	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
 		$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal --cov --cov-report=term
