@@ -177,7 +177,7 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     async with running(app) as pilot:
         await until(pilot, lambda: bool(app.controller.experiment.lost_reason), 60)
         assert app.controller.experiment.lost is None
-        assert "m looks for those" in pane(app)
+        await until(pilot, lambda: "m looks for those" in pane(app))
         await pilot.press("m")
         await until(pilot, lambda: app.controller.experiment.lost is not None, 60)
         assert app.controller.experiment.lost == (ValueLoss("w", "float16", 64, 0, 64),)
