@@ -15,7 +15,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
-from dtype_engine.runtime.modes.reference import reference_dtype
+from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin
 
@@ -60,9 +60,8 @@ class LocalErrors:
         return [error.flatten(1) if error.ndim > 1 else error[:, None] for error in errors]
 
     def stored(self, name: str) -> torch.Tensor:
-        """A weight's values in the reference."""
-        weight = self.weights[name]
-        return weight.original.to(self.device, reference_dtype(weight))
+        """A weight's values in the reference: dequantized where it is stored with scales."""
+        return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
         """A weight's values after a cast: in a compute dtype itself, dequantized to the reference's otherwise."""

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 from tests.helpers import architectures
-from tests.helpers.rank_correlation import compared
+from tests.helpers.rank_correlation import FLOOR, compared
 from torch import nn
 
 import dtype_engine as de
@@ -361,3 +362,32 @@ def test_sixteen_bit_products_are_those_of_torch_itself() -> None:
             own, ours = func(*args), summed_in_float32(func)(*args)
             assert ours.dtype == dtype
             assert (own != ours).float().mean() < 0.01  # they may round a tie differently
+
+
+def test_a_bias_beside_a_weight_that_is_stored_with_scales(tmp_path: Path) -> None:
+    """The operation runs again with the weight's values, not with the codes that the file has for them."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        attention_bias=True, tie_word_embeddings=False,
+    )  # fmt: skip
+    made = transformers.LlamaForCausalLM(config)
+    for name, parameter in made.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    made.save_pretrained(tmp_path / "plain")
+    source = de.open(str(tmp_path / "plain"))
+    source.cast("*_proj.weight", "float8_e4m3fn")
+    source.export(tmp_path / "scaled")
+    session = de.open(str(tmp_path / "scaled"), inputs={"input_ids": torch.randint(0, 256, (4, 32))})
+    estimates = session.scan(("float8_e5m2", "int8@tensor"), draws=64).scores()
+    truths = session.scan(("float8_e5m2", "int8@tensor"), exact=True).scores()
+    biases = [key for key in truths if key[0].endswith("bias") and key[1] != "float32"]
+    assert len(biases) == 16
+    for key in biases:
+        if truths[key] > FLOOR:
+            assert 0.2 < estimates[key] / truths[key] < 5, (key, estimates[key], truths[key])
+    rank = scipy.stats.spearmanr([estimates[key] for key in biases], [truths[key] for key in biases]).statistic
+    assert rank > 0.9
