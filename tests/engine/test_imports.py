@@ -34,6 +34,11 @@ def test_only_runtime_imports_torch() -> None:
     assert loaded_after(f"import {', '.join(TORCH_FREE)}", "torch", "transformers", "numpy") == set()
 
 
+def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> None:
+    statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.worker.worker"
+    assert loaded_after(statement, "msgspec", "jinja2", "soxr") == set()
+
+
 @pytest.mark.slow
 def test_the_engine_does_not_import_textual() -> None:
     assert (

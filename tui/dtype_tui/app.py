@@ -7,7 +7,7 @@ import contextlib
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from textual import events as textual_events
 from textual.app import SystemCommand
@@ -26,7 +26,9 @@ from dtype_tui.state.controller import Controller, Severity
 from dtype_tui.state.engine import Engine
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.launch import Launch
-from dtype_tui.state.session_saver import SessionSaver
+
+if TYPE_CHECKING:
+    from dtype_tui.state.session_saver import SessionSaver  # not for the first paint
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0

@@ -35,7 +35,9 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
     says why and has the rest.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
-    from dtype_engine.reports import check_name, gather, render, versions
+    from dtype_engine.reports.document import gather
+    from dtype_engine.reports.render import check_name, render
+    from dtype_engine.reports.versions import versions
 
     check_name(file)
     check_target(file, force)

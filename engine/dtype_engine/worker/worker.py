@@ -41,10 +41,10 @@ from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
 from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, running_name, take
-from dtype_engine.worker.run_commands import CommandRunner
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
 _POLL_S = 0.2
@@ -213,6 +213,8 @@ class Worker:
         self._emit(events.Jobs(running_name(self._queue), job_names(self._queue.waiting)))
 
     def _work(self) -> None:
+        from dtype_engine.worker.run_commands import CommandRunner  # not for the first paint
+
         _lower_priority()
         self._memory.busy.set()
         model = open_model(self._source, self._options, self._emit, self._read_headers)

@@ -150,7 +150,7 @@ def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[st
 
 def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
     from dtype_engine.recipe.provenance import recipe_text
-    from dtype_engine.reports import versions
+    from dtype_engine.reports.versions import versions
 
     tree = context.model.tree()
     require_matches(tree, context.recipe)
@@ -161,7 +161,9 @@ def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    from dtype_engine.reports import check_name, gather, render, versions
+    from dtype_engine.reports.document import gather
+    from dtype_engine.reports.render import check_name, render
+    from dtype_engine.reports.versions import versions
 
     check_name(request.file)
     drift, reason = (request.drift, "") if request.drift is not None else _measured(context)

@@ -21,8 +21,10 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.provenance import recipe_text
-from dtype_engine.reports import gather, render, versions
 from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.reports.document import gather
+from dtype_engine.reports.render import render
+from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 CASTS = ("*=bfloat16", "*norm*=float32", "*.mlp=float8_e4m3fn")

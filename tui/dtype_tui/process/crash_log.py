@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import platform
-import traceback
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
-
-import platformdirs
 
 from dtype_engine.core.text import printable
 
@@ -19,6 +14,12 @@ def recorded(error: BaseException) -> str:
     """Write the traceback to a file in the state folder, readable by its owner alone; the end of a sentence that names the file,
     empty where none can be written. Never raises.
     """
+    import platform
+    import traceback
+    from importlib.metadata import version
+
+    import platformdirs
+
     with contextlib.suppress(OSError, RuntimeError):
         now = datetime.now(UTC)
         folder = Path(platformdirs.user_state_path("dtype-tui"))
