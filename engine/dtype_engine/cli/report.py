@@ -35,7 +35,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
     says why and has the rest.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
-    from dtype_engine.reports.document import gather
+    from dtype_engine.reports.document import build_report
     from dtype_engine.reports.render import check_name, render
     from dtype_engine.reports.versions import versions
 
@@ -58,7 +58,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         reason = str(error)
         lost = _losses(known)
     say("")
-    made = gather(tree, plan, title, settings, measured, versions(), reason, lost=lost)
+    made = build_report(tree, plan, title, settings, measured, versions(), reason, lost=lost)
     written = write_text_atomic(file, render(made, file), replace=force)
     if as_object:
         sizes = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}

@@ -145,7 +145,7 @@ class RunRequest:
             return
         plan = make_plan(tree, self.recipe)
         plan.refuse_too_slow()
-        if plan.unmatched or plan.waiting:
+        if plan.unmatched or plan.pending_classes:
             from dtype_engine.runtime.model.describe import describe
 
             require_matches(describe(source, self.options).tree, self.recipe)

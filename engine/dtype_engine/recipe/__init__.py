@@ -10,13 +10,13 @@ from dtype_engine.recipe.plan import (
     select,
     tensor_bytes,
 )
-from dtype_engine.recipe.rules import History, Recipe, Rule
+from dtype_engine.recipe.rules import Recipe, RecipeHistory, Rule
 
 __all__ = [
-    "History",
     "Pattern",
     "Plan",
     "Recipe",
+    "RecipeHistory",
     "Rule",
     "Selection",
     "compile_pattern",

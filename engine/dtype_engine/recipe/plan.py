@@ -84,8 +84,8 @@ class Plan:
     """The dtype of every tensor under a recipe.
 
     `dtypes` has every tensor by canonical name; `decided_by` only those that a rule decided, with that
-    rule's place in the recipe; `selections` has what each rule takes, in the recipe's order. `waiting` are the places of
-    rules by class where no class is known, `too_slow` of those that take too long to match: they take nothing here.
+    rule's index in the recipe; `selections` has what each rule takes, in the recipe's order. `pending_classes` are the
+    indices of rules by class where no class is known, `too_slow` of those that take too long to match: they take nothing.
     """
 
     recipe: Recipe
@@ -94,11 +94,11 @@ class Plan:
     selections: tuple[Selection, ...]
     stored_bytes: int
     planned_bytes: int
-    waiting: tuple[int, ...] = field(default=())
+    pending_classes: tuple[int, ...] = field(default=())
     too_slow: tuple[int, ...] = field(default=())
 
     def explain(self, tensor: str) -> list[tuple[int, Rule, bool]]:
-        """Every rule that matches a tensor (canonical name): its place, the rule, whether it won. Last first."""
+        """Every rule that matches a tensor (canonical name): its index, the rule, whether it won. Last first."""
         winner = self.decided_by.get(tensor)
         return [
             (index, self.recipe.rules[index], index == winner)
@@ -108,8 +108,8 @@ class Plan:
 
     @property
     def unmatched(self) -> list[int]:
-        """Places of the rules that take nothing, but for those that wait for module classes or are too slow to match."""
-        unknown = {*self.waiting, *self.too_slow}
+        """Indices of the rules that take nothing, but for those that wait for module classes or are too slow to match."""
+        unknown = {*self.pending_classes, *self.too_slow}
         return [index for index, taken in enumerate(self.selections) if not taken and index not in unknown]
 
     def refuse_too_slow(self) -> None:
@@ -133,7 +133,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
     planned = {name: tensor.dtype for name, tensor in tree.tensors.items()}
     decided: dict[str, int] = {}
     selections: list[Selection] = []
-    waiting: list[int] = []
+    pending_classes: list[int] = []
     too_slow: list[int] = []
     with time_limit(MATCHING_S):
         for index, rule in enumerate(recipe.rules):
@@ -145,7 +145,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
                 too_slow.append(index)
                 continue
             if pattern.by_class and not tree.has_classes:
-                waiting.append(index)
+                pending_classes.append(index)
             selections.append(taken)
             for name in taken.tensors:
                 planned[name] = tree.tensors[name].dtype if rule.dtype == dtypes.STORED else rule.dtype
@@ -157,7 +157,7 @@ def make_plan(tree: Tree, recipe: Recipe) -> Plan:
         tuple(selections),
         tree.stored_bytes,
         planned_bytes(tree, planned),
-        tuple(waiting),
+        tuple(pending_classes),
         tuple(too_slow),
     )
     if not too_slow:  # with more time they may match
@@ -187,10 +187,11 @@ def require_matches(tree: Tree, recipe: Recipe) -> None:
     """
     plan = make_plan(tree, recipe)
     plan.refuse_too_slow()
-    if plan.waiting:
-        raise UserError(explain_no_match(tree, recipe.rules[plan.waiting[0]].pattern))
-    for place, index in enumerate(plan.unmatched):
-        others = [repr(recipe.rules[other].pattern) for other in plan.unmatched[place + 1 :]]
+    if plan.pending_classes:
+        raise UserError(explain_no_match(tree, recipe.rules[plan.pending_classes[0]].pattern))
+    if unmatched := plan.unmatched:
+        index = unmatched[0]
+        others = [repr(recipe.rules[other].pattern) for other in unmatched[1:]]
         nor = "nor does 1 more rule" if len(others) == 1 else f"nor do {len(others)} more rules"
         more = f"; {nor} take anything: {', '.join(others[:5])}" if others else ""
         raise UserError(explain_no_match(tree, recipe.rules[index].pattern, plan.selections[index]) + more)

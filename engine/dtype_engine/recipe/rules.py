@@ -60,7 +60,7 @@ class Recipe:
         return ", ".join(map(str, self.rules)) or "as stored"
 
 
-class History:
+class RecipeHistory:
     """The recipes of a session, to go back and forth in without limit."""
 
     def __init__(self, recipe: Recipe = Recipe()) -> None:
@@ -68,7 +68,7 @@ class History:
         self._at = 0
 
     @classmethod
-    def of(cls, recipes: Iterable[Recipe], at: int) -> History:
+    def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
         """A history that was kept: the recipes gone through, the one in force at place `at`."""
         history = cls()
         history._recipes, history._at = list(recipes), at

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-class Name(str):
+class Identifier(str):
     """A name of the model's, or a pattern: set apart from words, and never taken for anything but text."""
 
     __slots__ = ()
@@ -21,7 +21,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class StackedBars:
     """Bars of the same scale, one below the other, each of pieces (name, size); `unit` says what a size is, in words."""
 
     title: str
@@ -29,7 +29,7 @@ class Shares:
 
 
 @dataclass(frozen=True, slots=True)
-class Profile:
+class BarChart:
     """A value for each of many names, in their order; None where there is none. Larger is better."""
 
     title: str
@@ -42,7 +42,7 @@ class Section:
     """A heading and what is under it."""
 
     title: str
-    parts: tuple[str | Table | Shares | Profile, ...]
+    blocks: tuple[str | Table | StackedBars | BarChart, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
 from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, with_error
 from dtype_engine.recipe import Plan, tensor_bytes
-from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import HELP, headline
 from dtype_engine.results.drift import DriftReport, ModuleDrift
@@ -24,7 +24,7 @@ _WORST = 12
 _LOST = "Values lost in the casts"
 
 
-def gather(
+def build_report(
     tree: Tree,
     plan: Plan,
     title: str,
@@ -75,7 +75,7 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
     ordered = [*severe(losses), *(loss for loss in losses if loss.is_rounding)]
     rows = tuple(
         (
-            Name(printable(loss.tensor, 300)), loss.dtype, f"{loss.elements:,}", f"{loss.overflowed:,}",
+            Identifier(printable(loss.tensor, 300)), loss.dtype, f"{loss.elements:,}", f"{loss.overflowed:,}",
             f"{loss.vanished:,}", f"{loss.saturated:,}", "rounding" if loss.is_rounding else "",
         )
         for loss in ordered[:MOST_MODULES]
@@ -110,7 +110,7 @@ def _rules(tree: Tree, plan: Plan) -> Section:
         won = sum(winner == place for winner in plan.decided_by.values())
         rows.append(
             (
-                str(place + 1), Name(printable(rule.pattern, 500)), rule.dtype, f"{len(taken):,}", f"{won:,}",
+                str(place + 1), Identifier(printable(rule.pattern, 500)), rule.dtype, f"{len(taken):,}", f"{won:,}",
                 human_bytes(before), human_bytes(after),
             )
         )  # fmt: skip
@@ -136,8 +136,8 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         )
     )  # fmt: skip
     head = ("dtype", "elements stored", "bytes stored", "elements planned", "bytes planned")
-    parts: list[str | Table | Shares | Profile] = [
-        Shares("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),
+    parts: list[str | Table | StackedBars | BarChart] = [
+        StackedBars("Bytes by dtype", (("stored", _pieces(stored)), ("planned", _pieces(planned)))),
         Table(head, tuple(rows), 1),
         "Parameters and persistent buffers, tied weights once; planned bytes are exact and include scales.",
     ]
@@ -230,7 +230,7 @@ def _tree(tree: Tree, plan: Plan) -> Section:
             _add(after, planned[module.name])
         rows.append(
             (
-                Name(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
+                Identifier(printable(name, 200)) if name else "the whole model", class_name, parameters_text(after),
                 human_bytes(before.total_bytes), human_bytes(after.total_bytes), mix_text(after) if after.nbytes else "-",
             )
         )  # fmt: skip
@@ -295,7 +295,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     differing.sort(key=lambda reading: -math.inf if reading.sqnr_db is None else reading.sqnr_db)
     rows = tuple(
         (
-            Name(printable(reading.name, 200)),
+            Identifier(printable(reading.name, 200)),
             decibels(reading.sqnr_db),
             f"{reading.max_abs:.3e}",
             f"{reading.nonfinite:,}",
@@ -309,7 +309,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
         )
         for reading in leaves
     )
-    chart = Profile("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
+    chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
     return Section("Where it drifts", (chart, Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)))
 
 
@@ -326,7 +326,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         )
         rows.append(
             (
-                Name(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
+                Identifier(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
                 mix_text(after) if after.nbytes else "-", parameters_text(after), human_bytes(after.total_bytes),
                 *(figures if drift is not None else ()),
             )

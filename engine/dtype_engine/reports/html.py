@@ -6,8 +6,8 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.blocks import Name, Report, Shares, Table
-from dtype_engine.reports.svg import profile_svg, shares_svg
+from dtype_engine.reports.blocks import Identifier, Report, StackedBars, Table
+from dtype_engine.reports.svg import bar_chart_svg, stacked_bars_svg
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -35,12 +35,12 @@ def _page() -> Template:
         keep_trailing_newline=True,
     )
     environment.tests |= {
-        "identifier": lambda block: isinstance(block, Name),
+        "identifier": lambda block: isinstance(block, Identifier),
         "table": lambda block: isinstance(block, Table),
-        "stacked_bars": lambda block: isinstance(block, Shares),
+        "stacked_bars": lambda block: isinstance(block, StackedBars),
     }
     environment.filters |= {
-        "stacked_bars": lambda chart: Markup(shares_svg(chart)),
-        "bar_chart": lambda chart: Markup(profile_svg(chart)),
+        "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
+        "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),
     }
     return environment.get_template("page.html.jinja")

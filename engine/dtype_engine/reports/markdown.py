@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
+from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 
 _BAR = 40
 _SPECIAL = re.compile(r"([\\`*_\[\]<>#|~$!&])")
@@ -22,21 +22,21 @@ def as_markdown(report: Report) -> str:
 
 def _section(section: Section) -> list[str]:
     lines = [f"## {_text(section.title)}", ""]
-    for part in section.parts:
-        if isinstance(part, str):
-            lines += [_text(part)]
-        elif isinstance(part, Table):
-            lines += _table(part)
-        elif isinstance(part, Shares):
-            lines += _shares(part)
+    for block in section.blocks:
+        if isinstance(block, str):
+            lines += [_text(block)]
+        elif isinstance(block, Table):
+            lines += _table(block)
+        elif isinstance(block, StackedBars):
+            lines += _stacked_bars(block)
         else:
-            lines += _profile(part)
+            lines += _bar_chart(block)
         lines.append("")
     return lines
 
 
 def _text(text: str) -> str:
-    is_name, text = isinstance(text, Name), printable(text, len(text))
+    is_name, text = isinstance(text, Identifier), printable(text, len(text))
     if not is_name:
         return _SPECIAL.sub(r"\\\1", text)
     fence = "`" * (1 + max((len(run) for run in re.findall("`+", text)), default=0))
@@ -53,7 +53,7 @@ def _table(table: Table) -> list[str]:
     ]
 
 
-def _shares(chart: Shares) -> list[str]:
+def _stacked_bars(chart: StackedBars) -> list[str]:
     largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
     width = max((len(label) for label, _ in chart.bars), default=0)
     lines = [f"{_text(chart.title)}:", "", "```"]
@@ -66,7 +66,7 @@ def _shares(chart: Shares) -> list[str]:
     return [*lines, "```"]
 
 
-def _profile(chart: Profile) -> list[str]:
+def _bar_chart(chart: BarChart) -> list[str]:
     points = [(name, value) for name, value in chart.points if value is not None]
     if not points:
         return []

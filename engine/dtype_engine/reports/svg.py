@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from html import escape
 
-from dtype_engine.reports.blocks import Profile, Shares
+from dtype_engine.reports.blocks import BarChart, StackedBars
 
 _WIDTH = 900
 _COLOURS = ("#4477aa", "#ee8866", "#44aa77", "#aa4488", "#bbaa33", "#888888")
 """Told apart by people who see fewer colours, too (after Paul Tol)."""
 
 
-def shares_svg(chart: Shares) -> str:
+def stacked_bars_svg(chart: StackedBars) -> str:
     """Bars of pieces on one scale, their pieces named below each."""
     largest = max((sum(size for _, size, _ in pieces) for _, pieces in chart.bars), default=0.0)
     if not largest:
@@ -39,7 +39,7 @@ def shares_svg(chart: Shares) -> str:
     return _svg(_WIDTH, 46 * len(chart.bars) + 4, chart.title, drawn)
 
 
-def profile_svg(chart: Profile) -> str:
+def bar_chart_svg(chart: BarChart) -> str:
     """A column for every name, in order; the three lowest are marked and named."""
     values = [value for _, value in chart.points if value is not None]
     if not values:

@@ -14,7 +14,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan
+from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -43,7 +43,7 @@ class CastModel:
 
     def __init__(self, model: LiveModel) -> None:
         self.model = model
-        self._history = History()
+        self._history = RecipeHistory()
         self._plan = make_plan(model.tree, Recipe())
 
     @property

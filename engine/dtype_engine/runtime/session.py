@@ -41,7 +41,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan
-from dtype_engine.search.pareto import Constraints, Front, make_items
+from dtype_engine.search.pareto import Constraints, ParetoFront, make_items
 from dtype_engine.search.sensitivity import predict, scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
 
@@ -321,11 +321,11 @@ class Session(CastModel):
         plan = self.plan if recipe is None else make_plan(self.tree, recipe)
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
-    def front(self, constraints: Constraints | None = None) -> Front:
+    def front(self, constraints: Constraints | None = None) -> ParetoFront:
         """The Pareto front of bytes against predicted drift, by the last scan. Raises UserError."""
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so there is nothing to search in")
-        return Front(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
+        return ParetoFront(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
 
     def search(
         self,

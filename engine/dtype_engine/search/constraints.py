@@ -43,14 +43,14 @@ def parse_allowed(text: str) -> tuple[str, tuple[str, ...]]:
 
 
 @dataclass(frozen=True)
-class Limits:
+class SearchConstraints:
     """Constraints, and a budget in bytes, with the lines they were typed in."""
 
     constraints: Constraints = field(default_factory=Constraints)
     budget: int | None = None
     lines: tuple[str, ...] = ()
 
-    def then(self, line: str, stored_bytes: int) -> Limits:
+    def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
         """With one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, `budget SIZE`, or `clear`.
 
         Raises UserError.
@@ -58,19 +58,19 @@ class Limits:
         word, _, rest = line.strip().partition(" ")
         rest, known = rest.strip(), self.constraints
         if word == "clear" and not rest:
-            return Limits()
+            return SearchConstraints()
         if word not in ("keep", "alike", "only", "budget") or not rest:
             raise UserError("write keep PATTERN, alike PATTERN, only DTYPES, budget SIZE, or clear")
         lines = (*self.lines, f"{word} {rest}")
         if word == "budget":
             lines = (*(other for other in self.lines if not other.startswith("budget ")), f"{word} {rest}")
-            return Limits(known, parse_bytes(rest, stored_bytes), lines)
+            return SearchConstraints(known, parse_bytes(rest, stored_bytes), lines)
         if word == "keep":
             known = dataclasses.replace(known, keep=(*known.keep, rest))
         elif word == "alike":
-            known = dataclasses.replace(known, together=(*known.together, rest))
+            known = dataclasses.replace(known, groups=(*known.groups, rest))
         elif "=" in rest:
             known = dataclasses.replace(known, only=(*known.only, parse_allowed(rest)))
         else:
             known = dataclasses.replace(known, dtypes=parse_dtypes(rest))
-        return Limits(known, self.budget, lines)
+        return SearchConstraints(known, self.budget, lines)

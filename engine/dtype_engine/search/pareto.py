@@ -48,13 +48,13 @@ class Item:
 class Constraints:
     """What a recipe must respect.
 
-    keep: patterns of weights that stay as stored. together: patterns; what one takes in one parent module is held to one
+    keep: patterns of weights that stay as stored. groups: patterns; what one takes in one parent module is held to one
     dtype (`*.{q,k,v}_proj`: the three of each layer). dtypes: those allowed, besides as stored; empty for all that were
     scanned. only: patterns with the dtypes allowed for what they take; the last that matches decides.
     """
 
     keep: tuple[str, ...] = ()
-    together: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     dtypes: tuple[str, ...] = ()
     only: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
@@ -83,7 +83,7 @@ def make_items(
     kept = {name for pattern in constraints.keep for name in _taken(tree, pattern)}
     general = frozenset(constraints.dtypes or scanned) | {dtypes.STORED}
     items = []
-    for group in _groups(tree, weights, constraints.together):
+    for group in _groups(tree, weights, constraints.groups):
         choices: dict[str, Choice] = {}
         for dtype in sorted({*scanned, *(tree.tensors[name].dtype for name in group)}):
             if all(_may_be(tree, name, dtype, kept, allowed.get(name, general)) for name in group):
@@ -113,7 +113,7 @@ def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozense
     return dtype in allowed or (dtype == stored and dtypes.STORED in allowed)
 
 
-def _groups(tree: Tree, weights: Sequence[str], together: Iterable[str]) -> list[tuple[str, ...]]:
+def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
     """The weights, those that are held together in one tuple. Groups that share a weight become one."""
     leader = {name: name for name in weights}
 
@@ -123,7 +123,7 @@ def _groups(tree: Tree, weights: Sequence[str], together: Iterable[str]) -> list
             name = leader[name]
         return name
 
-    for pattern in together:
+    for pattern in patterns:
         taken = select(tree, pattern)
         if not taken:
             raise UserError(explain_no_match(tree, pattern, taken))
@@ -161,7 +161,7 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 
 @dataclass
-class Front:
+class ParetoFront:
     """The Pareto front of items: from everything in its smallest dtype, step by step to the best of all."""
 
     items: Sequence[Item]
@@ -191,11 +191,11 @@ class Front:
             total += after.score - before.score
             self.points.append(FrontPoint(size, max(0.0, total)))
 
-    def at(self, place: int) -> Solution:
+    def solution_at(self, index: int) -> Solution:
         """The solution that a point stands for."""
-        return self.solution(self._chosen(place))
+        return self.solution(self._chosen(index))
 
-    def within(self, budget: int) -> Solution | None:
+    def best_within(self, budget: int) -> Solution | None:
         """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
         place = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
         if place < 0:
@@ -206,7 +206,7 @@ class Front:
             start = knapsack(table, float(budget), self._slopes[place], start)
         return self.solution(start)
 
-    def reaching(self, most: float) -> Solution | None:
+    def smallest_reaching(self, most: float) -> Solution | None:
         """The fewest bytes at a score of no more than `most`; None when even the best is worse."""
         place = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
         if place == len(self.points):

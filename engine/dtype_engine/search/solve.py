@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.tree import Tree
-from dtype_engine.search.pareto import Front, Solution
+from dtype_engine.search.pareto import ParetoFront, Solution
 
 
-def fixed_bytes(front: Front, tree: Tree) -> int:
+def fixed_bytes(front: ParetoFront, tree: Tree) -> int:
     """Bytes of a model that no choice of the front changes: integers, parts of quantized weights, what is kept as stored."""
     return tree.stored_bytes - sum(tree.tensors[name].nbytes for item in front.items for name in item.weights)
 
 
-def solve(front: Front, tree: Tree, budget: int | None = None, max_drift: float | None = None) -> Solution:
+def solve(front: ParetoFront, tree: Tree, budget: int | None = None, max_drift: float | None = None) -> Solution:
     """The lowest predicted drift within `budget` bytes of the whole model, or the fewest bytes with at most `max_drift`.
 
     The bytes of the solution are those of the front's own items. Raises UserError where not just one limit is given, and
@@ -22,13 +22,13 @@ def solve(front: Front, tree: Tree, budget: int | None = None, max_drift: float 
         raise UserError("a search needs either a budget in bytes or the most drift there may be")
     if budget is not None:
         fixed = fixed_bytes(front, tree)
-        within = front.within(budget - fixed)
+        within = front.best_within(budget - fixed)
         if within is None:
             smallest = front.points[0].bytes + fixed
             raise OutOfReach(f"nothing fits in {budget:,} bytes: the smallest is {smallest:,} bytes")
         return within
     assert max_drift is not None
-    reaching = front.reaching(max_drift)
+    reaching = front.smallest_reaching(max_drift)
     if reaching is None:
         best = front.points[-1].predicted
         raise OutOfReach(f"nothing drifts by {max_drift:g} or less: the best is {best:.3g} predicted")

@@ -161,7 +161,7 @@ def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tup
 
 
 def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
-    from dtype_engine.reports.document import gather
+    from dtype_engine.reports.document import build_report
     from dtype_engine.reports.render import check_name, render
     from dtype_engine.reports.versions import versions
 
@@ -169,7 +169,7 @@ def _report_text(request: ReportRequest, context: SaveContext) -> tuple[str, tup
     drift, reason = (request.drift, "") if request.drift is not None else _measured(context)
     tree = context.model.tree()
     plan, losses = context.plan(tree), _losses(context)
-    report = gather(tree, plan, context.title, context.settings, drift, versions(), reason, lost=losses)
+    report = build_report(tree, plan, context.title, context.settings, drift, versions(), reason, lost=losses)
     return render(report, request.file), (f"without drift: {reason}",) if reason else ()
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
-from dtype_engine.recipe import History, Recipe, Rule, compile_pattern, make_plan, require_matches
+from dtype_engine.recipe import Recipe, RecipeHistory, Rule, compile_pattern, make_plan, require_matches
 from dtype_engine.recipe.file import read_recipe, write_recipe
 
 CLASSES = {
@@ -114,7 +114,7 @@ def test_dropping_an_earlier_rule_of_the_same_pattern_changes_nothing(recipe: Re
 
 @given(st.lists(st.one_of(RECIPES, st.sampled_from(["undo", "redo"])), max_size=20))
 def test_history_is_a_list_with_a_place_in_it(steps: list[Recipe | str]) -> None:
-    history, model, at = History(), [Recipe()], 0
+    history, model, at = RecipeHistory(), [Recipe()], 0
     for step in steps:
         if step == "undo":
             assert history.undo() == (at > 0)
@@ -145,7 +145,7 @@ def test_rules_that_take_nothing_are_told_with_the_nearest_name() -> None:
 
 def test_rules_by_class_wait_until_classes_are_known() -> None:
     plan = make_plan(Tree(TREE.tensors.values()), Recipe((Rule("type:Linear", "float16"),)))
-    assert plan.waiting == (0,)
+    assert plan.pending_classes == (0,)
     assert plan.unmatched == []
 
 

@@ -21,8 +21,8 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.recipe.provenance import recipe_text
-from dtype_engine.reports.blocks import Name, Profile, Report, Section, Shares, Table
-from dtype_engine.reports.document import gather
+from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
+from dtype_engine.reports.document import build_report
 from dtype_engine.reports.render import render
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
@@ -79,7 +79,7 @@ class Page(html.parser.HTMLParser):
 def test_a_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
     text = render(
-        gather(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions()), tmp_path / "report.html"
+        build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions()), tmp_path / "report.html"
     )
     page = Page(text)
     rows = {row[0]: row[1:] for row in page.rows if row}
@@ -102,7 +102,9 @@ def test_a_page_has_the_figures_of_the_run(measured: Any, tmp_path: Path) -> Non
 
 def test_a_page_reaches_for_nothing_and_runs_nothing(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
-    text = render(gather(session.tree, session.plan, "x", RunSettings(), drift, versions()), tmp_path / "report.html")
+    text = render(
+        build_report(session.tree, session.plan, "x", RunSettings(), drift, versions()), tmp_path / "report.html"
+    )
     page = Page(text)
     assert page.reaching == []
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "a"})
@@ -121,7 +123,7 @@ def test_names_are_text(name: str, tmp_path: Path) -> None:
         {"": NASTY, NASTY: NASTY},
     )
     recipe = Recipe((Rule(NASTY, "bfloat16"), Rule("*", "float16")))
-    made = gather(tree, make_plan(tree, recipe), NASTY, RunSettings(), None, {"torch": NASTY}, NASTY)
+    made = build_report(tree, make_plan(tree, recipe), NASTY, RunSettings(), None, {"torch": NASTY}, NASTY)
     text = render(made, tmp_path / name)
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -142,8 +144,8 @@ def test_names_are_text(name: str, tmp_path: Path) -> None:
 def test_every_text_of_every_block_is_escaped(tmp_path: Path) -> None:
     """Also those that no report has hostile text in today."""
     blocks = (
-        NASTY, Name(NASTY), Table((NASTY, "b"), ((NASTY, Name(NASTY)),), 1),
-        Shares(NASTY, ((NASTY, ((NASTY, 1.0, NASTY),)),)), Profile(NASTY, ((NASTY, 1.0), ("none", None)), NASTY),
+        NASTY, Identifier(NASTY), Table((NASTY, "b"), ((NASTY, Identifier(NASTY)),), 1),
+        StackedBars(NASTY, ((NASTY, ((NASTY, 1.0, NASTY),)),)), BarChart(NASTY, ((NASTY, 1.0), ("none", None)), NASTY),
     )  # fmt: skip
     text = render(Report(NASTY, NASTY, (Section(NASTY, blocks),)), tmp_path / "r.html")
     page = Page(text)
@@ -156,7 +158,7 @@ def test_every_text_of_every_block_is_escaped(tmp_path: Path) -> None:
 
 def test_every_figure_of_a_page_is_in_the_markdown_too(measured: Any, tmp_path: Path) -> None:
     session, drift = measured
-    made = gather(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions())
+    made = build_report(session.tree, session.plan, "TinyNet", RunSettings(), drift, versions())
     page = Page(render(made, tmp_path / "r.html"))
     text = render(made, tmp_path / "r.md").replace("\\", "").replace("`", "")
     for row in page.rows:
@@ -169,7 +171,7 @@ def test_a_large_tree_is_an_outline_and_a_table_with_an_end(tmp_path: Path) -> N
         for layer in range(60) for expert in range(64)
     ]  # fmt: skip
     tree = Tree(tensors)
-    text = render(gather(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}), tmp_path / "r.md")
+    text = render(build_report(tree, make_plan(tree, Recipe()), "m", RunSettings(), None, {}), tmp_path / "r.md")
     assert "`model.layers.{0..59}.mlp.experts.{0..63}`" in text
     assert re.search(r"`model\.layers\.\{0\.\.59\}\.mlp` \|  \| 15\.4 k \| 30\.00 KiB \| 30\.00 KiB \| bf16", text)
     assert "2,022 more modules are left out here" in text
@@ -256,4 +258,4 @@ def test_what_rules_take_is_said_in_the_file(measured: Any) -> None:
 def test_a_name_that_says_no_format_is_refused(measured: Any) -> None:
     session, drift = measured
     with pytest.raises(UserError, match=r"\.html or \.md"):
-        render(gather(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))
+        render(build_report(session.tree, session.plan, "x", RunSettings(), drift, {}), Path("report"))

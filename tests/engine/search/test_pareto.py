@@ -20,7 +20,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe, write_recipe
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.search.pareto import Choice, Constraints, Front, Item, make_items
+from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_items
 
 CHOICES = st.lists(
     st.tuples(st.integers(1, 60), st.floats(1e-9, 1e3)), min_size=1, max_size=4, unique_by=lambda choice: choice[0]
@@ -52,7 +52,7 @@ def everything(items: list[Item]) -> list[tuple[int, float]]:
 def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, float]]], budget: int) -> None:
     items = items_of(table)
     best = min((score for size, score in everything(items) if size <= budget), default=None)
-    found = Front(items).within(budget)
+    found = ParetoFront(items).best_within(budget)
     assert (found is None) == (best is None)
     if found is not None and best is not None:
         assert found.bytes <= budget
@@ -64,7 +64,7 @@ def test_a_byte_budget_is_met_as_well_as_can_be(table: list[list[tuple[int, floa
 def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, float]]], most: float) -> None:
     items = items_of(table)
     best = min((size for size, score in everything(items) if score <= most), default=None)
-    found = Front(items).reaching(most)
+    found = ParetoFront(items).smallest_reaching(most)
     assert (found is None) == (best is None)
     if found is not None:
         assert found.score <= most
@@ -75,7 +75,7 @@ def test_a_limit_on_drift_is_met_as_small_as_can_be(table: list[list[tuple[int, 
 @given(st.lists(CHOICES, min_size=1, max_size=5))
 def test_no_mix_is_better_than_a_point_of_the_front(table: list[list[tuple[int, float]]]) -> None:
     items = items_of(table)
-    front = Front(items)
+    front = ParetoFront(items)
     sizes = [point.bytes for point in front.points]
     assert sizes == sorted(set(sizes))
     for point in front.points:
@@ -164,7 +164,7 @@ def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) ->
 def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
     tree = tree_of()
     constraints = Constraints(
-        keep=("type:RMSNorm",), together=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
+        keep=("type:RMSNorm",), groups=("*.{q,k,v}_proj", "*.experts"), only=(("head", ("bfloat16",)),)
     )
     items = make_items(tree, combine_scores(tree), constraints)
     groups = {item.weights for item in items if len(item.weights) > 1}
@@ -173,12 +173,14 @@ def test_what_is_kept_stays_and_groups_share_a_dtype() -> None:
         for layer in range(LAYERS)
         for kinds in (KINDS[:3], KINDS[6:])
     }
-    tight = Front(items).within(Front(items).points[0].bytes)
+    tight = ParetoFront(items).best_within(ParetoFront(items).points[0].bytes)
     assert tight is not None
     assert {tight.dtypes[name] for name in NAMES if "norm" in name} == {"float32"}
     assert tight.dtypes["head.weight"] == "bfloat16"
     assert {tight.dtypes[name] for name in NAMES if "mlp" in name} == {"int8"}
-    middle = Front(items).within((Front(items).points[0].bytes + Front(items).points[-1].bytes) // 2)
+    middle = ParetoFront(items).best_within(
+        (ParetoFront(items).points[0].bytes + ParetoFront(items).points[-1].bytes) // 2
+    )
     assert middle is not None
     assert all(len({middle.dtypes[name] for name in group}) == 1 for group in groups)
 
@@ -188,21 +190,21 @@ def test_constraints_that_make_no_sense_are_refused() -> None:
     with pytest.raises(de.UserError, match="matches nothing"):
         make_items(tree, combine_scores(tree), Constraints(keep=("*.missing",)))
     with pytest.raises(de.UserError, match="matches nothing"):
-        make_items(tree, combine_scores(tree), Constraints(together=("*.missing",)))
+        make_items(tree, combine_scores(tree), Constraints(groups=("*.missing",)))
     with pytest.raises(de.UserError, match="was not scanned"):
         make_items(tree, combine_scores(tree), Constraints(dtypes=("float16",)))
     with pytest.raises(de.UserError, match="no dtype is left"):
         make_items(
             tree,
             combine_scores(tree),
-            Constraints(together=("*.{q,k}_proj",), only=(("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))),
+            Constraints(groups=("*.{q,k}_proj",), only=(("*.q_proj", ("int8",)), ("*.k_proj", ("bfloat16",)))),
         )
 
 
 def test_what_is_not_finite_is_not_chosen() -> None:
     tree = tree_of()
     scores = combine_scores(tree) | {(name, "int8"): math.inf for name in NAMES}
-    found = Front(make_items(tree, scores)).within(10**9)
+    found = ParetoFront(make_items(tree, scores)).best_within(10**9)
     assert found is not None
     assert "int8" not in found.dtypes.values()
 

@@ -11,7 +11,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, Rule, make_plan, tensor_bytes
 from dtype_engine.results.drift import NATS
 from dtype_engine.results.scan import ScanReport, WeightScore
-from dtype_engine.search.constraints import Limits
+from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.sensitivity import aggregate_by_node, layer_map, predict, ranking
 
 
@@ -79,23 +79,23 @@ def test_a_prediction_is_the_sum_over_the_plan_and_what_is_not_scanned_is_named(
 
 
 def test_limits_line_by_line() -> None:
-    limits = Limits()
+    limits = SearchConstraints()
     for line in ("keep *norm*", "alike *.{q,k}", "only bf16,int8", "only head=bf16", "budget 50%", "budget 25%"):
-        limits = limits.then(line, 1000)
+        limits = limits.with_line(line, 1000)
     assert limits.constraints.keep == ("*norm*",)
-    assert limits.constraints.together == ("*.{q,k}",)
+    assert limits.constraints.groups == ("*.{q,k}",)
     assert limits.constraints.dtypes == ("bfloat16", "int8")
     assert limits.constraints.only == (("head", ("bfloat16",)),)
     assert limits.budget == 250
     assert limits.lines.count("budget 25%") == 1
     assert len(limits.lines) == 5
-    assert limits.then("clear", 1000) == Limits()
+    assert limits.with_line("clear", 1000) == SearchConstraints()
 
 
 @pytest.mark.parametrize("line", ["", "keep", "clear x", "budget many", "only bf17", "hold *", "only x="])
 def test_a_limit_that_can_not_be_read_says_so(line: str) -> None:
     with pytest.raises(UserError):
-        Limits().then(line, 1000)
+        SearchConstraints().with_line(line, 1000)
 
 
 def test_an_infinite_score_stays_infinite() -> None:

@@ -251,7 +251,7 @@ async def test_limits_are_typed_and_respected() -> None:
         assert {dtype for name, dtype in view.solution.dtypes.items() if "norm" in name} == {"float32"}
         await typed("alike *.{q,k,v}_proj")
         for place in range(len(view.front.points)):  # type: ignore[union-attr]
-            chosen = view.front.at(place).dtypes  # type: ignore[union-attr]
+            chosen = view.front.solution_at(place).dtypes  # type: ignore[union-attr]
             assert len({chosen[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"}) == 1
         await typed("budget 45%")
         assert view.within is not None

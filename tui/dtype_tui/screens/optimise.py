@@ -20,8 +20,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.search.constraints import Limits
-from dtype_engine.search.pareto import Front, Solution
+from dtype_engine.search.constraints import SearchConstraints
+from dtype_engine.search.pareto import ParetoFront, Solution
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.cells import colour, truncate
 from dtype_tui.rendering.plots import Plot
@@ -61,7 +61,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._put_in_force = put_in_force
         self._undo = undo
         self.view = experiment.scan
-        self.front: Front | None = None
+        self.front: ParetoFront | None = None
         self.place = 0
         self.within: Solution | None = None
         """The best within the budget, which may lie between two points of the front; while the cursor is on it."""
@@ -91,7 +91,7 @@ class OptimiseScreen(ModalScreen[None]):
         if self._seen != self.view.version:
             self._make(self.view.limits)
 
-    def _make(self, limits: Limits) -> bool:
+    def _make(self, limits: SearchConstraints) -> bool:
         """Compute the front within these limits; the cursor stays at the same bytes. False where no plan meets them."""
         self._seen = self.view.version
         before, self.view.limits = self.view.limits, limits
@@ -112,7 +112,7 @@ class OptimiseScreen(ModalScreen[None]):
         middle = tree.stored_bytes // 2 - self._fixed
         self.place = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
         if moved or self.within is not None:
-            self.within = front.within(limits.budget - self._fixed) if limits.budget is not None else None
+            self.within = front.best_within(limits.budget - self._fixed) if limits.budget is not None else None
             if self.within is not None:
                 self.place = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
             elif limits.budget is not None:
@@ -123,7 +123,7 @@ class OptimiseScreen(ModalScreen[None]):
     @property
     def solution(self) -> Solution | None:
         """The plan under the cursor."""
-        return self.within or (self.front.at(self.place) if self.front is not None else None)
+        return self.within or (self.front.solution_at(self.place) if self.front is not None else None)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -283,7 +283,7 @@ class OptimiseScreen(ModalScreen[None]):
         line = event.value.strip()
         if line:
             try:
-                limits = self.view.limits.then(line, self.experiment.tree.stored_bytes)
+                limits = self.view.limits.with_line(line, self.experiment.tree.stored_bytes)
             except UserError as error:
                 self._warn(str(error))
                 return

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core.errors import PatternError, UserError
-from dtype_engine.recipe import History, Recipe, Rule, explain_no_match
+from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
 from dtype_tui.rendering.job_names import stopped_sentence
@@ -136,7 +136,7 @@ class Controller:
         """
         recipe, saved = launch.recipe, launch.saved
         if saved is not None:
-            self.experiment.restore(History.of(saved.recipes, saved.at))
+            self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
             self.experiment.measured[:] = saved.valid_measurements
             self.engine.set_recipe(self.experiment.recipe)
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
-from dtype_engine.recipe import History, Plan, Recipe, Rule, explain_no_match, make_plan, select, tensor_bytes
+from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan, select, tensor_bytes
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
@@ -40,7 +40,7 @@ class Experiment:
 
     title: str
     tree: Tree
-    history: History = field(default_factory=History)
+    history: RecipeHistory = field(default_factory=RecipeHistory)
     settings: RunSettings = field(default_factory=RunSettings)
     plan: Plan = field(init=False)
     totals: Mapping[str, Totals] = field(init=False)
@@ -167,7 +167,7 @@ class Experiment:
         self.tree, self.has_tree, self.partial = tree, True, False
         self._replan()
 
-    def restore(self, history: History) -> None:
+    def restore(self, history: RecipeHistory) -> None:
         """Go on with the recipes of a session that was kept."""
         self.history = history
         self._replan()

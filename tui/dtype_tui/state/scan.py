@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dtype_engine.recipe import Plan, Recipe
     from dtype_engine.results.drift import DriftReport
     from dtype_engine.results.scan import Prediction, ScanReport
-    from dtype_engine.search.constraints import Limits
-    from dtype_engine.search.pareto import Front
+    from dtype_engine.search.constraints import SearchConstraints
+    from dtype_engine.search.pareto import ParetoFront
 
 _DECADES = 3
 """The heat bar is empty at this many powers of ten under the whole model."""
@@ -44,7 +44,7 @@ class ScanView:
     finished: bool = False
     paused: bool = False
     dtype: str = ""
-    _limits: Limits | None = None
+    _limits: SearchConstraints | None = None
     measured: list[Point] = field(default_factory=list)
     version: int = 0
     nodes: dict[str, float] = field(default_factory=dict)
@@ -79,16 +79,16 @@ class ScanView:
         self.version += 1
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> SearchConstraints:
         """What a search has to keep to."""
         if self._limits is None:
-            from dtype_engine.search.constraints import Limits
+            from dtype_engine.search.constraints import SearchConstraints
 
-            self._limits = Limits()
+            self._limits = SearchConstraints()
         return self._limits
 
     @limits.setter
-    def limits(self, limits: Limits) -> None:
+    def limits(self, limits: SearchConstraints) -> None:
         self._limits = limits
 
     @property
@@ -110,11 +110,11 @@ class ScanView:
             self._predicted = (plan, self.version, found)
         return self._predicted[2]
 
-    def front(self, tree: Tree) -> Front:
+    def front(self, tree: Tree) -> ParetoFront:
         """The Pareto front within the limits. Raises UserError."""
-        from dtype_engine.search.pareto import Front, make_items
+        from dtype_engine.search.pareto import ParetoFront, make_items
 
-        return Front(make_items(tree, self._scores, self.limits.constraints))
+        return ParetoFront(make_items(tree, self._scores, self.limits.constraints))
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""

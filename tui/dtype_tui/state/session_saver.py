@@ -15,7 +15,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_tui.state.session_store import SavedSession, SessionFile, canonical_model_ref
 
 if TYPE_CHECKING:
-    from dtype_engine.recipe import History, Recipe
+    from dtype_engine.recipe import Recipe, RecipeHistory
     from dtype_tui.state.measurement_log import MeasuredRecipe
 
 _REST_S = 1.0
@@ -37,7 +37,7 @@ class Shown:
 class Explored(Protocol):
     """What is asked of an experiment."""
 
-    history: History
+    history: RecipeHistory
     settings: RunSettings
     measured: list[MeasuredRecipe]
 

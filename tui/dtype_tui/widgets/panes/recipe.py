@@ -44,7 +44,7 @@ class RecipePane(Pane):
                 text.append("\n   ⚠ takes too long to match", style="bold")
             elif index in plan.unmatched:
                 text.append("\n   ⚠ takes nothing in this model", style="bold")
-            elif index in plan.waiting:
+            elif index in plan.pending_classes:
                 text.append("\n   waits for the model's classes", style="dim")
             else:
                 text.append(f"  {taken:,}", style="dim")
