@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from textual.widgets import Input
 
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
-from dtype_engine.results.attribution import AttributionReport, Cause, Floor
+from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
 from dtype_engine.results.drift import NATS, ImplicitCastStats, ModuleDrift
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.results.memory import MemoryStats
@@ -67,7 +67,7 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     app.controller.put_in_force(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
-    await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
+    await say(app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
     app.query_one(ModuleTree).go_to("model.layers.4.mlp")
     await pilot.press("l")
 
@@ -182,7 +182,10 @@ def exported(app: DtypeApp) -> events.Event:
 
 
 def causes(app: DtypeApp) -> events.Event:
-    parts = (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0))
+    parts = (
+        Contribution(DOWN, 1, 1.24e-4, 0.62, 41.0),
+        Contribution("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0),
+    )
     return events.AttributionReady(
         app.controller.experiment.recipe,
         AttributionReport("demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0, parts),

@@ -15,7 +15,7 @@ from dtype_engine.cli.program import note, print_json, say, say_progress
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import LossRemedy, severe
 from dtype_engine.results.runs import Generation
@@ -98,7 +98,7 @@ def drift(
 class _Details:
     """What `drift` tells beside the figures of a report: the floor, why values are not finite, causes, a remedy."""
 
-    floor: Floor
+    floor: NoiseFloor
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     under_floor: bool
@@ -132,7 +132,7 @@ def _measure_details(session: Session, report: DriftReport, causes: bool, sugges
     nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
     attribution = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
     remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None
-    return _Details(floor, nonfinite, attribution, floor.hides(report.output), suggest, remedy)
+    return _Details(floor, nonfinite, attribution, floor.covers(report.output), suggest, remedy)
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:

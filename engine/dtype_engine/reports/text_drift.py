@@ -10,7 +10,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import AttributionReport, Cause, Floor, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import OutputDrift
     from dtype_engine.results.thresholds import Verdict
 
@@ -18,7 +18,7 @@ _CANCELLING = 1.2
 """A part that drifts this many times as much as the whole is no share of it."""
 
 
-def floor_text(floor: Floor) -> str:
+def floor_text(floor: NoiseFloor) -> str:
     """`KL 9.0e-13 nats, 128.0 dB`: the reference against itself."""
     if not floor.ways:
         return "not known: this model's reference runs in one way only"
@@ -27,12 +27,12 @@ def floor_text(floor: Floor) -> str:
     return kl + ratio
 
 
-def floor_lines(floor: Floor, output: OutputDrift) -> list[str]:
+def floor_lines(floor: NoiseFloor, output: OutputDrift) -> list[str]:
     """The floor, how it was found, and whether the reading is under it."""
     lines = [f"floor      {floor_text(floor)}"]
     if floor.ways:
         lines[0] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
-    if floor.hides(output):
+    if floor.covers(output):
         lines.append("           this reading is under the floor: it is noise")
     return lines
 
@@ -87,9 +87,9 @@ def causes_headline(report: AttributionReport) -> str:
     return f"{share_words(first)} of the output's drift enters at {whose}"
 
 
-def share_words(cause: Cause) -> str:
+def share_words(contribution: Contribution) -> str:
     """Its share of the whole drift, in percent."""
-    return "-" if cause.share is None else f"{100 * cause.share:.1f} %"
+    return "-" if contribution.share is None else f"{100 * contribution.share:.1f} %"
 
 
 def causes_footing(report: AttributionReport) -> str:
@@ -121,9 +121,9 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _label(cause: Cause) -> str:
-    name = printable(cause.name, 200) or "the model itself"
-    return f"{name} ({cause.modules} modules)" if cause.modules > 1 else name
+def _label(contribution: Contribution) -> str:
+    name = printable(contribution.name, 200) or "the model itself"
+    return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
 
 
 def verdict_lines(found: Sequence[Verdict]) -> list[str]:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Floor:
+class NoiseFloor:
     """The drift of the reference against itself: the same float32 arithmetic in another order.
 
     `ways`: how it was run again ("eager attention", "batch of two"); each figure is the worst of them. `positions`: of how
@@ -27,7 +27,7 @@ class Floor:
     kl_mean: float | None = None
     top1_agreement: float | None = None
 
-    def hides(self, output: OutputDrift) -> bool:
+    def covers(self, output: OutputDrift) -> bool:
         """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by relative L2."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
@@ -37,7 +37,7 @@ class Floor:
 
 
 @dataclass(frozen=True, slots=True)
-class Cause:
+class Contribution:
     """What one part of the model adds to the output's drift: `modules` modules with weights, at or below `name`.
 
     drift: of the output when this part alone runs as cast, everything else as the reference (the report's unit; infinity
@@ -55,9 +55,9 @@ class Cause:
 
 @dataclass(frozen=True, slots=True)
 class AttributionReport:
-    """Where a recipe's drift arises, the largest cause first.
+    """Where a recipe's drift arises, the largest contribution first.
 
-    whole: the drift of the whole recipe over these inputs, in `unit`. together: the sum of the causes' own; errors need not
+    whole: the drift of the whole recipe over these inputs, in `unit`. together: the sum of the contributions; errors need not
     add up. positions: rows of output that were compared. passes: how many forward passes this took (parts of passes,
     where the beginning was not run again).
     """
@@ -70,7 +70,7 @@ class AttributionReport:
     positions: int
     passes: int
     seconds: float
-    causes: tuple[Cause, ...]
+    causes: tuple[Contribution, ...]
 
 
 @dataclass(frozen=True, slots=True)

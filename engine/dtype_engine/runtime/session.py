@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, make_plan
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats, Seconds
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import LossRemedy, ValueLoss
@@ -25,7 +24,7 @@ from dtype_engine.runtime import process_memory as memory
 from dtype_engine.runtime.cast_model import CastModel, reading_weights
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, reading
 from dtype_engine.runtime.inputs.text import with_next_tokens
-from dtype_engine.runtime.measure.attribution import Causes
+from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.comparison import OnModules
 from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress
@@ -54,13 +53,12 @@ class Session(CastModel):
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
         super().__init__(model)
-        started = time.perf_counter()
         self.options = options
         self.settings: RunSettings = options.settings
         self.no_forward: str | None = None
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         self._meter: DriftMeter | None = None
-        self._floor: tuple[Inputs, Floor] | None = None
+        self._floor: tuple[Inputs, NoiseFloor] | None = None
         self._scan: Scan | None = None
         self.scanned: ScanReport | None = None
         if inputs is None:
@@ -68,7 +66,6 @@ class Session(CastModel):
                 self.inputs = make_inputs(model, options)
             except NoForward as error:
                 self.no_forward = str(error)
-        self.opening_seconds = time.perf_counter() - started
 
     @reading_weights
     def drift(
@@ -131,11 +128,11 @@ class Session(CastModel):
 
         Raises as `drift` does, and UserError where nothing is cast.
         """
-        causes = Causes(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
-        return causes.report(on_progress, cancelled)
+        attribution = Attribution(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
+        return attribution.report(on_progress, cancelled)
 
     @reading_weights
-    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> Floor:
+    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
         """The drift of the reference against itself, for the same sums in another order; measured once for the inputs.
 
         Raises as `drift` does.

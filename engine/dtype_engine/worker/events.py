@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
-    from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
@@ -132,7 +132,7 @@ class Measured(NamedTuple):
 class FloorMeasured(NamedTuple):
     """The drift of the reference against itself, over the inputs in use."""
 
-    floor: Floor
+    floor: NoiseFloor
 
 
 class NonfiniteFound(NamedTuple):

@@ -34,7 +34,7 @@ from dtype_engine.worker.opening import OpenModel, emit_inputs
 from dtype_engine.worker.planned_losses import PlannedLosses
 
 if TYPE_CHECKING:
-    from dtype_engine.results.attribution import Floor
+    from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.session import Session
@@ -52,7 +52,7 @@ class CommandRunner:
         self._planned_losses = planned_losses
         self._emit = emit
         self._emit_memory = emit_memory
-        self._emitted_floor: Floor | None = None
+        self._emitted_floor: NoiseFloor | None = None
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Carry out one command for `recipe`; what is left to do for it. Raises what the session raises, and Cancelled."""

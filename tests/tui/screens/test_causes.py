@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.reports.text_drift import causes_headline
-from dtype_engine.results.attribution import AttributionReport, Cause, Floor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
@@ -46,7 +46,7 @@ async def measured(app: DtypeApp, pilot: Pilot[None], recipe: Recipe = BF16, mea
 
 CAUSES = AttributionReport(
     "demo", ("*=bfloat16",), "nats per token", 2e-4, 1.5e-4, 256, 60, 1.0,
-    (Cause(DOWN, 1, 1.24e-4, 0.62, 41.0), Cause("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0)),
+    (Contribution(DOWN, 1, 1.24e-4, 0.62, 41.0), Contribution("model.layers.2.mlp.up_proj", 1, 2.6e-5, 0.13, 52.0)),
 )  # fmt: skip
 
 
@@ -92,7 +92,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
     for size in (WIDE, SMALL):
         async with running(app, size) as pilot:
             await measured(app, pilot)
-            await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
+            await say(
+                app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0))
+            )
             text = screen(app)
             assert "FAIL" in text
             assert "KL 0.00025 > 0.0001 nats" in text
@@ -100,7 +102,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "same top 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
             assert "no more than its floor" not in text
-            await say(app, pilot, events.FloorMeasured(Floor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)))
+            await say(
+                app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0))
+            )
             assert "no more than its floor" in screen(app)
         app = make_app()
         app.controller.experiment.thresholds = Thresholds(max_kl=1e-4, min_sqnr=30.0, min_top1=0.99)

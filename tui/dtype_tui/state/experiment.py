@@ -21,7 +21,7 @@ from dtype_tui.state.scan import ScanView, figure
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
-    from dtype_engine.results.attribution import AttributionReport, Floor, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import LossRemedy, ValueLoss
@@ -63,7 +63,7 @@ class Experiment:
     no_forward: str | None = None
     live: bool = False
     thresholds: Thresholds = field(default_factory=Thresholds)
-    floor: Floor | None = None
+    floor: NoiseFloor | None = None
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)

@@ -20,7 +20,7 @@ import torch
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.results.attribution import AttributionReport, Cause
+from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import (
@@ -42,7 +42,7 @@ MOST_PASSES = 160
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output are compared."""
 _BUDGET = 1 << 30
-"""Bytes of reference outputs that are kept: half for what stands in, half to compare with."""
+"""Bytes of reference outputs that are kept: half to reuse in later passes, half to compare with."""
 
 OnProgress = Callable[[int, int], None]
 
@@ -59,8 +59,8 @@ class _Base:
 
 
 @dataclass
-class Causes:
-    """Finds the causes of the drift of a model as it is cast now. `report` runs the passes."""
+class Attribution:
+    """Attributes the drift of a model, as it is cast now, to its parts. `report` runs the passes."""
 
     model: LiveModel
     inputs: Inputs
@@ -84,18 +84,18 @@ class Causes:
         with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
             self._run_reference(passes)
             unit, whole, _ = self._alone(passes, lambda name: True, 0, None)
-            causes = self._parts(passes, whole, on_progress) if whole else []
-        causes.sort(key=lambda cause: -cause.drift)
+            contributions = self._parts(passes, whole, on_progress) if whole else []
+        contributions.sort(key=lambda contribution: -contribution.drift)
         return AttributionReport(
             model=self.model.title,
             rules=self.rules,
             unit=unit,
             whole=whole,
-            together=math.fsum(cause.drift for cause in causes) if causes else 0.0,
+            together=math.fsum(contribution.drift for contribution in contributions) if contributions else 0.0,
             positions=sum(_rows(base.output) for base in self._bases),
             passes=self._passes,
             seconds=time.perf_counter() - started,
-            causes=tuple(causes),
+            causes=tuple(contributions),
         )
 
     @property
@@ -127,28 +127,28 @@ class Causes:
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
 
-    def _parts(self, passes: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Cause]:
+    def _parts(self, passes: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Contribution]:
         """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
         modules = sorted(self._uses, key=lambda name: self._uses[name])
         if len(modules) <= MOST_PASSES:
             parts = [(name, [name]) for name in modules]
             return [self._measured(passes, *part, whole, on_progress, len(parts)) for part in parts]
-        causes: dict[str, Cause] = {}
-        waiting: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
+        contributions: dict[str, Contribution] = {}
+        queue: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
         done = 0
-        while waiting:
-            _, name, inside = heapq.heappop(waiting)
-            parts = _opened(name, inside)
+        while queue:
+            _, name, members = heapq.heappop(queue)
+            parts = _opened(name, members)
             if done and done + len(parts) > MOST_PASSES:
                 continue
-            causes.pop(name, None)
+            contributions.pop(name, None)
             for part, members in parts:
                 done += 1
-                label = f"{part} (its own)" if part in causes else part
-                causes[label] = self._measured(passes, part, members, whole, on_progress, MOST_PASSES)
+                label = f"{part} (its own)" if part in contributions else part
+                contributions[label] = self._measured(passes, part, members, whole, on_progress, MOST_PASSES)
                 if len(members) > 1:
-                    heapq.heappush(waiting, (-causes[label].drift, part, members))
-        return list(causes.values())
+                    heapq.heappush(queue, (-contributions[label].drift, part, members))
+        return list(contributions.values())
 
     def _measured(
         self,
@@ -158,14 +158,14 @@ class Causes:
         whole: float,
         on_progress: OnProgress,
         total: int,
-    ) -> Cause:
-        inside = frozenset(modules)
+    ) -> Contribution:
+        members = frozenset(modules)
         single = modules[0] if len(modules) == 1 else None
-        _, drift, local = self._alone(passes, inside.__contains__, min(map(self._uses.__getitem__, inside)), single)
+        _, drift, local = self._alone(passes, members.__contains__, min(map(self._uses.__getitem__, members)), single)
         self._done += 1
         on_progress(min(total, self._done), total)
         share = drift / whole if math.isfinite(whole) and whole else None
-        return Cause(name, len(modules), drift, share, local)
+        return Contribution(name, len(modules), drift, share, local)
 
     def _alone(
         self, passes: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
@@ -220,9 +220,9 @@ def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:
         child = rest.split(".")[0]
         parts.setdefault(f"{name}.{child}" if name and child else name or child, []).append(module)
     if len(parts) == 1:
-        only, inside = next(iter(parts.items()))
-        if only != name and len(inside) > 1:
-            return _opened(only, inside)
+        only, members = next(iter(parts.items()))
+        if only != name and len(members) > 1:
+            return _opened(only, members)
     return list(parts.items())
 
 

@@ -14,7 +14,7 @@ import torch
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.results.attribution import Floor
+from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import is_distribution
@@ -34,7 +34,7 @@ def measure_floor(
     inputs: Inputs,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
-) -> Floor:
+) -> NoiseFloor:
     """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
     one batch, and compare. Ways that the model does not have are left out. Raises NoForward when the reference fails.
     """
@@ -58,13 +58,13 @@ def measure_floor(
     return _worst({way: comparison.result() for way, comparison in found.items()}, positions)
 
 
-def _worst(found: dict[str, OutputDrift], positions: int) -> Floor:
+def _worst(found: dict[str, OutputDrift], positions: int) -> NoiseFloor:
     if not found:
-        return Floor((), positions, 0.0, 0.0, 0.0)
+        return NoiseFloor((), positions, 0.0, 0.0, 0.0)
     outputs = list(found.values())
     kl = [output.kl_mean for output in outputs if output.kl_mean is not None]
     top = [output.top1_agreement for output in outputs if output.top1_agreement is not None]
-    return Floor(
+    return NoiseFloor(
         ways=tuple(found),
         positions=positions,
         sqnr_db=min(output.sqnr_db for output in outputs),

@@ -57,13 +57,13 @@ def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
     floor = session.floor()
     assert session.floor() is floor
     session.cast("*", "bfloat16")
-    assert not floor.hides(session.drift().output)
+    assert not floor.covers(session.drift().output)
     session.cast("*", "float64")
     output = session.drift().output
     assert output.max_abs > 0
-    assert floor.hides(dataclasses.replace(output, kl_mean=floor.kl_mean))
+    assert floor.covers(dataclasses.replace(output, kl_mean=floor.kl_mean))
     session.cast("*", "float32")
-    assert not floor.hides(session.drift().output)  # identical is no noise
+    assert not floor.covers(session.drift().output)  # identical is no noise
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])

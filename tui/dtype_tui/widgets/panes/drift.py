@@ -71,7 +71,7 @@ class DriftPane(Pane):
         output = report.output
         grid = figures_grid()
         floor = self.experiment.floor
-        if floor is not None and floor.hides(output):
+        if floor is not None and floor.covers(output):
             grid.add_row("noise", Text("no more than its floor", style="bold"))
         for verdict in verdicts(self.experiment.thresholds, output):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
