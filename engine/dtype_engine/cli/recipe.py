@@ -15,21 +15,18 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, left_out_as_json, target_named
 from dtype_engine.results.as_json import as_json
 
 if TYPE_CHECKING:
     from dtype_engine.recipe.lint import Lint, RuleReading
-    from dtype_engine.recipe.targets import Context, Conversion
-
-# Spelled out: the targets themselves are imported when one is written for, not for the help.
-TARGETS = ("torchao", "llama.cpp", "diffusers", "llm-compressor", "transformers", "modelopt", "comfyui")
 
 DIFFERS = 1
 _SHOWN = 4
 
 file_argument = click.argument("file", type=click.Path(path_type=Path))
 model_option = click.option("--model", help="The model to write it for; the one that the recipe names by default.")
-target_names = click.Choice(TARGETS)
+target_names = click.Choice(tuple(TARGET_SUFFIXES))
 
 
 @click.group()
@@ -50,7 +47,6 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
     What the tool can't express goes to standard error, or into 'left_out' with --json.
     """
     from dtype_engine.core.atomic_write import check_target, write_text_atomic
-    from dtype_engine.recipe.targets import left_out_as_json, target_named
 
     if output is not None:
         check_target(output, force)
@@ -97,7 +93,6 @@ def _left_out_lines(written: Conversion) -> list[str]:
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
     from dtype_engine.recipe.lint import lint as read_as
-    from dtype_engine.recipe.targets import target_named
 
     context = _from_file(file, request)
     found = read_as(context, target_named(target))
@@ -192,7 +187,6 @@ def _from_file(file: Path, request: RunRequest) -> Context:
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
     """The plan of a recipe for a model. Raises UserError for a rule that takes nothing."""
-    from dtype_engine.recipe.targets import Context
     from dtype_engine.runtime.model.describe import describe
 
     source = request.locate(python_only_by)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dtype_engine.core.errors import PatternError, TooSlow
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
-from dtype_engine.recipe.targets import Context, Target
+from dtype_engine.recipe.targets import Context, Match, Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,12 @@ def _read(context: Context, target: Target) -> Lint:
     readings: list[RuleReading] = []
     there_by_rule: list[frozenset[str]] = []
     for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
-        taken = target.match(context, rule.pattern)
+        try:
+            taken = target.match(context, rule.pattern)
+        except TooSlow:
+            raise
+        except PatternError as error:
+            taken = Match(frozenset(), f"no regular expression: {error}")
         here, there = frozenset(selection.tensors), taken.tensors & matchable
         there_by_rule.append(there)
         missed, extra = (here & matchable) - there, there - here

@@ -65,15 +65,3 @@ class ExportPlan:
     loading: str
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] | None = ()
-
-
-TARGET_SUFFIXES = {
-    "torchao": ".json",
-    "llama.cpp": ".txt",
-    "diffusers": ".py",
-    "llm-compressor": ".yaml",
-    "transformers": ".py",
-    "modelopt": ".json",
-    "comfyui": ".json",
-}
-"""Other tools that recipes are converted for, and what kind of file each reads."""

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import importlib
 import json
+import pkgutil
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,14 +26,13 @@ from torch import nn
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.cli.recipe import TARGETS
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.recipe import Recipe, Rule, make_plan, targets
 from dtype_engine.recipe.lint import lint
-from dtype_engine.recipe.targets import RECIPE_TARGETS, Context, Conversion
+from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.recipe.targets.name_patterns import globs, regexes
 from dtype_engine.runtime.model.describe import describe
 
@@ -324,11 +325,11 @@ READERS: dict[str, Callable[[Context, Conversion], PresetEffect]] = {
 }
 
 
-@pytest.mark.parametrize("target", list(RECIPE_TARGETS))
+@pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=60, deadline=None)
 def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> None:
-    written = RECIPE_TARGETS[target].convert(context)
+    written = target_named(target).convert(context)
     outcome = READERS[target](context, written)
     left_out = {name: entry for entry in written.left_out if entry.part == "dtype" for name in entry.tensors}
     rescaled = {name: entry for entry in written.left_out if entry.part == "scale" for name in entry.tensors}
@@ -347,7 +348,7 @@ def test_the_target_reads_what_the_plan_says(target: str, context: Context) -> N
 
 
 def converted(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Conversion:
-    return RECIPE_TARGETS[target].convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
+    return target_named(target).convert(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type))
 
 
 def test_layer_1_is_not_layer_10_and_a_gate_is_not_a_gate_proj() -> None:
@@ -376,7 +377,7 @@ def test_a_plan_that_is_regular_needs_few_patterns() -> None:
 def test_what_a_target_can_not_express_is_listed() -> None:
     low = Rule("*.mlp", "float8_e5m2")
     rules = (low, Rule("*.q_proj", "int8"), Rule("*.input_layernorm", "float64"), Rule("lm_head", "int8"))
-    for target in RECIPE_TARGETS:
+    for target in TARGET_SUFFIXES:
         listed = {name for entry in converted(target, LLAMA, *rules).left_out for name in entry.tensors}
         assert ("model.layers.0.input_layernorm.weight" in listed) is (target != "transformers"), target
         assert ("model.layers.0.mlp.up_proj.weight" in listed) is (target != "torchao"), target  # e5m2, or its scales
@@ -386,7 +387,7 @@ def test_what_a_target_can_not_express_is_listed() -> None:
 
 def test_gguf_names_need_a_known_architecture() -> None:
     with pytest.raises(UserError, match="model_type"):
-        RECIPE_TARGETS["llama.cpp"].convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
+        target_named("llama.cpp").convert(Context(LLAMA, make_plan(LLAMA, Recipe())))
     with pytest.raises(UserError, match="'no_such_type'"):
         converted("llama.cpp", LLAMA, model_type="no_such_type")
 
@@ -416,7 +417,7 @@ def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[...,
     session = de.open(str(folder))
     session.apply(recipe)
     context = Context(session.tree, session.plan)
-    written = RECIPE_TARGETS["transformers"].convert(context)
+    written = target_named("transformers").convert(context)
     assert written.left_out == ()
     namespace: dict[str, Any] = {}
     exec(compile(written.text, "snippet", "exec"), namespace)
@@ -436,7 +437,7 @@ def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
     transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
     found = describe(locate(str(tmp_path)), Options(device="cpu"))
     plan = make_plan(found.tree, Recipe((Rule("*", base),)))
-    written = RECIPE_TARGETS["llm-compressor"].convert(Context(found.tree, plan, kinds=found.kinds))
+    written = target_named("llm-compressor").convert(Context(found.tree, plan, kinds=found.kinds))
     instead = {name: entry.instead for entry in written.left_out for name in entry.tensors}
     assert any("wo" in name for name in instead) is (base == "float16")
     model = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path, dtype=getattr(torch, base))
@@ -448,7 +449,7 @@ def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
 
 
 def read(target: str, tree: Tree, *rules: Rule, model_type: str = "llama") -> Any:
-    return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), RECIPE_TARGETS[target])
+    return lint(Context(tree, make_plan(tree, Recipe(rules)), "m", model_type), target_named(target))
 
 
 def test_lint_finds_what_searching_takes_besides() -> None:
@@ -488,11 +489,11 @@ def test_lint_tells_whose_rule_would_win() -> None:
     assert [name for name, _, _ in read("torchao", LLAMA, *exact).overruled] == ["model.layers.1.mlp.up_proj.weight"]
 
 
-@pytest.mark.parametrize("target", list(RECIPE_TARGETS))
+@pytest.mark.parametrize("target", list(TARGET_SUFFIXES))
 @given(context=CONTEXTS)
 @settings(max_examples=25, deadline=None)
 def test_lint_adds_up(target: str, context: Context) -> None:
-    for rule, taken in zip(lint(context, RECIPE_TARGETS[target]).rules, context.plan.selections, strict=True):
+    for rule, taken in zip(lint(context, target_named(target)).rules, context.plan.selections, strict=True):
         assert rule.here == len(taken)
         assert rule.here - rule.beyond - len(rule.only_here) == rule.there - len(rule.only_there)
 
@@ -500,8 +501,15 @@ def test_lint_adds_up(target: str, context: Context) -> None:
 # --- commands ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_commands_know_every_target() -> None:
-    assert tuple(RECIPE_TARGETS) == TARGETS
+def test_every_target_of_the_package_is_listed() -> None:
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.iter_modules(targets.__path__, "dtype_engine.recipe.targets.")
+    ]
+    assert {module.TARGET.name for module in modules if hasattr(module, "TARGET")} == set(TARGET_SUFFIXES)
+    assert [target_named(name).name for name in TARGET_SUFFIXES] == list(TARGET_SUFFIXES)
+    with pytest.raises(UserError, match="unknown target 'base'"):
+        target_named("base")
 
 
 DEMO = str(paths.DEMO)
@@ -524,7 +532,7 @@ def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, caps
     assert found["left_out"] == []
     assert len(found["patterns"]) == 2
     assert yaml.safe_load(found["text"])["quant_stage"]
-    for target in RECIPE_TARGETS:
+    for target in TARGET_SUFFIXES:
         assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", target]) == 0
         said = capsys.readouterr()
         assert said.out

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.targets import RECIPE_TARGETS, Context, Conversion, torchao
+from dtype_engine.recipe.targets import Context, Conversion, target_named, torchao
 from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
 from dtype_engine.runtime.model.live import tree_of
 
@@ -63,7 +63,7 @@ RULES = (
 def converted(target: str, model: nn.Module, *rules: Rule, model_type: str | None = None) -> tuple[Context, Conversion]:
     tree = tree_of(model)
     context = Context(tree, make_plan(tree, Recipe(rules or RULES)), "net", model_type)
-    return context, RECIPE_TARGETS[target].convert(context)
+    return context, target_named(target).convert(context)
 
 
 def torchao_dtype(tensor: torch.Tensor) -> str:

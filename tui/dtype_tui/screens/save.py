@@ -17,12 +17,12 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
+from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import (
-    TARGET_SUFFIXES,
     ConvertRequest,
     ExportRequest,
     RecipeRequest,

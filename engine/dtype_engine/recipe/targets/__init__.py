@@ -1,21 +1,14 @@
 """Recipes in the words of other tools.
 
 What is written is computed from the plan over a model's tensors, not from the rules: exact, anchored and disjoint, so that
-it can't matter which of several patterns a tool precedence. What a tool can't express is listed.
+it can't matter which of several patterns a tool prefers. What a tool can't express is listed.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe.targets import (
-    comfyui,
-    diffusers,
-    hf_transformers,
-    llama_cpp,
-    llm_compressor,
-    modelopt,
-    torchao,
-)
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -25,22 +18,28 @@ from dtype_engine.recipe.targets.base import (
     left_out_as_json,
 )
 
-RECIPE_TARGETS: dict[str, Target] = {
-    module.TARGET.name: module.TARGET
-    for module in (torchao, llama_cpp, diffusers, llm_compressor, hf_transformers, modelopt, comfyui)
+TARGET_SUFFIXES = {
+    "torchao": ".json",
+    "llama.cpp": ".txt",
+    "diffusers": ".py",
+    "llm-compressor": ".yaml",
+    "transformers": ".py",
+    "modelopt": ".json",
+    "comfyui": ".json",
 }
+"""Every target, and what kind of file its tool reads. The module of this package with its name is imported when it is asked for."""
 
 
 def target_named(name: str) -> Target:
     """The target of this name. Raises UserError."""
-    try:
-        return RECIPE_TARGETS[name]
-    except KeyError:
-        raise UserError(f"unknown target {name!r}: use one of {', '.join(RECIPE_TARGETS)}") from None
+    if name not in TARGET_SUFFIXES:
+        raise UserError(f"unknown target {name!r}: use one of {', '.join(TARGET_SUFFIXES)}")
+    target: Target = import_module(f"{__name__}.{name.replace('-', '_').replace('.', '_')}").TARGET
+    return target
 
 
 __all__ = [
-    "RECIPE_TARGETS",
+    "TARGET_SUFFIXES",
     "Context",
     "Conversion",
     "Match",

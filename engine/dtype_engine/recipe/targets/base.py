@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import PatternError, TooSlow
 from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
 from dtype_engine.recipe.plan import Plan
 from dtype_engine.recipe.regexes import Anchored, compile_regex
@@ -90,8 +89,9 @@ class Match:
 class Target:
     """A target: how to write for it, and how it reads.
 
-    `matchable` gives the tensors that its patterns can have an effect on at all. `match` reads a pattern as the target does.
-    `precedence` gives the place of the one that wins among patterns that all match; None where a tool has no order.
+    `matchable` gives the tensors that its patterns can have an effect on at all. `match` reads a pattern as the target does, and
+    raises PatternError where it means nothing to its regular expressions.
+    `precedence` gives the index of the one that wins among patterns that all match; None where a tool has no order.
     """
 
     name: str
@@ -105,13 +105,6 @@ class Target:
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
     """A tool's regular expression, without the flag that ours have. Raises PatternError."""
     return compile_regex(source, pattern, kind, flags=re.RegexFlag(0))
-
-
-def no_regex(error: PatternError) -> Match:
-    """That a pattern means nothing where expressions are expected. Raises the error where it is only too slow to match."""
-    if isinstance(error, TooSlow):
-        raise error
-    return Match(frozenset(), f"no regular expression: {error}")
 
 
 def first(patterns: Sequence[str]) -> int:
@@ -257,6 +250,11 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
         if weight is not None and weight.castable and context.is_kind(module, kinds):
             found[name] = weight.name
     return found
+
+
+def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
+    """What the patterns of such a quantiser can have an effect on: these weights, by canonical tensor names."""
+    return lambda context: frozenset(weights_of(context, kinds).values())
 
 
 def loading_note(base: str) -> str:

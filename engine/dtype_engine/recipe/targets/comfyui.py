@@ -12,6 +12,7 @@ from dtype_engine.recipe.targets.base import (
     Target,
     loading_note,
     split,
+    weights_in,
     weights_of,
 )
 
@@ -51,13 +52,9 @@ def convert(context: Context) -> Conversion:
     )
 
 
-def matchable(context: Context) -> frozenset[str]:
-    return frozenset(weights_of(context, KINDS).values())
-
-
 def match(context: Context, pattern: str) -> Match:
     found = weights_of(context, KINDS).get(pattern)
     return Match(frozenset((found,)) if found else frozenset(), None if found else "layers are named one by one")
 
 
-TARGET = Target(NAME, "exact layer names", None, convert, matchable, match)
+TARGET = Target(NAME, "exact layer names", None, convert, weights_in(KINDS), match)

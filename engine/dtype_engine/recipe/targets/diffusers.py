@@ -11,7 +11,6 @@ import json
 from collections.abc import Mapping
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import PatternError
 from dtype_engine.core.tree import Module, Tree
 from dtype_engine.recipe.targets.base import (
     Context,
@@ -21,7 +20,6 @@ from dtype_engine.recipe.targets.base import (
     UnsupportedList,
     as_comment,
     matcher,
-    no_regex,
 )
 from dtype_engine.recipe.targets.name_patterns import regexes
 
@@ -182,10 +180,7 @@ def matchable(context: Context) -> frozenset[str]:
 def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes go into skip_modules_classes, not into a pattern")
-    try:
-        search = matcher(pattern.removeprefix("re:"), pattern, "search")
-    except PatternError as error:
-        return no_regex(error)
+    search = matcher(pattern.removeprefix("re:"), pattern, "search")
     found: set[str] = set()
     for leaf, tensors in _leaves(context).items():
         parts = leaf.split(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 
-from dtype_engine.core.errors import PatternError, UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, is_number
 from dtype_engine.recipe.targets.base import (
     Context,
@@ -19,7 +19,6 @@ from dtype_engine.recipe.targets.base import (
     UnsupportedList,
     first,
     matcher,
-    no_regex,
 )
 from dtype_engine.recipe.targets.gguf_names import Unknown, name_map
 from dtype_engine.recipe.targets.name_patterns import regexes
@@ -142,10 +141,7 @@ def match(context: Context, pattern: str) -> Match:
         return Match(frozenset(), "classes are not known")
     if re.search(r"\s", pattern):
         return Match(frozenset(), "a line ends at the first space")
-    try:
-        search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
-    except PatternError as error:
-        return no_regex(error)
+    search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
     tensors = gguf_tensors(context)
     found = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
     return Match(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")

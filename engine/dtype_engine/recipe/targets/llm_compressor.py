@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import Any
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -19,8 +18,8 @@ from dtype_engine.recipe.targets.base import (
     exact_first,
     loading_note,
     matcher,
-    no_regex,
     split,
+    weights_in,
     weights_of,
 )
 from dtype_engine.recipe.targets.name_patterns import regexes
@@ -59,17 +58,10 @@ def convert(context: Context) -> Conversion:
     return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
 
 
-def matchable(context: Context) -> frozenset[str]:
-    return frozenset(weights_of(context, KINDS).values())
-
-
 def match(context: Context, pattern: str) -> Match:
     weights = weights_of(context, KINDS)
     if pattern.startswith("re:"):
-        try:
-            matches = matcher(pattern[3:], pattern, "match")
-        except PatternError as error:
-            return no_regex(error)
+        matches = matcher(pattern[3:], pattern, "match")
         return Match(frozenset(tensor for module, tensor in weights.items() if matches(module)))
     # A rule by class has a counterpart there: the bare class name.
     name = pattern.removeprefix("type:")
@@ -81,4 +73,6 @@ def match(context: Context, pattern: str) -> Match:
     return Match(found, None if found else "without 're:' it is a module name or a class name, not a pattern")
 
 
-TARGET = Target(NAME, "'re:' and re.match, exact module names, or class names", exact_first, convert, matchable, match)
+TARGET = Target(
+    NAME, "'re:' and re.match, exact module names, or class names", exact_first, convert, weights_in(KINDS), match
+)

@@ -20,6 +20,7 @@ from dtype_engine.recipe.targets.base import (
     last,
     loading_note,
     split,
+    weights_in,
     weights_of,
 )
 from dtype_engine.recipe.targets.name_patterns import globs
@@ -51,10 +52,6 @@ def convert(context: Context) -> Conversion:
     return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), notes)
 
 
-def matchable(context: Context) -> frozenset[str]:
-    return frozenset(weights_of(context, KINDS).values())
-
-
 def match(context: Context, pattern: str) -> Match:
     if pattern.startswith(("re:", "type:")):
         return Match(frozenset(), "patterns are globs; expressions and classes are not known")
@@ -64,4 +61,4 @@ def match(context: Context, pattern: str) -> Match:
     return Match(found, None if found else "it must match the quantizer's name, which ends in .weight_quantizer")
 
 
-TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, matchable, match)
+TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, weights_in(KINDS), match)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
-import re
 from typing import Any
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -22,8 +20,8 @@ from dtype_engine.recipe.targets.base import (
     exact_first,
     loading_note,
     matcher,
-    no_regex,
     split,
+    weights_in,
     weights_of,
 )
 from dtype_engine.recipe.targets.name_patterns import regexes
@@ -110,24 +108,20 @@ def _config(dtype: str) -> dict[str, Any]:
     return {"_type": "Float8WeightOnlyConfig", "_version": 2, "_data": data}
 
 
-def matchable(context: Context) -> frozenset[str]:
-    return frozenset(weights_of(context, KINDS).values())
-
-
 def match(context: Context, pattern: str) -> Match:
-    if pattern.startswith("re:"):
-        try:
-            matches = matcher(pattern[3:], pattern, "fullmatch")
-        except PatternError as error:
-            return no_regex(error)
-    else:
-        matches = re.compile(re.escape(pattern)).fullmatch
+    is_regex = pattern.startswith("re:")
+    matches = matcher(pattern[3:], pattern, "fullmatch") if is_regex else pattern.__eq__
     found = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
     found |= {tensor.name for tensor in context.in_scope() for name in tensor.names if matches(name)}
-    plain = not pattern.startswith("re:") and not found
-    return Match(frozenset(found), "without 're:' it is a name, not a pattern" if plain else None)
+    why = None if found or is_regex else "without 're:' it is a name, not a pattern"
+    return Match(frozenset(found), why)
 
 
 TARGET = Target(
-    NAME, "exact names of modules or parameters, or 're:' and re.fullmatch", exact_first, convert, matchable, match
+    NAME,
+    "exact names of modules or parameters, or 're:' and re.fullmatch",
+    exact_first,
+    convert,
+    weights_in(KINDS),
+    match,
 )

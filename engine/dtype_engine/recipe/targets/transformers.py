@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.errors import PatternError
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -18,7 +17,6 @@ from dtype_engine.recipe.targets.base import (
     UnsupportedList,
     as_comment,
     matcher,
-    no_regex,
 )
 from dtype_engine.recipe.targets.name_patterns import regexes
 
@@ -80,10 +78,7 @@ def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes are not known")
     key = pattern.removeprefix("re:")
-    try:
-        matches = matcher(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", pattern, "match")
-    except PatternError as error:
-        return no_regex(error)
+    matches = matcher(rf"(?:{key})(?:(?<=\.)|(?=\.|$))", pattern, "match")
     return Match(
         frozenset(
             tensor.name
