@@ -15,7 +15,7 @@ from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import HELP, headline
-from dtype_engine.results.drift import DriftReport, ModuleDrift
+from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
 
 MOST_MODULES = 2000
@@ -286,13 +286,9 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     leaves = [
         reading for name, reading in readings.items() if name not in tree.modules or not tree.modules[name].children
     ]
-    differing = [
-        reading for reading in leaves
-        if reading.nonfinite or (reading.sqnr_db is not None and not math.isinf(reading.sqnr_db))
-    ]  # fmt: skip
-    if not differing:
+    worst = worst_modules(leaves)[:_WORST]
+    if not worst:
         return Section("Where it drifts", ("Nowhere: no module's output differs from the reference.",))
-    differing.sort(key=lambda reading: -math.inf if reading.sqnr_db is None else reading.sqnr_db)
     rows = tuple(
         (
             Identifier(printable(reading.name, 200)),
@@ -300,7 +296,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
             f"{reading.max_abs:.3e}",
             f"{reading.nonfinite:,}",
         )
-        for reading in differing[:_WORST]
+        for reading in worst
     )
     points = tuple(
         (

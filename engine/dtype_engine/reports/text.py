@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_bytes, human_count, percent, seconds_text, share_text, with_error
+from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.drift import worst_modules
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Totals, Tree
@@ -36,7 +38,7 @@ def mix_text(totals: Totals) -> str:
 def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
     """Every module with its dtypes, parameters and bytes, and every tensor under it."""
     totals = tree.totals(plan.dtypes)
-    rows: list[tuple[str, str, str, str]] = []
+    rows = [("module", "dtype, % of bytes", "parameters", "bytes")]
     for module in tree.walk():
         name = module.name
         depth = name.count(".") + 1 if name else 0
@@ -66,7 +68,7 @@ def inspect_text(tree: Tree, plan: Plan, title: str) -> str:
             kind = "" if tensor.kind == "parameter" else f"  {tensor.kind}"
             count = "" if kind else "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters)
             rows.append(("  " * (depth + 1) + f"{local}  [{shape}]{kind}", dtype, count, human_bytes(size)))
-    return _columns([("module", "dtype, % of bytes", "parameters", "bytes"), *rows])
+    return "\n".join(table_lines([(printable(label), *cells) for label, *cells in rows], (2, 3)))
 
 
 def generation_text(text: Generation) -> str:
@@ -114,14 +116,7 @@ def weights_text(found: Sequence[WeightError]) -> str:
                 *(share_text(count, error.elements) for count in counts),
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    )
+    return "\n".join(table_lines(rows, range(2, len(head))))
 
 
 def skipped_text(found: Sequence[SkippedTensor]) -> str:
@@ -159,14 +154,6 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
     if row.under_rules:
         cells.append("under the rules for mixed dtypes")
     return cells
-
-
-def _columns(rows: list[tuple[str, str, str, str]]) -> str:
-    widths = [max(len(row[column]) for row in rows) for column in range(4)]
-    return "\n".join(
-        f"{printable(a):<{widths[0]}}  {b:<{widths[1]}}  {c:>{widths[2]}}  {d:>{widths[3]}}".rstrip()
-        for a, b, c, d in rows
-    )
 
 
 def drift_text(report: DriftReport) -> str:
@@ -221,21 +208,12 @@ def drift_text(report: DriftReport) -> str:
         lines.append(
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
-    worst = sorted(
-        (
-            module
-            for module in report.modules
-            if (module.sqnr_db is not None and not math.isinf(module.sqnr_db)) or module.nonfinite
-        ),
-        key=lambda module: -math.inf if module.sqnr_db is None else module.sqnr_db,
-    )[:8]
-    if worst:
+    if worst := worst_modules(report.modules)[:8]:
         lines.append("worst modules by SQNR")
-        width = max(len(module.name) for module in worst)
-        lines += [
-            f"  {printable(module.name):<{width}}  {decibels(module.sqnr_db)}  max |Δ| {module.max_abs:.3e}"
-            for module in worst
-        ]
+        lines += table_lines(
+            [(printable(each.name), f"{decibels(each.sqnr_db)}  max |Δ| {each.max_abs:.3e}") for each in worst],
+            indent="  ",
+        )
     return "\n".join(lines)
 
 
@@ -257,8 +235,4 @@ def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
                 "raises" if cast.torch_raises else "promotes",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(6)]
-    return "\n".join(
-        f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c:<{widths[2]}}  {d:>{widths[3]}}  {e:>{widths[4]}}  {f}"
-        for a, b, c, d, e, f in rows
-    )
+    return "\n".join(table_lines(rows, (3, 4)))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
+from dtype_engine.reports.text_table import table_lines
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
@@ -109,13 +110,15 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
     if not report.causes:
         return lines[0]
     shown = report.causes[:most]
-    width = max(len(_label(cause)) for cause in shown)
-    lines.append(f"  {'module, alone as cast':<{max(width, 21)}}  {'share':>8}  {'drift':>10}  its own output")
-    lines += [
-        f"  {_label(cause):<{max(width, 21)}}  {share_words(cause):>8}  {cause.drift:>10.3e}  "
-        + ("-" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db))
+    rows = [("module, alone as cast", "   share", "     drift", "its own output")]
+    rows += [
+        (
+            _label(cause), share_words(cause), f"{cause.drift:.3e}",
+            "-" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db),
+        )
         for cause in shown
-    ]
+    ]  # fmt: skip
+    lines += table_lines(rows, (1, 2), indent="  ")
     if len(report.causes) > most:
         lines.append(f"  and {len(report.causes) - most} more, each at most {shown[-1].drift:.3e}")
     return "\n".join(lines)

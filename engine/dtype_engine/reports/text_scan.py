@@ -10,7 +10,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, seconds_text, with_error
 from dtype_engine.reports.text_losses import loss_lines
-from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport, WeightScore
+from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport
 
 
 def scan_text(report: ScanReport, rows: int = 20) -> str:
@@ -30,27 +31,18 @@ def scan_text(report: ScanReport, rows: int = 20) -> str:
     for weight in report.weights:
         sums[weight.dtype].append(weight.score)
     lines.append("all weights in one dtype, by the sum of their scores")
-    width = max((len(dtypes.short_name(dtype)) for dtype in sums), default=0)
-    lines += [
-        f"  {dtypes.short_name(dtype):<{width}}  {math.fsum(found):.4e}"
-        for dtype, found in sorted(sums.items(), key=lambda item: math.fsum(item[1]))
-        if dtype in report.dtypes
-    ]
+    totals = sorted((math.fsum(scores), dtype) for dtype, scores in sums.items() if dtype in report.dtypes)
+    lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in totals], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
-    lines += ["", f"what matters most ({min(rows, len(ranked))} of {len(ranked)})", *_table(ranked[:rows])]
-    return "\n".join(lines)
-
-
-def _table(weights: Sequence[WeightScore]) -> list[str]:
-    if not weights:
-        return []
-    name = max(len(printable(weight.name)) for weight in weights)
-    badge = max(len(dtypes.short_name(weight.dtype)) for weight in weights)
-    return [
-        f"  {printable(weight.name):<{name}}  {dtypes.short_name(weight.dtype):<{badge}}  {human_bytes(weight.bytes):>10}  "
-        f"{with_error(weight.score, weight.error)}"
-        for weight in weights
-    ]
+    lines += ["", f"what matters most ({min(rows, len(ranked))} of {len(ranked)})"]
+    cells = [
+        (
+            printable(weight.name), dtypes.short_name(weight.dtype), f"{human_bytes(weight.bytes):>10}",
+            with_error(weight.score, weight.error),
+        )
+        for weight in ranked[:rows]
+    ]  # fmt: skip
+    return "\n".join([*lines, *table_lines(cells, (2,), indent="  ")])
 
 
 def search_text(report: SearchReport) -> str:
@@ -72,4 +64,4 @@ def _some(points: Sequence[FrontPoint], most: int) -> list[FrontPoint]:
     """The first, the last, and others evenly between them."""
     if len(points) <= most:
         return list(points)
-    return [points[round(place * (len(points) - 1) / (most - 1))] for place in range(most)]
+    return [points[round(step * (len(points) - 1) / (most - 1))] for step in range(most)]

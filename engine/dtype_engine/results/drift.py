@@ -5,6 +5,8 @@ Times are seconds, KL is nats per position, SQNR is decibels. A figure that was 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dtype_engine.results.losses import ValueLoss
@@ -109,6 +111,12 @@ class ModuleDrift:
     sqnr_db: float | None
     max_abs: float
     nonfinite: int
+
+
+def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
+    """Those whose outputs differ from the reference: by how many values are not finite, then the lowest SQNR first."""
+    differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
+    return sorted(differing, key=lambda each: (-each.nonfinite, -math.inf if each.sqnr_db is None else each.sqnr_db))
 
 
 @dataclass(frozen=True, slots=True)

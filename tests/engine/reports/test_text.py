@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dtype_engine.core.units import human_bytes, human_count
+from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.drift import ModuleDrift, worst_modules
 
 
 @pytest.mark.parametrize(
@@ -24,3 +28,24 @@ def test_a_count_is_never_read_as_bytes(count: int) -> None:
     assert unit in ("", "k", "M", "G", "T")
     assert float(number) * 1000 ** " kMGT".index(unit or " ") == pytest.approx(count, rel=0.051, abs=0.5)
     assert human_bytes(count).endswith("B")
+
+
+def test_columns_are_as_wide_as_their_widest_cell() -> None:
+    rows = [("name", "bytes", ""), ("a", "1", "x"), ("longer", "123456", "")]
+    assert table_lines(rows, {1}, indent=" ") == [" name     bytes", " a            1  x", " longer  123456"]
+    assert table_lines([]) == []
+
+
+def test_the_worst_modules_come_first_and_those_that_agree_not_at_all() -> None:
+    figures: dict[str, tuple[float | None, int]] = {
+        "same": (math.inf, 0),
+        "other tokens": (None, 0),
+        "good": (60.0, 0),
+        "nothing left": (0.0, 0),
+        "bad": (-3.0, 0),
+        "one": (50.0, 1),
+        "many": (None, 9),
+        "zeros": (-math.inf, 0),
+    }
+    drifts = [ModuleDrift(name, sqnr, 0.0, nonfinite) for name, (sqnr, nonfinite) in figures.items()]
+    assert [each.name for each in worst_modules(drifts)] == ["many", "one", "zeros", "bad", "nothing left", "good"]

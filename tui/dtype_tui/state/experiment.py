@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan, select, tensor_bytes
+from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
@@ -173,13 +174,8 @@ class Experiment:
         self._replan()
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
-        """Modules that drift most, by SQNR, those with non-finite outputs first; none where nothing differs."""
-        drifting = [
-            reading
-            for reading in self.modules.values()
-            if reading.nonfinite or (reading.sqnr_db is not None and reading.sqnr_db != math.inf)
-        ]
-        return sorted(drifting, key=lambda reading: (-reading.nonfinite, reading.sqnr_db or -math.inf))[:count]
+        """Modules that drift most, those with non-finite outputs first; none where nothing differs."""
+        return worst_modules(self.modules.values())[:count]
 
     @property
     def loss_remedy_next(self) -> bool:
