@@ -101,7 +101,7 @@ class RunRequest:
             self.refuse_unmatched(source, checkpoint.tree())
         from dtype_engine.runtime.opening import open_session
 
-        session = open_session(source, self.options, say=say)
+        session = open_session(source, self.options, on_step=say)
         title = session.model.title
         if self.made_for is not None and self.made_for != title:
             made_for = printable(self.made_for)

@@ -15,7 +15,7 @@ from dtype_engine.core.input_args import typed
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.load import Say, load, pick_device
+from dtype_engine.runtime.model.load import OnStep, load, pick_device
 from dtype_engine.runtime.session import Session
 
 
@@ -23,7 +23,7 @@ def open_session(
     model: str | Source | nn.Module | None = None,
     options: Options | None = None,
     inputs: Any = None,
-    say: Say = lambda step: None,
+    on_step: OnStep = lambda step: None,
     refused: Callable[[str], None] | None = None,
 ) -> Session:
     """Open a model: load it, make its inputs, cast nothing.
@@ -33,7 +33,7 @@ def open_session(
             taken over as it is: put in evaluation mode, and cast in place.
         options: How to open and run it.
         inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
-        say: Called with what is being done.
+        on_step: Called with what is being done.
         refused: Called with why inputs in `options` do not fit; the session opens with the defaults then. None: raise.
 
     Raises:
@@ -49,7 +49,7 @@ def open_session(
         live = LiveModel.wrap(model, type(model).__name__, device)
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
-    live = load(source, options, say)
+    live = load(source, options, on_step)
     refuse_unreadable(live.identities)
     try:
         return Session(live, options, given)

@@ -96,7 +96,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
     session = open_session(
         source,
         model.options,
-        say=lambda step: emit(events.LoadingProgress(step)),
+        on_step=lambda step: emit(events.LoadingProgress(step)),
         refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
     )
     emit(

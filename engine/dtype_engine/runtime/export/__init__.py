@@ -1,10 +1,10 @@
-"""Leaving with something: a checkpoint in the dtypes of a recipe, written shard by shard, and checking one.
+"""Exports: a checkpoint in the dtypes of a recipe, written shard by shard.
 
 An exported folder is a checkpoint like any other, in the names of its source: `config.json`, the weights in safetensors,
 tokenizer and processor files, and `recipe.yaml` and `README.md`, which say what was done and how to load it.
 """
 
-from dtype_engine.runtime.export.contents import Contents, Item, of_checkpoint, of_live
+from dtype_engine.runtime.export.contents import Contents, of_checkpoint, of_live
 from dtype_engine.runtime.export.export import export, export_checkpoint
 
-__all__ = ["Contents", "Item", "export", "export_checkpoint", "of_checkpoint", "of_live"]
+__all__ = ["Contents", "export", "export_checkpoint", "of_checkpoint", "of_live"]

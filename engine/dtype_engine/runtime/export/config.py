@@ -28,7 +28,7 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
     _set_dtype(config, export_dtype(contents))
     before = config.get("quantization_config")
     scaled = [item for item in contents.items if item.scaled]
-    if before is not None and scaled and not any(item.raw for item in scaled):
+    if before is not None and scaled and not any(item.source_bytes for item in scaled):
         method = before.get("quant_method") if isinstance(before, dict) else before
         raise UserError(
             f"this checkpoint is quantised already ({method}): weights can't be given scales of another kind beside that"
@@ -41,17 +41,17 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def written_configs(contents: Contents, config: dict[str, Any] | None) -> dict[str, str]:
-    """The text of every `config.json` that an export changes, by its place: `config` at the top, and those of a pipeline's
+    """The text of every `config.json` that an export changes, by its path: `config` at the top, and those of a pipeline's
     components that name a dtype.
     """
-    found = {} if config is None else {"config.json": config}
+    configs = {} if config is None else {"config.json": config}
     for part in contents.layout.parts:
         if part.config is not None:
-            of_part = found[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
+            part_config = configs[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
             _set_dtype(
-                of_part, dtypes.widest(item.dtype for item in contents.items if item.name.startswith(part.prefix))
+                part_config, dtypes.widest(item.dtype for item in contents.items if item.name.startswith(part.prefix))
             )
-    return {place: json.dumps(found[place], indent=2, ensure_ascii=False) + "\n" for place in found}
+    return {path: json.dumps(configs[path], indent=2, ensure_ascii=False) + "\n" for path in configs}
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
@@ -71,7 +71,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
     """
     by_dtype: dict[str, list[str]] = {}
     for item in contents.items:
-        if item.declared:
+        if item.portable:
             by_dtype.setdefault(item.dtype, []).append(item.name.removesuffix(".weight"))
     if not by_dtype:
         return None
@@ -85,8 +85,8 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
         "kv_cache_scheme": None,
         "ignore": [module for module in contents.linears if module not in targeted],
         "config_groups": {
-            f"group_{place}": {"targets": modules, "format": formats[dtype], **_scheme(dtype)}
-            for place, (dtype, modules) in enumerate(by_dtype.items())
+            f"group_{index}": {"targets": modules, "format": formats[dtype], **_scheme(dtype)}
+            for index, (dtype, modules) in enumerate(by_dtype.items())
         },
     }
 

@@ -30,14 +30,14 @@ from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
-Kept = tuple[torch.Tensor, torch.Tensor]
+Quantized = tuple[torch.Tensor, torch.Tensor]
 
-_DECLARED = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
+_PORTABLE = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
 """What compressed-tensors has a word for."""
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorEntry:
     """One tensor of an exported file. `dtype` is torch's name."""
 
     name: str
@@ -50,12 +50,12 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class ExportTensor:
     """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
 
-    scaled: it is written with scales. declared: as compressed-tensors has it, so that others read it. raw: its very bytes in
-    the source where nothing is cast and they lie in a file so, the scales' last. values: what is to be brought into `dtype`.
-    kept: data and scales of a scaled one that is there already; None where its values are to be converted. place: where the
+    scaled: it is written with scales. portable: as compressed-tensors has it, so that others read it. source_bytes: where its
+    data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
+    `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
     values lie in a file as torch has them, if they do: they are read from there rather than mapped.
     """
 
@@ -64,29 +64,29 @@ class Item:
     stored: str
     dtype: str
     scaled: bool
-    declared: bool
-    raw: tuple[ByteRange, ...]
+    portable: bool
+    source_bytes: tuple[ByteRange, ...]
     values: Callable[[], torch.Tensor]
-    kept: Callable[[], Kept] | None = None
-    place: ByteRange | None = None
+    quantized: Callable[[], Quantized] | None = None
+    byte_range: ByteRange | None = None
 
     @property
-    def pieces(self) -> tuple[Piece, ...]:
-        """The tensors it is in the file: its data, and its scales. A matrix has its scales as [channels, 1] or [1]."""
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Its tensors in the file: data, then scales. Scales of a matrix are [channels, 1], or [1] for one scale a tensor."""
         torch_name = dtypes.BY_NAME[self.dtype].torch_name
         if not self.scaled:
-            return (Piece(self.name, torch_name, self.shape),)
+            return (TensorEntry(self.name, torch_name, self.shape),)
         count = dtypes.scale_count(self.shape, self.dtype)
         matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].per_tensor
         return (
-            Piece(self.name if self.declared else self.name + OWN_SUFFIX, torch_name, self.shape),
-            Piece(self.name + SCALE_SUFFIX, "float32", (count, 1) if matrix else (count,)),
+            TensorEntry(self.name if self.portable else self.name + OWN_SUFFIX, torch_name, self.shape),
+            TensorEntry(self.name + SCALE_SUFFIX, "float32", (count, 1) if matrix else (count,)),
         )
 
     @property
     def nbytes(self) -> int:
         """Bytes of data and scales."""
-        return sum(piece.nbytes for piece in self.pieces)
+        return sum(entry.nbytes for entry in self.entries)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Contents:
     """
 
     title: str
-    items: tuple[Item, ...]
+    items: tuple[ExportTensor, ...]
     recipe: Recipe
     config: dict[str, Any] | None = None
     folder: Path | None = None
@@ -127,7 +127,7 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     known = describe(source, options, checkpoint)
     require_matches(known.tree, recipe)
     planned = make_plan(known.tree, recipe).dtypes
-    return _placed_contents(checkpoint, title, recipe, known.tree, known.places, planned)
+    return _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned)
 
 
 def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Contents:
@@ -135,8 +135,8 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
     files; else from the live tensors. Raises UserError.
     """
     if model.checkpoint is not None:
-        places = map_names(model.module, model.checkpoint.weights)
-        contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, places, planned)
+        placements = map_names(model.module, model.checkpoint.weights)
+        contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, placements, planned)
         absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
         if not absent:
             return contents
@@ -150,9 +150,9 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
             weight, dtype = model.weights[info.name], planned[info.name]
             scaled = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.scaled)
             items.append(
-                Item(
+                ExportTensor(
                     info.name, info.shape, info.dtype, dtype, scaled, False, (),
-                    partial(_live_values, weight, dtype), _live_kept(weight, dtype) if scaled else None,
+                    partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if scaled else None,
                 )
             )  # fmt: skip
     notices = (*_notices(items), *_tied_notice(tied))
@@ -166,29 +166,29 @@ def _placed_contents(
     title: str,
     recipe: Recipe,
     tree: Tree,
-    places: Mapping[str, Placement],
+    placements: Mapping[str, Placement],
     planned: Mapping[str, str],
 ) -> Contents:
     """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
-    items: list[Item] = []
+    items: list[ExportTensor] = []
     written: dict[str, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in checkpoint.weights.items():
         stored = checkpoint.dtype(name)
-        place = places.get(name)
-        info = tree.canonical(place.name) if place is not None else None
-        if info is not None and info.aliases and place is not None and not place.part and name != "format":
+        placement = placements.get(name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
             first = written.setdefault(info.name, name)
             if first != name and _same_values(checkpoint, first, name):
                 tied[name] = first  # a tied weight that its file holds twice is written once
                 continue
         dtype = planned[info.name] if info is not None and info.castable else stored
-        if place is not None and place.part and info is not None and dtype == info.dtype:
+        if placement is not None and placement.part and info is not None and dtype == info.dtype:
             dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
-        if place is not None and place.part and dtype in dtypes.STORAGE_DTYPES and dtype != stored:
+        if placement is not None and placement.part and dtype in dtypes.STORAGE_DTYPES and dtype != stored:
             raise UserError(
-                f"{place.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it can't be exported in "
-                f"{dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
+                f"{placement.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it "
+                f"can't be exported in {dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
             )
         scaled = name in checkpoint.scaled or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         items.append(_item(checkpoint, name, tensor, dtype, scaled, _expressible(tree, info, name, dtype)))
@@ -202,9 +202,9 @@ def _placed_contents(
     _refuse_unwritable(checkpoint, items)
     # Where an architecture is known, it ties them again by itself.
     tied_notice = _tied_notice(tied) if checkpoint.config is None else ()
-    said = checkpoint.notices if checkpoint.form == "pickle" else ()
-    kept = _kept_notices(items, tree, places) if recipe.rules else ()
-    notices = (*said, *_notices(items), *kept, *tied_notice, *layout.notices)
+    source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
+    uncast_notices = _uncast_notices(items, tree, placements) if recipe.rules else ()
+    notices = (*source_notices, *_notices(items), *uncast_notices, *tied_notice, *layout.notices)
     return Contents(
         title,
         _checked(items),
@@ -221,42 +221,44 @@ def _placed_contents(
 
 
 def _item(
-    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, scaled: bool, declared: bool
-) -> Item:
+    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, scaled: bool, portable: bool
+) -> ExportTensor:
     stored = checkpoint.dtype(name)
-    found = checkpoint.scaled.get(name)
-    parts = (tensor,) if found is None else (found.data, found.scale)
-    places = [part.bytes for part in parts]
-    raw = tuple(place for place in places if place is not None) if dtype == stored and None not in places else ()
-    kept = partial(_stored_kept, found) if found is not None and dtype == stored else None
+    weight = checkpoint.scaled.get(name)
+    parts = (tensor,) if weight is None else (weight.data, weight.scale)
+    ranges = [part.bytes for part in parts]
+    source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
+    quantized = partial(_read_quantized, weight) if weight is not None and dtype == stored else None
     values = partial(read_tensor, checkpoint, name)
-    place = tensor.bytes if found is None else None
-    return Item(name, tensor.shape, stored, dtype, scaled, scaled and declared, raw, values, kept, place)
+    byte_range = tensor.bytes if weight is None else None
+    return ExportTensor(
+        name, tensor.shape, stored, dtype, scaled, scaled and portable, source_bytes, values, quantized, byte_range
+    )
 
 
 def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:
     """Whether compressed-tensors has this weight: that of an `nn.Linear` of its own, under the name that the module has."""
-    if info is None or info.aliases or info.name != name or dtype not in _DECLARED or len(info.shape) != 2:
+    if info is None or info.aliases or info.name != name or dtype not in _PORTABLE or len(info.shape) != 2:
         return False
     module, _, local = name.rpartition(".")
     return local == "weight" and tree.modules[module].class_name == "Linear"
 
 
-def _checked(items: list[Item]) -> tuple[Item, ...]:
+def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
     """The items, no two of them with the same name in the file."""
     if not items:
         raise UserError("there are no tensors to export")
     seen: set[str] = set()
     for item in items:
-        for piece in item.pieces:
-            if piece.name in seen:
-                raise UserError(f"two tensors of the export would both be named {printable(piece.name)}")
-            seen.add(piece.name)
+        for entry in item.entries:
+            if entry.name in seen:
+                raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
+            seen.add(entry.name)
     return tuple(items)
 
 
-def _notices(items: list[Item]) -> tuple[str, ...]:
-    own = [item.name for item in items if item.scaled and not item.declared]
+def _notices(items: list[ExportTensor]) -> tuple[str, ...]:
+    own = [item.name for item in items if item.scaled and not item.portable]
     if not own:
         return ()
     return (
@@ -265,20 +267,20 @@ def _notices(items: list[Item]) -> tuple[str, ...]:
     )
 
 
-def _kept_notices(items: list[Item], tree: Tree, places: Mapping[str, Placement]) -> tuple[str, ...]:
+def _uncast_notices(items: list[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
     """Which tensors no rule can take, and stay as the source has them."""
-    unused, fixed = [], []
+    unplaced, fixed = [], []
     for item in items:
-        place = places.get(item.name)
-        info = tree.canonical(place.name) if place is not None else None
+        placement = placements.get(item.name)
+        info = tree.canonical(placement.name) if placement is not None else None
         if info is None:
-            unused.append(item.name)
+            unplaced.append(item.name)
         elif not info.castable:
             fixed.append((item.name, info.fixed or f"is stored as {item.stored}, which is never cast"))
     notices = []
-    if unused:
+    if unplaced:
         notices.append(
-            f"as stored, since they belong to nothing in the model: {_tensors(unused)}, first {printable(unused[0])}"
+            f"as stored, since they belong to nothing in the model: {_tensors(unplaced)}, first {printable(unplaced[0])}"
         )
     if fixed:
         name, why = fixed[0]
@@ -286,11 +288,11 @@ def _kept_notices(items: list[Item], tree: Tree, places: Mapping[str, Placement]
     return tuple(notices)
 
 
-def _tensors(found: Sized) -> str:
-    return "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+def _tensors(names: Sized) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
 
 
-def _refuse_scales(layout: Layout, items: list[Item]) -> None:
+def _refuse_scales(layout: Layout, items: list[ExportTensor]) -> None:
     """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
     if layout.kind == "model":
         return
@@ -303,7 +305,7 @@ def _refuse_scales(layout: Layout, items: list[Item]) -> None:
             )
 
 
-def _refuse_unwritable(checkpoint: Checkpoint, items: list[Item]) -> None:
+def _refuse_unwritable(checkpoint: Checkpoint, items: list[ExportTensor]) -> None:
     """Raise UserError for the first tensor that safetensors has no place for, with what can be done."""
     lost = [
         item
@@ -317,20 +319,20 @@ def _refuse_unwritable(checkpoint: Checkpoint, items: list[Item]) -> None:
     stored = checkpoint.weights[first.name]
     others = len(refused or lost) - 1
     more = f" (and {others} more)" if others else ""
-    what = stored.refusal or f"is stored as {first.dtype}"
+    problem = stored.refusal or f"is stored as {first.dtype}"
     advice = "; give it a dtype to be dequantized to, as in --cast '*=bf16'" if stored.packed and not refused else ""
     so = "which safetensors can't hold" if stored.refusal is None else "so it can't be written as safetensors"
-    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {what}, {so}{advice}")
+    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {problem}, {so}{advice}")
 
 
 def _tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
     """What became of the further names of tied weights."""
     if not tied:
         return ()
-    name, kept = next(iter(tied.items()))
+    name, first = next(iter(tied.items()))
     count = "1 further name of a tied weight is" if len(tied) == 1 else f"{len(tied)} further names of tied weights are"
     return (
-        f"{count} not written again, first {printable(name)}, which is {printable(kept)}: the file's metadata names both, as with "
+        f"{count} not written again, first {printable(name)}, which is {printable(first)}: the file's metadata names both, as with "
         "safetensors' save_model, and its load_model puts the weight in both places of a module that ties them",
     )
 
@@ -350,7 +352,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _stored_kept(stored: QuantizedWeight) -> Kept:
+def _read_quantized(stored: QuantizedWeight) -> Quantized:
     return read_mapped(stored.data), read_mapped(stored.scale)
 
 
@@ -358,7 +360,7 @@ def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
     return weight.tensor.data if weight.dtype == dtype else weight.original
 
 
-def _live_kept(weight: Weight, dtype: str) -> Callable[[], Kept] | None:
+def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
     """Data and scales of a live weight that has this dtype."""
     data, scale = weight.tensor.data, weight.scale
     return (lambda: (data, scale)) if weight.dtype == dtype and scale is not None else None

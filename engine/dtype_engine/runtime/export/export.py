@@ -19,7 +19,7 @@ from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
-from dtype_engine.runtime.export.contents import Contents, Item, of_checkpoint
+from dtype_engine.runtime.export.contents import Contents, ExportTensor, of_checkpoint
 from dtype_engine.runtime.export.layout import Part
 from dtype_engine.runtime.export.lock import recover_stale
 from dtype_engine.runtime.export.readme import by_dtype, readme
@@ -29,7 +29,7 @@ from dtype_engine.runtime.model.live import trim_heap
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
-Files = dict[str, tuple[Item, ...]]
+Files = dict[str, tuple[ExportTensor, ...]]
 """File names, and what goes into each."""
 
 
@@ -58,12 +58,12 @@ def export(
     force: bool = False,
     lost: Sequence[ValueLoss] | None = None,
 ) -> ExportReport:
-    """Write an export to a new folder, streamed: never more than one tensor in memory, and of plain casts only a piece.
+    """Write an export to a new folder, streamed: memory never holds more than one tensor, and of plain casts only a block.
 
-    `max_shard_size`: bytes, or as in "5GB". `on_bytes` hears the bytes written and those there will be. Until all is written
-    the folder does not exist. `force`: one of that name is replaced when all is written, but never the source. `lost`: the weights
-    whose cast loses values, where that is known; else it is counted while they are written. Raises UserError
-    (no room, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
+    `max_shard_size`: bytes, or as in "5GB". `on_bytes(done, total)`: bytes written, and all there will be. Until all is
+    written the folder does not exist. `force`: an export of that name is replaced when all is written, but never the source.
+    `lost`: the weights whose cast loses values, where that is known; else it is counted while they are written. Raises UserError
+    (too little space, a folder that holds something, a dtype that can't be stored) and Cancelled, and leaves nothing then.
     """
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
@@ -82,20 +82,20 @@ def export(
             notices += copy_sidecars(contents.folder, stage)
         for part in layout.parts:
             (stage / part.folder).mkdir(parents=True, exist_ok=True)
-        for file, place in layout.copied:
-            (stage / place).parent.mkdir(parents=True, exist_ok=True)
-            copy_file(file, stage / place, progress)
-        for place, text in written_configs(contents, config).items():
-            (stage / place).write_text(text, encoding="utf-8")
+        for file, path in layout.copied:
+            (stage / path).parent.mkdir(parents=True, exist_ok=True)
+            copy_file(file, stage / path, progress)
+        for path, text in written_configs(contents, config).items():
+            (stage / path).write_text(text, encoding="utf-8")
         counted: list[ValueLoss] = []
-        for part, of_part in files.items():
+        for part, by_file in files.items():
             folder_of_part = stage / part.folder
-            found: list[ValueLoss] | None = [] if lost is None else None
-            for name, items in of_part.items():
-                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress, found)
-            counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in found or ()]
-            if len(of_part) > 1:
-                (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(of_part), encoding="utf-8")
+            lossy: list[ValueLoss] | None = [] if lost is None else None
+            for name, items in by_file.items():
+                write_file(folder_of_part / name, items, _metadata(part, items, contents.tied), progress, lossy)
+            counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
+            if len(by_file) > 1:
+                (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
         losses = tuple(lost if lost is not None else _in_order(counted, contents))
         recipe = write_recipe(contents.recipe, contents.title, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
@@ -119,24 +119,24 @@ def export(
 
 def _in_order(losses: Sequence[ValueLoss], contents: Contents) -> list[ValueLoss]:
     """In the order of the tensors, whichever was written first."""
-    places = {item.name: place for place, item in enumerate(contents.items)}
-    return sorted(losses, key=lambda loss: places[loss.tensor])
+    order = {item.name: index for index, item in enumerate(contents.items)}
+    return sorted(losses, key=lambda loss: order[loss.tensor])
 
 
-def _metadata(part: Part, items: tuple[Item, ...], tied: Mapping[str, str]) -> dict[str, str]:
+def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
     """What the source's metadata says, the dtypes of scaled weights, and each further name of a tied one with the name that it is
     written by.
     """
     names = {item.name for item in items}
-    kept = {key: said for key, said in part.metadata.items() if not key.startswith(SCALED_KEY) and key not in names}
+    rest = {key: value for key, value in part.metadata.items() if not key.startswith(SCALED_KEY) and key not in names}
     local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
     further = {name: first for name, first in local.items() if first in names}
-    return kept | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
+    return rest | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
 
 
 def _index(files: Files) -> str:
     """The index of a part's shards, as transformers and diffusers read it."""
-    weight_map = {piece.name: name for name, items in files.items() for item in items for piece in item.pieces}
+    weight_map = {entry.name: name for name, items in files.items() for item in items for entry in item.entries}
     total = sum(item.nbytes for items in files.values() for item in items)
     return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2) + "\n"
 
@@ -145,7 +145,7 @@ def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     """For each part of the layout, file names and what goes into each, as huggingface_hub splits a state dict; a weight and its
     scales stay together. The items have their names without the part's prefix.
     """
-    by_part: dict[Part, dict[str, Item]] = {part: {} for part in contents.layout.parts}
+    by_part: dict[Part, dict[str, ExportTensor]] = {part: {} for part in contents.layout.parts}
     for item in contents.items:
         part = max((part for part in by_part if item.name.startswith(part.prefix)), key=lambda part: len(part.prefix))
         local = item.name.removeprefix(part.prefix)
@@ -153,7 +153,7 @@ def shards(contents: Contents, max_shard_size: int | str) -> dict[Part, Files]:
     return {part: _split(part, items, max_shard_size) for part, items in by_part.items()}
 
 
-def _split(part: Part, items: dict[str, Item], max_shard_size: int | str) -> Files:
+def _split(part: Part, items: dict[str, ExportTensor], max_shard_size: int | str) -> Files:
     from huggingface_hub import split_state_dict_into_shards_factory
 
     try:
@@ -171,7 +171,7 @@ def _split(part: Part, items: dict[str, Item], max_shard_size: int | str) -> Fil
 
 
 def names_of(files: Mapping[Part, Files]) -> tuple[str, ...]:
-    """The files of weights by their places in the export."""
+    """The paths of the files of weights in the export."""
     return tuple(
         f"{part.folder}/{name}" if part.folder else name for part, of_part in files.items() for name in of_part
     )

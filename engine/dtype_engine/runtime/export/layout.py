@@ -2,7 +2,7 @@
 
 A model has its weights at the top. A diffusers pipeline has a folder for each component, and `model_index.json` that names them;
 a PEFT adapter has `adapter_config.json` and one file of weights. What has no weights (schedulers, tokenizers, configurations) is
-copied as it is, and whatever is not copied is told.
+copied as it is, and a notice names whatever is not copied.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Part:
 @dataclass(frozen=True, slots=True)
 class Layout:
     """kind: what it is to a loader; "component" is a diffusers model of its own. copied: files that go along as they are, each
-    with its place in the export. class_name: the class that diffusers' configuration names.
+    with its path in the export. class_name: the class that diffusers' configuration names.
     """
 
     kind: Kind = "model"
@@ -78,13 +78,13 @@ class Layout:
         return sum(file.stat().st_size for file, _ in self.copied)
 
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
-        """The copied files that an export in `folder` lacks or has otherwise: their places, and what is wrong."""
-        for source, place in self.copied:
+        """The copied files that an export in `folder` lacks or has otherwise: their paths, and what is wrong."""
+        for source, path in self.copied:
             try:
-                if not filecmp.cmp(source, folder / place, shallow=False):
-                    yield place, "is not the file of the source"
+                if not filecmp.cmp(source, folder / path, shallow=False):
+                    yield path, "is not the file of the source"
             except FileNotFoundError:
-                yield place, "is missing"
+                yield path, "is missing"
 
 
 PLAIN = Layout()
@@ -100,45 +100,45 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
     config = checkpoint.config or {}
     if config.get("_class_name") and not config.get("model_type"):
         part = Part(stem="diffusion_pytorch_model", metadata=checkpoint.metadata)
-        found = _Found(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
-        found.top(("config.json", *_TOP))
-        return Layout("component", (part,), tuple(found.copied), found.notices(), _class_name(config, "ModelMixin"))
+        copy = _FolderCopy(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
+        copy.top(("config.json", *_TOP))
+        return Layout("component", (part,), tuple(copy.copied), copy.notices(), _class_name(config, "ModelMixin"))
     return PLAIN
 
 
 def _adapter(checkpoint: Checkpoint) -> Layout:
-    found = _Found(checkpoint.path)
-    found.top(("config.json", *_TOP))
+    copy = _FolderCopy(checkpoint.path)
+    copy.top(("config.json", *_TOP))
     part = Part(stem="adapter_model", one_file=True, metadata=checkpoint.metadata)
-    return Layout("adapter", (part,), tuple(found.copied), found.notices(), base=printable(checkpoint.base or "", 200))
+    return Layout("adapter", (part,), tuple(copy.copied), copy.notices(), base=printable(checkpoint.base or "", 200))
 
 
 def _pipeline(checkpoint: Checkpoint) -> Layout:
     index = read_json(checkpoint.path / PIPELINE_INDEX)
-    found = _Found(checkpoint.path)
+    copy = _FolderCopy(checkpoint.path)
     by_name = {component.name: component for component in checkpoint.components}
-    named = component_names(index)
-    found.top(_TOP, folders=named)
+    names = component_names(index)
+    copy.top(_TOP, folders=names)
     parts: list[Part] = []
     as_they_are: list[str] = []
-    for name in named:
+    for name in names:
         component = by_name.get(name)
         if component is None or component.pickled:
-            if found.everything(name):
+            if copy.everything(name):
                 as_they_are.append(name)
             continue
         config = component.config if _names_a_dtype(component) else None
-        found.beside_weights(component, with_config=config is None)
+        copy.beside_weights(component, with_config=config is None)
         parts.append(Part(name, component.prefix, component.stem, False, config, component.metadata))
     if as_they_are:
-        found.said.append(
+        copy.notes.append(
             f"copied as they are, since their weights are not in safetensors: {', '.join(map(printable, as_they_are))}"
         )
     return Layout(
         "pipeline",
         tuple(parts),
-        tuple(found.copied),
-        found.notices(),
+        tuple(copy.copied),
+        copy.notices(),
         _class_name(index, "DiffusionPipeline"),
     )
 
@@ -155,13 +155,13 @@ def _names_a_dtype(component: Component) -> bool:
     return "model_type" in config or "dtype" in config or "torch_dtype" in config
 
 
-class _Found:
+class _FolderCopy:
     """Goes through a source's folder: what is copied, and what is not."""
 
     def __init__(self, source: Path) -> None:
         self.source = source
         self.copied: list[tuple[Path, str]] = []
-        self.said: list[str] = []
+        self.notes: list[str] = []
         self.other_weights: list[str] = []
         self.left_out: list[str] = []
 
@@ -177,7 +177,7 @@ class _Found:
 
     def everything(self, name: str) -> bool:
         """A component's whole folder; whether there are weights in it."""
-        return any(_is_weight(place) for place in self._walk(self.source / name, f"{name}/", lambda name: True))
+        return any(_is_weight(path) for path in self._walk(self.source / name, f"{name}/", lambda name: True))
 
     def beside_weights(self, component: Component, with_config: bool) -> None:
         """All of a component's folder but its weights, which are written, and other forms of them."""
@@ -189,31 +189,31 @@ class _Found:
         ]
         variant = variant_of(component.files[0].name)
         if variant is not None:
-            self.said.append(
+            self.notes.append(
                 f"{printable(component.name)}: written without the variant {printable(variant)} in the names of its files, "
                 "which a cast makes untrue"
             )
         keep = (lambda name: True) if with_config else (lambda name: name != f"{component.name}/config.json")
-        self._walk(component.folder, f"{component.name}/", lambda place: keep(place) and not _is_weight(place))
+        self._walk(component.folder, f"{component.name}/", lambda path: keep(path) and not _is_weight(path))
 
-    def _walk(self, folder: Path, place: str, wanted: Any) -> list[str]:
+    def _walk(self, folder: Path, prefix: str, wanted: Any) -> list[str]:
         taken = []
         for entry in _entries(folder):
             if entry.is_dir() and not entry.is_symlink():
-                taken += self._walk(entry, f"{place}{entry.name}/", wanted)
-            elif wanted(place + entry.name) and self._take(folder, entry, place):
-                taken.append(place + entry.name)
+                taken += self._walk(entry, f"{prefix}{entry.name}/", wanted)
+            elif wanted(prefix + entry.name) and self._take(folder, entry, prefix):
+                taken.append(prefix + entry.name)
         return taken
 
-    def _take(self, folder: Path, entry: Path, place: str) -> bool:
+    def _take(self, folder: Path, entry: Path, prefix: str) -> bool:
         try:
             real = resolve_inside(folder, entry.name).resolve(strict=True)
             if stat.S_ISREG(os.stat(real).st_mode):
-                self.copied.append((real, place + entry.name))
+                self.copied.append((real, prefix + entry.name))
                 return True
-            self.said.append(f"not copied: {printable(place + entry.name, 200)} is no regular file")
+            self.notes.append(f"not copied: {printable(prefix + entry.name, 200)} is no regular file")
         except UserError as error:
-            self.said.append(f"not copied: {error}")
+            self.notes.append(f"not copied: {error}")
         return False
 
     def notices(self) -> tuple[str, ...]:
@@ -224,8 +224,8 @@ class _Found:
             if names:
                 shown = ", ".join(printable(name, 100) for name in names[:_MOST_NAMED])
                 more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-                self.said.append(f"{why}: {shown}{more}")
-        return tuple(self.said)
+                self.notes.append(f"{why}: {shown}{more}")
+        return tuple(self.notes)
 
 
 def _entries(folder: Path) -> list[Path]:

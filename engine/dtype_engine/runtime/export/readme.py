@@ -21,15 +21,15 @@ def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
     """Tensors and bytes of each dtype, those with the most bytes first."""
     sums: dict[str, list[int]] = {}
     for item in contents.items:
-        found = sums.setdefault(item.dtype, [0, 0])
-        found[0] += 1
-        found[1] += item.nbytes
+        sum_of_dtype = sums.setdefault(item.dtype, [0, 0])
+        sum_of_dtype[0] += 1
+        sum_of_dtype[1] += item.nbytes
     return {name: ExportedDtype(*sums[name]) for name in sorted(sums, key=lambda name: -sums[name][1])}
 
 
 def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], lost: Sequence[ValueLoss] = ()) -> str:
     """The text. `name` is the folder's; `lost`: the weights whose cast loses values."""
-    rows = [f"| {dtype} | {found.tensors} | {human_bytes(found.nbytes)} |" for dtype, found in sums.items()]
+    rows = [f"| {dtype} | {row.tensors} | {human_bytes(row.nbytes)} |" for dtype, row in sums.items()]
     made_from = printable(contents.title).replace("`", "'")
     lines = [
         f"# {printable(name)}",
@@ -101,7 +101,7 @@ def loading_text(contents: Contents) -> str:
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.scaled]
     ours = f"load_pretrained gives these dtypes{f', fp8 and int8 as values in {wide}' if scaled else ''}."
-    if any(not item.declared for item in scaled):
+    if any(not item.portable for item in scaled):
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
     if scaled:
         return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
@@ -127,7 +127,7 @@ def _theirs(contents: Contents) -> list[str]:
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
-    own = [item.name for item in contents.items if item.scaled and not item.declared]
+    own = [item.name for item in contents.items if item.scaled and not item.portable]
     if own:
         return [
             f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first `{printable(own[0])}`) are stored "
@@ -135,9 +135,9 @@ def _theirs(contents: Contents) -> list[str]:
             "as missing and makes them at random.",
         ]
     config_dtype = export_dtype(contents)
-    found = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}
+    computed = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}
     lines = []
-    if any(item.declared for item in contents.items):
+    if any(item.portable for item in contents.items):
         rounded = (
             ""
             if config_dtype == "float32"
@@ -147,7 +147,7 @@ def _theirs(contents: Contents) -> list[str]:
             "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
             f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
         )
-    if found - {config_dtype}:
+    if computed - {config_dtype}:
         lines.append(
             "Plain `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one without a word: "
             f"{config_dtype}, the dtype named in `config.json`, which holds every stored value exactly. The values are the same; "

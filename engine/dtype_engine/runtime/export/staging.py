@@ -59,9 +59,9 @@ def _refuse_to_replace(target: Path, keep: Iterable[Path]) -> None:
         )
     if Path.cwd().is_relative_to(real):
         raise UserError(f"{target} is the folder that this runs in, and is not replaced; name another one")
-    found = "is a mount point" if os.path.ismount(target) else missing_mark(target)
-    if found is not None:
-        raise UserError(f"{target} {printable(found)}, so it is no export and is not replaced; name another one")
+    objection = "is a mount point" if os.path.ismount(target) else missing_mark(target)
+    if objection is not None:
+        raise UserError(f"{target} {printable(objection)}, so it is no export and is not replaced; name another one")
 
 
 @contextmanager
@@ -122,18 +122,18 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
-    aside = sibling_dir(target, REPLACED)
+    replaced = sibling_dir(target, REPLACED)
     try:
-        with locked(aside):
-            os.rename(target, aside / OLD)
+        with locked(replaced):
+            os.rename(target, replaced / OLD)
             try:
                 os.rename(stage, target)
             finally:
                 if not os.path.lexists(target):
-                    os.rename(aside / OLD, target)
+                    os.rename(replaced / OLD, target)
     finally:
         if os.path.lexists(target):
-            remove(aside)
+            remove(replaced)
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Writing safetensors files a tensor at a time, in pieces: memory never holds more than a piece for each thread.
+"""Writing safetensors files a tensor at a time, in blocks: memory never holds more than a block for each thread.
 
 The format is a length, a JSON header, and the tensors' bytes. Sizes are known beforehand, so the header can be written
 first; the safetensors library would need all the tensors of a file at once.
@@ -23,32 +23,32 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.contents import Item, Piece, as_bytes
+from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry, as_bytes
 from dtype_engine.runtime.model.file_values import FileValues
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, single_intraop_thread, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import LossCounter
 
-_PIECE = 1 << 20
+_BLOCK = 1 << 20
 """Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""
 _MOST_THREADS = 4
 """More would wait for the file more than they work, each with buffers of its own."""
 
 
 class Progress:
-    """Counts bytes written in any thread, tells them, and asks after each piece whether to stop. Raises Cancelled, and UserError
-    when one of the `files` that are read is not what was opened any more.
+    """Counts bytes written in any thread, calls `on_bytes(done, total)`, and asks after each block whether to stop. Raises
+    Cancelled, and UserError when one of the `files` that are read is not what was opened any more.
     """
 
     def __init__(
         self,
         total: int,
-        told: Callable[[int, int], None],
+        on_bytes: Callable[[int, int], None],
         cancelled: IsCancelled,
         files: Iterable[FileIdentity] = (),
     ) -> None:
         self.done = 0
         self.total = total
-        self._told = told
+        self._on_bytes = on_bytes
         self._stopped = False
         self._lock = threading.Lock()
         self._cancelled = cancelled
@@ -57,33 +57,33 @@ class Progress:
     def wrote(self, size: int) -> None:
         with self._lock:
             self.done += size
-            self._told(self.done, self.total)
+            self._on_bytes(self.done, self.total)
         if self._stopped or self._cancelled():
             raise Cancelled
         self._watch.look()
 
     def stop(self) -> None:
-        """Whoever still writes is to end after the piece at hand."""
+        """Make threads that still write end after their block."""
         self._stopped = True
 
 
-def header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
+def header(entries: Sequence[TensorEntry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:
     """A file's length and header, and where in the file each tensor begins.
 
     Laid out as the safetensors library does it: the widest dtypes first, then by name, so that every tensor is aligned.
     """
-    entries: dict[str, Any] = {"__metadata__": dict(metadata)}
+    table: dict[str, Any] = {"__metadata__": dict(metadata)}
     starts: dict[str, int] = {}
     at = 0
-    for piece in sorted(pieces, key=lambda piece: (-dtypes.BY_NAME[piece.dtype].bits, piece.name)):
-        entries[piece.name] = {
-            "dtype": dtypes.BY_NAME[piece.dtype].safetensors,
-            "shape": list(piece.shape),
-            "data_offsets": [at, at + piece.nbytes],
+    for entry in sorted(entries, key=lambda entry: (-dtypes.BY_NAME[entry.dtype].bits, entry.name)):
+        table[entry.name] = {
+            "dtype": dtypes.BY_NAME[entry.dtype].safetensors,
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.nbytes],
         }
-        starts[piece.name] = at
-        at += piece.nbytes
-    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+        starts[entry.name] = at
+        at += entry.nbytes
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     body = 8 + len(text)
     return len(text).to_bytes(8, "little") + text, {name: body + start for name, start in starts.items()}
@@ -91,15 +91,15 @@ def header(pieces: Sequence[Piece], metadata: Mapping[str, str]) -> tuple[bytes,
 
 def write_file(
     path: Path,
-    items: Sequence[Item],
+    items: Sequence[ExportTensor],
     metadata: Mapping[str, str],
     progress: Progress,
     lost: list[ValueLoss] | None = None,
 ) -> None:
-    """One safetensors file with these items, several written side by side. `lost` is given the weights whose cast loses values,
-    in no order; where it is None nobody looks. Raises Cancelled, OSError.
+    """One safetensors file with these items, several written side by side. The weights whose cast loses
+    values are added to `lost` in no order; None: losses are not counted. Raises Cancelled, OSError.
     """
-    head, starts = header([piece for item in items for piece in item.pieces], metadata)
+    head, starts = header([entry for item in items for entry in item.entries], metadata)
     threads = min(_MOST_THREADS, torch.get_num_threads())
     with open(path, "wb", buffering=0) as file:
         _write(file.fileno(), head, 0)
@@ -115,28 +115,28 @@ def write_file(
 
 
 def _write_item(
-    out: int, starts: Mapping[str, int], progress: Progress, lost: list[ValueLoss] | None, item: Item
+    out: int, starts: Mapping[str, int], progress: Progress, lost: list[ValueLoss] | None, item: ExportTensor
 ) -> None:
-    places = [starts[piece.name] for piece in item.pieces]
-    if item.raw:
-        for source, at in zip(item.raw, places, strict=True):
+    offsets = [starts[entry.name] for entry in item.entries]
+    if item.source_bytes:
+        for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at, progress)
         return
-    if item.kept is not None:
-        for tensor, piece, at in zip(item.kept(), item.pieces, places, strict=True):
-            _write_tensor(tensor, torch_dtype(piece.dtype), out, at, progress)
+    if item.quantized is not None:
+        for tensor, entry, at in zip(item.quantized(), item.entries, offsets, strict=True):
+            _write_tensor(tensor, torch_dtype(entry.dtype), out, at, progress)
         return
-    if item.place is not None:
-        with FileValues(item.place, torch_dtype(item.stored), item.shape) as in_file:
-            _write_values(in_file, item, places, out, progress, lost)
+    if item.byte_range is not None:
+        with FileValues(item.byte_range, torch_dtype(item.stored), item.shape) as in_file:
+            _write_values(in_file, item, offsets, out, progress, lost)
     else:
-        _write_values(item.values(), item, places, out, progress, lost)
+        _write_values(item.values(), item, offsets, out, progress, lost)
 
 
 def _write_values(
     values: torch.Tensor | FileValues,
-    item: Item,
-    places: Sequence[int],
+    item: ExportTensor,
+    offsets: Sequence[int],
     out: int,
     progress: Progress,
     lost: list[ValueLoss] | None,
@@ -144,12 +144,12 @@ def _write_values(
     """An item's values in its dtype, and what that loses."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.scaled:
-        scale = _write_codes(values, item.dtype, out, places[0], progress, counter)
-        _write_tensor(scale, scale.dtype, out, places[1], progress)
+        scale = _write_codes(values, item.dtype, out, offsets[0], progress, counter)
+        _write_tensor(scale, scale.dtype, out, offsets[1], progress)
     else:
-        _write_tensor(values, torch_dtype(item.dtype), out, places[0], progress, counter)
-    if lost is not None and counter is not None and (found := counter.result()) is not None:
-        lost.append(found)
+        _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], progress, counter)
+    if lost is not None and counter is not None and (loss := counter.result()) is not None:
+        lost.append(loss)
 
 
 def _write_tensor(
@@ -160,7 +160,7 @@ def _write_tensor(
     progress: Progress,
     counter: LossCounter | None = None,
 ) -> None:
-    """The values in `dtype`, cast piece by piece: a cast is of each element alone, so this gives what the whole would."""
+    """The values in `dtype`, cast block by block: a cast is of each element alone, so this gives what the whole would."""
     if isinstance(values, FileValues):
         _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, progress, counter)
         return
@@ -185,28 +185,28 @@ def _write_cast(
     progress: Progress,
     counter: LossCounter | None,
 ) -> None:
-    """`count` values of dtype `stored`, which `elements` gives from a place on, cast to `dtype`."""
-    step = max(1, min(count, _PIECE // max(stored.itemsize, dtype.itemsize)))
+    """`count` values of dtype `stored`, which `elements(start, count)` gives, cast to `dtype`."""
+    step = max(1, min(count, _BLOCK // max(stored.itemsize, dtype.itemsize)))
     # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
     wide = torch.empty(step) if stored == torch.bfloat16 and dtype == torch.float16 else None
     cast = torch.empty(step, dtype=dtype)
     for start in range(0, count, step):
-        piece = elements(start, min(step, count - start))
+        block = elements(start, min(step, count - start))
         if wide is not None:
-            piece = wide[: len(piece)].copy_(piece)
-        done = cast[: len(piece)].copy_(piece)
+            block = wide[: len(block)].copy_(block)
+        done = cast[: len(block)].copy_(block)
         if counter is not None:
-            counter.see(start, done, piece)
+            counter.see(start, done, block)
         data = as_bytes(done)
         _write(out, data.numpy().data, at + start * dtype.itemsize)
         progress.wrote(len(data))
 
 
 def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> None:
-    for start in range(0, len(data), _PIECE):
-        piece = data[start : start + _PIECE]
-        _write(out, piece.numpy().data, at + start)
-        progress.wrote(len(piece))
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        _write(out, block.numpy().data, at + start)
+        progress.wrote(len(block))
 
 
 def _write_codes(
@@ -238,7 +238,7 @@ def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:
     with file:
         start, left = source.start, source.nbytes
         while left:
-            copied = _copy_piece(file.fileno(), start, out, at, min(left, _PIECE))
+            copied = _copy_block(file.fileno(), start, out, at, min(left, _BLOCK))
             if not copied:
                 raise UserError(f"{source.file} was cut short while it was read")
             start, at, left = start + copied, at + copied, left - copied
@@ -252,7 +252,7 @@ def copy_file(source: Path, target: Path, progress: Progress) -> None:
         _copy(whole, out.fileno(), 0, progress)
 
 
-def _copy_piece(source: int, start: int, out: int, at: int, size: int) -> int:
+def _copy_block(source: int, start: int, out: int, at: int, size: int) -> int:
     if hasattr(os, "copy_file_range"):
         try:
             if copied := os.copy_file_range(source, out, size, start, at):

@@ -61,15 +61,15 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     return Architecture(model_class, made, notices)
 
 
-def make(found: Architecture, checkpoint: Checkpoint) -> nn.Module:
+def make(chosen: Architecture, checkpoint: Checkpoint) -> nn.Module:
     """The module without data, on the meta device. Raises NoForward where it can't be made, or is not that of these tensors."""
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    maker = getattr(found.model_class, "from_config", None) or found.model_class
-    config = without_quantization(found.config)
+    maker = getattr(chosen.model_class, "from_config", None) or chosen.model_class
+    config = without_quantization(chosen.config)
     with _few_modules(len(checkpoint.weights)), reasons(folder), torch.device("meta"):
         module = maker(config)
     if not isinstance(module, nn.Module):
-        raise NoForward(f"{folder}: {found.model_class.__name__} is no model")
+        raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
     _refuse_misfit(module, checkpoint, folder)
     return module
 
@@ -124,30 +124,30 @@ def _model_class(
         )
     named, notices = _named(config)
     for name in named:
-        if (found := _class_named(transformers, name)) is not None:
-            return found, notices
+        if (model_class := _class_named(transformers, name)) is not None:
+            return model_class, notices
     if auto_map and options.trust_remote_code:
         keys = auto_map if isinstance(auto_map, dict) else {}
         auto = next((key for key in ("AutoModelForCausalLM", "AutoModel") if key in keys), "AutoModel")
         return getattr(transformers, auto), notices
     if known:
         return transformers.AutoModel, (*notices, _backbone(transformers, str(model_type), named))
-    said = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
+    unknown = ", ".join(map(printable, named)) or config.get("_class_name") or model_type or "none"
     raise NoForward(
         f"{folder}: no forward pass, because transformers {transformers.__version__} does not know the architecture "
-        f"named in config.json ({printable(str(said), 200)})"
+        f"named in config.json ({printable(str(unknown), 200)})"
     )
 
 
 def _named(config: Mapping[str, Any]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The names under `architectures`, and a notice where it is not the list of names that it should be."""
-    said = config.get("architectures")
-    if said is None or (isinstance(said, list) and all(isinstance(name, str) for name in said)):
-        return tuple(said or ()), ()
-    if isinstance(said, str):
-        return (said,), (f"architectures in config.json is no list: taken as the name {printable(said, 100)}",)
-    found = tuple(name for name in said if isinstance(name, str)) if isinstance(said, list) else ()
-    return found, ("architectures in config.json is no list of names, so what it says is not followed",)
+    listed = config.get("architectures")
+    if listed is None or (isinstance(listed, list) and all(isinstance(name, str) for name in listed)):
+        return tuple(listed or ()), ()
+    if isinstance(listed, str):
+        return (listed,), (f"architectures in config.json is no list: taken as the name {printable(listed, 100)}",)
+    names = tuple(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else ()
+    return names, ("architectures in config.json is no list of names, so what it says is not followed",)
 
 
 def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...]) -> str:
@@ -156,9 +156,9 @@ def _backbone(transformers: ModuleType, model_type: str, named: tuple[str, ...])
 
     with_head = next(
         (
-            found[model_type]
+            mapping[model_type]
             for kind in ("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "MASKED_LM", "IMAGE_CLASSIFICATION")
-            if model_type in (found := getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}))
+            if model_type in (mapping := getattr(modeling_auto, f"MODEL_FOR_{kind}_MAPPING_NAMES", {}))
         ),
         None,
     )
@@ -178,16 +178,16 @@ def _class_named(transformers: ModuleType, name: str) -> Any:
     if not name.isidentifier():
         return None
     try:
-        found = getattr(transformers, name, None)
+        member = getattr(transformers, name, None)
     except Exception:  # a class whose package is not there
         return None
-    return found if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel) else None
+    return member if isinstance(member, type) and issubclass(member, transformers.PreTrainedModel) else None
 
 
 def _asked_for(transformers: ModuleType, name: str) -> Any:
-    found = _class_named(transformers, name)
-    if found is not None and found.config_class is not None:
-        return found
+    model_class = _class_named(transformers, name)
+    if model_class is not None and model_class.config_class is not None:
+        return model_class
     if name.startswith("AutoModel") and hasattr(getattr(transformers, name, None), "from_config"):
         return getattr(transformers, name)
     near = nearest(name, (other for other in dir(transformers) if "For" in other or other.endswith("Model")))
@@ -237,11 +237,11 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
     what the files lack would take far more memory than what they have.
     """
     name = type(module).__name__
-    places = map_names(module, checkpoint.weights)
+    placements = map_names(module, checkpoint.weights)
     infos, tensors = collect_tensors(module)
-    filled = {place.name for place in places.values()}
+    filled = {placement.name for placement in placements.values()}
     empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]
-    strange = [stored for stored in checkpoint.weights if stored not in places]
+    strange = [stored for stored in checkpoint.weights if stored not in placements]
     packed = quantized_parts(checkpoint.tensors, checkpoint.config) or "quantization_config" in (
         checkpoint.config or {}
     )
@@ -251,12 +251,12 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
             f"in it, first {printable(strange[0])}; --architecture names another class"
         )
     shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
-    for stored, place in places.items():
+    for stored, placement in placements.items():
         tensor = checkpoint.weights[stored]
-        plain = not place.part and checkpoint.dtype(stored) in dtypes.COMPUTE_DTYPES and not tensor.packed
-        if plain and place.name in shapes and shapes[place.name] != tensor.shape:
+        plain = not placement.part and checkpoint.dtype(stored) in dtypes.COMPUTE_DTYPES and not tensor.packed
+        if plain and placement.name in shapes and shapes[placement.name] != tensor.shape:
             raise NoForward(
-                f"{folder}: config.json makes {printable(stored)} {list(shapes[place.name])}, and the files have "
+                f"{folder}: config.json makes {printable(stored)} {list(shapes[placement.name])}, and the files have "
                 f"{list(tensor.shape)}: these are not one model"
             )
     spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))

@@ -27,14 +27,14 @@ from dtype_engine.runtime.model.stored_tree import stored_tree
 class ModelDescription:
     """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from.
 
-    places: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
+    placements: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
     the files have. why_no_classes: where they are not known, the reason in a sentence.
     """
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
     model_type: str | None
-    places: Mapping[str, Placement] = field(default_factory=dict)
+    placements: Mapping[str, Placement] = field(default_factory=dict)
     why_no_classes: str = ""
 
 
@@ -53,9 +53,9 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
     named = model_type if isinstance(model_type, str) else None
     module_without_data = build_on_meta(checkpoint, options)
     if module_without_data is not None:
-        places = map_names(module_without_data, checkpoint.weights)
-        tree = stored_tree(module_without_data, checkpoint, places)
-        return ModelDescription(tree, _kinds(module_without_data), named, places)
+        placements = map_names(module_without_data, checkpoint.weights)
+        tree = stored_tree(module_without_data, checkpoint, placements)
+        return ModelDescription(tree, _kinds(module_without_data), named, placements)
     try:
         live = load(source, options)
     except NoForward as error:
@@ -67,8 +67,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
 def _kinds(module: nn.Module) -> dict[str, frozenset[str]]:
     classes = {type(child) for child in module.modules()}
     return {
-        found.__name__: frozenset(
-            base.__name__ for base in found.__mro__[1:] if issubclass(base, nn.Module) and base is not nn.Module
+        module_class.__name__: frozenset(
+            base.__name__ for base in module_class.__mro__[1:] if issubclass(base, nn.Module) and base is not nn.Module
         )
-        for found in classes
+        for module_class in classes
     }

@@ -20,17 +20,17 @@ class FileValues:
 
     device = torch.device("cpu")
 
-    def __init__(self, place: ByteRange, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-        self.place = place
+    def __init__(self, byte_range: ByteRange, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        self.byte_range = byte_range
         self.dtype = dtype
         self.shape = torch.Size(shape)
         self._file = -1
 
     def __enter__(self) -> FileValues:
         try:
-            self._file = os.open(self.place.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._file = os.open(self.byte_range.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
         except OSError as error:
-            raise UserError(f"can't read {self.place.file}: {error.strerror}") from None
+            raise UserError(f"can't read {self.byte_range.file}: {error.strerror}") from None
         return self
 
     def __exit__(
@@ -42,17 +42,17 @@ class FileValues:
         return math.prod(self.shape)
 
     def elements(self, start: int, count: int) -> torch.Tensor:
-        """`count` elements from the flat place `start` on. Raises UserError where the file ends before them, or can't be read."""
+        """`count` elements from the flat index `start` on. Raises UserError where the file ends before them, or can't be read."""
         width = self.dtype.itemsize
         buffer = bytearray(count * width)
-        view, at = memoryview(buffer), self.place.start + start * width
+        view, at = memoryview(buffer), self.byte_range.start + start * width
         while view:
             try:
                 got = _read_into(self._file, view, at)
             except OSError as error:
-                raise UserError(f"can't read {self.place.file}: {error.strerror}") from None
+                raise UserError(f"can't read {self.byte_range.file}: {error.strerror}") from None
             if not got:
-                raise UserError(f"{self.place.file} was cut short while it was read")
+                raise UserError(f"{self.byte_range.file} was cut short while it was read")
             view, at = view[got:], at + got
         return torch.frombuffer(buffer, dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
 

@@ -46,8 +46,8 @@ class Weight:
     scale: torch.Tensor | None = None
     losses: dict[str, ValueLoss | None] = field(default_factory=dict)
     """What a cast of the original loses, by dtype, as far as it was counted."""
-    aside: torch.Tensor | None = None
-    """The cast data, while the original stands in its place for a reference pass."""
+    stashed: torch.Tensor | None = None
+    """The cast data, while a reference pass runs with the original in the module."""
     stored_scale: torch.Tensor | None = None
     """The scales that a weight stored in a storage-only dtype came with; such a weight is never cast."""
 
@@ -56,8 +56,8 @@ class Weight:
         """Whether it is in another dtype than stored."""
         return self.dtype != self.info.dtype
 
-    def put(self, dtype: str) -> None:
-        """Bring it into `dtype`, from the stored values."""
+    def cast_to(self, dtype: str) -> None:
+        """Cast it to `dtype`, from the stored values."""
         if dtype == self.info.dtype:
             self.tensor.data = self.original.to(self.tensor.device)
             self.scale = self.stored_scale
@@ -73,14 +73,14 @@ class Weight:
         if dtype == self.info.dtype:
             return None
         if dtype not in self.losses:
-            held = self.tensor.data if self.aside is None else self.aside
+            held = self.tensor.data if self.stashed is None else self.stashed
             self.losses[dtype] = count_losses(self.info.name, self.original, dtype, held if cast else None, cancelled)
         return self.losses[dtype]
 
     @property
     def nbytes(self) -> int:
         """Bytes it takes now, the scales included."""
-        held = self.tensor if self.aside is None else self.aside
+        held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
 
 
@@ -131,10 +131,10 @@ class LiveModel:
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
             _move(module, device)
-        infos, found = collect_tensors(module)
-        kept = {info.name: (scaled or {})[name] for info in infos for name in info.names if name in (scaled or {})}
+        infos, tensors = collect_tensors(module)
+        quantized = {info.name: (scaled or {})[name] for info in infos for name in info.names if name in (scaled or {})}
         infos = [
-            dataclasses.replace(info, dtype=kept[info.name][0], scaled=True) if info.name in kept else info
+            dataclasses.replace(info, dtype=quantized[info.name][0], scaled=True) if info.name in quantized else info
             for info in infos
         ]
         besides: list[TensorInfo] = []
@@ -143,16 +143,16 @@ class LiveModel:
             from dtype_engine.runtime.model.name_mapping import map_names
             from dtype_engine.runtime.model.stored_tree import unused, with_files
 
-            places, headers = map_names(module, checkpoint.weights), checkpoint.tree().tensors
-            infos = with_files(infos, checkpoint, places, headers, own_dtypes=True)
-            besides = unused(places, headers, infos, type(module).__name__)
+            placements, headers = map_names(module, checkpoint.weights), checkpoint.tree().tensors
+            infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
+            besides = unused(placements, headers, infos, type(module).__name__)
         weights = {
             info.name: Weight(
-                info, found[info.name], originals.get(id(found[info.name]), found[info.name].data), info.dtype
+                info, tensors[info.name], originals.get(id(tensors[info.name]), tensors[info.name].data), info.dtype
             )
             for info in infos
         }
-        for name, (_, scale) in kept.items():
+        for name, (_, scale) in quantized.items():
             weights[name].scale = weights[name].stored_scale = scale.to(device)
         tree = tree_of(module, [*infos, *besides])
         return cls(
@@ -176,18 +176,18 @@ class LiveModel:
         Needs memory for the new tensors only: each replaces the one before it at once. Raises Cancelled between
         two tensors; calling again with any plan goes on from there.
         """
-        waiting = [weight for name, weight in self.weights.items() if weight.dtype != planned[name]]
+        pending = [weight for name, weight in self.weights.items() if weight.dtype != planned[name]]
         # Those that go back to the mapped data come first: that frees memory before any is needed.
-        waiting.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
+        pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
         try:
-            for done, weight in enumerate(waiting):
+            for done, weight in enumerate(pending):
                 if cancelled():
                     raise Cancelled
-                weight.put(planned[weight.info.name])
+                weight.cast_to(planned[weight.info.name])
                 if on_progress is not None:
-                    on_progress(done + 1, len(waiting))
+                    on_progress(done + 1, len(pending))
         finally:
-            if waiting:
+            if pending:
                 trim_heap()
 
     @property
@@ -219,11 +219,11 @@ class LiveModel:
         """The weights whose cast loses values, besides rounding them: under the casts in force, or under a plan, for which only
         the stored values are read. Counts each tensor in each dtype once. Raises Cancelled.
         """
-        found = [
+        losses = [
             weight.count_loss(weight.dtype if planned is None else planned[name], cancelled, cast=planned is None)
             for name, weight in self.weights.items()
         ]
-        return tuple(loss for loss in found if loss is not None)
+        return tuple(loss for loss in losses if loss is not None)
 
     def known_losses(self, planned: Mapping[str, str]) -> tuple[ValueLoss, ...] | None:
         """The same under a plan where all of it was counted before, else None. Any thread may ask."""
@@ -236,11 +236,11 @@ class LiveModel:
 
     def uniform_dtype(self) -> torch.dtype | None:
         """The one computed dtype of all parameters and persistent buffers that can be cast, else None."""
-        found = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
+        current = {weight.dtype for weight in self.weights.values() if weight.info.castable and weight.info.persistent}
         if any(weight.scale is not None for weight in self.weights.values()):
             return None
         scratch = any(weight.changed for weight in self.weights.values() if not weight.info.persistent)
-        if len(found) != 1 or scratch or (only := found.pop()) not in dtypes.COMPUTE_DTYPES:
+        if len(current) != 1 or scratch or (only := current.pop()) not in dtypes.COMPUTE_DTYPES:
             return None
         return torch_dtype(only)
 
@@ -280,7 +280,7 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """The tree of a module, with classes and islands; `infos` where its inventory has been taken before."""
+    """The tree of a module, with classes and islands; `infos` where its tensors were collected before."""
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
     _mark_islands(module, tree)

@@ -37,7 +37,7 @@ from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quiet import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
-Say = Callable[[str], None]
+OnStep = Callable[[str], None]
 
 
 def pick_device(wanted: str) -> torch.device:
@@ -55,14 +55,14 @@ def pick_device(wanted: str) -> torch.device:
     return device
 
 
-def load(source: Source, options: Options, say: Say = lambda step: None) -> LiveModel:
-    """Open `source` as a live model on the device asked for. `say` hears what is being done.
+def load(source: Source, options: Options, on_step: OnStep = lambda step: None) -> LiveModel:
+    """Open `source` as a live model on the device asked for. `on_step` is called with what is being done.
 
     Raises NoForward when there are tensors but no architecture for them, UserError for anything else that is wrong.
     """
     device = pick_device(options.device)
     if source.kind == "python":
-        return load_python(source, options, device, say)
+        return load_python(source, options, device, on_step)
     if options.weights is not None:
         raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
     checkpoint = source.open()
@@ -75,7 +75,7 @@ def load(source: Source, options: Options, say: Say = lambda step: None) -> Live
             return LiveModel.wrap(whole, source.title, device)
     if checkpoint.form in _NO_ARCHITECTURE:
         raise NoForward(f"{source.title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
-    return _from_checkpoint(checkpoint, source, options, device, say)
+    return _from_checkpoint(checkpoint, source, options, device, on_step)
 
 
 _NO_ARCHITECTURE = {
@@ -86,11 +86,11 @@ _NO_ARCHITECTURE = {
 
 
 def _from_checkpoint(
-    checkpoint: Checkpoint, source: Source, options: Options, device: torch.device, say: Say
+    checkpoint: Checkpoint, source: Source, options: Options, device: torch.device, on_step: OnStep
 ) -> LiveModel:
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
-    loaded = load_module(checkpoint, source.title, options, say)
-    say("taking stock of the weights")
+    loaded = load_module(checkpoint, source.title, options, on_step)
+    on_step("taking stock of the weights")
     live = LiveModel.wrap(
         loaded.module,
         source.title,
@@ -125,7 +125,7 @@ class Loaded:
     notices: tuple[str, ...] = ()
 
 
-def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say = lambda step: None) -> Loaded:
+def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
     """The module of a checkpoint by `from_pretrained`, on the CPU, every tensor in the dtype that its file has.
 
     Raises NoForward where there is no architecture, or transformers can't load it.
@@ -143,24 +143,24 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
             f"{title}: no forward pass, because its weights are in a compressed archive, which transformers would map as if it "
             "were not; save them again with torch.save. Planning, weights and export work"
         )
-    say("importing transformers")
+    on_step("importing transformers")
     with quiet(), ExitStack() as meanwhile:
         import transformers
 
         meanwhile.enter_context(offline(options.download))
         silence_transformers()
-        say("reading the configuration")
+        on_step("reading the configuration")
         chosen = architecture(transformers, checkpoint, options)
         make(chosen, checkpoint)  # on the meta device: what can't be loaded is refused before memory is taken for it
         model_class = chosen.model_class
-        say(f"loading {model_class.__name__}")
+        on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
         if checkpoint.scaled:
             # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         try:
-            module, found = as_stored(model_class, checkpoint).from_pretrained(
+            module, loading_info = as_stored(model_class, checkpoint).from_pretrained(
                 folder,
                 dtype=torch_dtype(loading_dtype(checkpoint)),
                 output_loading_info=True,
@@ -177,18 +177,18 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, say: Say =
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
     module.requires_grad_(False)
-    places = map_names(module, restorable(checkpoint))
-    _restore_stored(module, checkpoint, places)
+    placements = map_names(module, restorable(checkpoint))
+    _restore_stored(module, checkpoint, placements)
     scaled = {
-        places[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
+        placements[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
         for name, tensor in checkpoint.scaled.items()
-        if name in places
+        if name in placements
     }
     notices = [*checkpoint.notices, *chosen.notices]
-    if missing := sorted(found.get("missing_keys") or ()):
+    if missing := sorted(loading_info.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     scales = {tensor.scale.name for tensor in checkpoint.scaled.values()}
-    if unused := sorted(set(found.get("unexpected_keys") or ()) - scales):
+    if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - scales):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
@@ -233,12 +233,12 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     for name, stored in checkpoint.weights.items():
         info = by_any_name.get(name)
         if info is None or info.shape != stored.shape:
-            what = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
-            raise UserError(f"{checkpoint.path}: tensor {printable(name)} {what}")
+            problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
+            raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
         tensors[info.name].data = read_stored(checkpoint, stored)
         filled.add(info.name)
-        if (found := checkpoint.scaled.get(name)) is not None:
-            scaled[info.name] = (found.dtype, read_mapped(found.scale).reshape(-1).clone())
+        if (quantized := checkpoint.scaled.get(name)) is not None:
+            scaled[info.name] = (quantized.dtype, read_mapped(quantized.scale).reshape(-1).clone())
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
     return Loaded(module, scaled)
@@ -279,19 +279,19 @@ def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
     return with_dtypes(model_class, stored)
 
 
-def _restore_stored(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placement]) -> None:
+def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
     """Give every tensor whose dtype loading changed the stored data back, mapped from the file.
 
     One packed of several stored tensors goes back to their dtype, which gives their values again: loading only widened.
     """
     tensors = dict((*module.named_parameters(), *module.named_buffers()))
-    wanted = stored_dtypes(checkpoint, places)
-    for name, place in places.items():
-        tensor, dtype = tensors.get(place.name), wanted[place.name]
+    wanted = stored_dtypes(checkpoint, placements)
+    for name, placement in placements.items():
+        tensor, dtype = tensors.get(placement.name), wanted[placement.name]
         if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
             continue
         stored = checkpoint.weights[name]
-        if not place.part and stored.shape == tuple(tensor.shape):
+        if not placement.part and stored.shape == tuple(tensor.shape):
             tensor.data = read_stored(checkpoint, stored)
         elif dtype in dtypes.COMPUTE_DTYPES:
             tensor.data = tensor.data.to(torch_dtype(dtype))

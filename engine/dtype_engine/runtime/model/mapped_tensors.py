@@ -21,25 +21,27 @@ def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
     For tensors that are a stretch of their file; `read_tensor` knows all the others. Raises UserError when the file can't be
     read.
     """
-    place = stored.bytes
-    if place is None:
+    byte_range = stored.bytes
+    if byte_range is None:
         raise UserError(
             f"{printable(stored.name)} can't be mapped from {stored.file}: its bytes lie nowhere as torch has them"
         )
     dtype = torch_dtype(stored.dtype)
     shape = torch_shape(stored)
-    if not place.nbytes:
+    if not byte_range.nbytes:
         return torch.empty(shape, dtype=dtype)
-    before = place.start % mmap.ALLOCATIONGRANULARITY
+    before = byte_range.start % mmap.ALLOCATIONGRANULARITY
     try:
-        with open(place.file, "rb") as file:
+        with open(byte_range.file, "rb") as file:
             mapping = mmap.mmap(
-                file.fileno(), before + place.nbytes, access=mmap.ACCESS_COPY, offset=place.start - before
+                file.fileno(), before + byte_range.nbytes, access=mmap.ACCESS_COPY, offset=byte_range.start - before
             )
     except (OSError, ValueError) as error:
-        raise UserError(f"can't read {place.file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
     if before % dtype.itemsize:  # a file may be laid out so, and torch's kernels rely on aligned addresses
-        values = torch.frombuffer(mapping, dtype=torch.uint8, count=place.nbytes, offset=before).clone().view(dtype)
+        values = (
+            torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
+        )
     else:
         values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=before)
     return values.view(shape)
@@ -60,9 +62,9 @@ def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tenso
     if stored.refusal is not None:
         raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
     if checkpoint.values is not None:
-        found = checkpoint.values[stored.name]
-        assert isinstance(found, torch.Tensor)
-        return found
+        tensor = checkpoint.values[stored.name]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
     if stored.packed:
         from dtype_engine.runtime.model.gguf_blocks import dequantize
 

@@ -32,19 +32,19 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
     left out.
     """
     live = module.state_dict()
-    found: dict[str, Placement] = {}
+    placements: dict[str, Placement] = {}
     rest: list[str] = []
     prefix = str(getattr(module, "base_model_prefix", "") or "")
     for name in names:
         spellings = (name, name.removeprefix(f"{prefix}."), f"{prefix}.{name}") if prefix else (name,)
         same = next((spelling for spelling in spellings if spelling in live), None)
         if same is not None:
-            found[name] = Placement(same, False)
+            placements[name] = Placement(same, False)
         else:
             rest.append(name)
     if rest:
-        found |= {name: Placement(*converted) for name, converted in converted_names(module, rest, live).items()}
-    return found
+        placements |= {name: Placement(*converted) for name, converted in converted_names(module, rest, live).items()}
+    return placements
 
 
 def restorable(checkpoint: Checkpoint) -> list[str]:
@@ -59,14 +59,14 @@ def restorable(checkpoint: Checkpoint) -> list[str]:
     ]
 
 
-def stored_dtypes(checkpoint: Checkpoint, places: Mapping[str, Placement]) -> dict[str, str]:
+def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
     """The dtype in which each live tensor is stored, by live name; for packed ones the widest of their parts."""
-    found: dict[str, str] = {}
-    for name, place in places.items():
+    by_live_name: dict[str, str] = {}
+    for name, placement in placements.items():
         stored = checkpoint.dtype(name)
-        before = found.get(place.name)
+        before = by_live_name.get(placement.name)
         if before is None or before == stored or not {before, stored} <= set(dtypes.COMPUTE_DTYPES):
-            found[place.name] = stored
+            by_live_name[placement.name] = stored
         else:
-            found[place.name] = name_of(torch.promote_types(torch_dtype(before), torch_dtype(stored)))
-    return found
+            by_live_name[placement.name] = name_of(torch.promote_types(torch_dtype(before), torch_dtype(stored)))
+    return by_live_name

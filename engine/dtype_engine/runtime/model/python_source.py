@@ -24,7 +24,7 @@ from dtype_engine.runtime.model.mapped_tensors import read_all
 from dtype_engine.runtime.model.quiet import quiet
 from dtype_engine.runtime.model.torch_private import tensor_slots
 
-Say = Callable[[str], None]
+OnStep = Callable[[str], None]
 
 
 def _load_weights(
@@ -43,21 +43,21 @@ def _load_weights(
             name.removeprefix("module."): tensor for name, tensor in values.items()
         }  # saved by DistributedDataParallel
     try:
-        found = module.load_state_dict(values, strict=False, assign=True)
+        mismatch = module.load_state_dict(values, strict=False, assign=True)
     except RuntimeError as error:
         reason = one_line(error, 300, with_type=True).replace("RuntimeError: ", "")
         raise UserError(f"{file} does not fit {title}: {reason}") from None
-    if len(found.missing_keys) == len(own):
+    if len(mismatch.missing_keys) == len(own):
         raise UserError(f"{file} has none of the tensors of {title}: it has {', '.join(list(values)[:3])}, ...")
     notices = list(checkpoint.notices)
     tied = _tie_again(module, ties, values)
-    if missing := [name for name in found.missing_keys if name not in tied]:
+    if missing := [name for name in mismatch.missing_keys if name not in tied]:
         notices.append(f"{len(missing)} weights are not in {file.name}, first {missing[0]}")
     if apart := [names for names in ties if not tied.issuperset(names) and any(name in values for name in names)]:
         notices.append(f"the model ties {' and '.join(apart[0])}, and {file.name} has different values for them")
-    if found.unexpected_keys:
+    if mismatch.unexpected_keys:
         notices.append(
-            f"{len(found.unexpected_keys)} tensors of {file.name} are not used, first {found.unexpected_keys[0]}"
+            f"{len(mismatch.unexpected_keys)} tensors of {file.name} are not used, first {mismatch.unexpected_keys[0]}"
         )
     return tuple(notices), checkpoint.identities
 
@@ -85,10 +85,10 @@ def _tie_again(
     return frozenset(tied)
 
 
-def load_python(source: Source, options: Options, device: torch.device, say: Say) -> LiveModel:
+def load_python(source: Source, options: Options, device: torch.device, on_step: OnStep) -> LiveModel:
     """A class or function of the user's own that gives an `nn.Module`, and `example_inputs()` beside it. Raises UserError."""
     assert source.attribute is not None
-    say(f"importing {source.path or source.module}")
+    on_step(f"importing {source.path or source.module}")
     with quiet():
         namespace = _import_file(source.path) if source.path else _import_module(source.module or "")
         made_by = getattr(namespace, source.attribute, None)
@@ -98,7 +98,7 @@ def load_python(source: Source, options: Options, device: torch.device, say: Say
             )
             hint = f"; it has {', '.join(offers)}" if offers else ""
             raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
-        say(f"making {source.attribute}")
+        on_step(f"making {source.attribute}")
         try:
             module = made_by if isinstance(made_by, nn.Module) else made_by()
         except Exception as error:
@@ -110,7 +110,7 @@ def load_python(source: Source, options: Options, device: torch.device, say: Say
     notices: tuple[str, ...] = ()
     identities: tuple[FileIdentity, ...] = ()
     if options.weights is not None:
-        say(f"reading {options.weights}")
+        on_step(f"reading {options.weights}")
         notices, identities = _load_weights(module, options.weights, options.trust_pickle, source.title)
     return LiveModel.wrap(
         module,

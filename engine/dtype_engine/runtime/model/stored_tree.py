@@ -20,23 +20,23 @@ from dtype_engine.runtime.model.mapped_tensors import read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, stored_dtypes
 
 
-def stored_tree(module: nn.Module, checkpoint: Checkpoint, places: Mapping[str, Placement] | None = None) -> Tree:
+def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement] | None = None) -> Tree:
     """The tree of a module without data (on the meta device) for the weights of a checkpoint.
 
-    places: where each tensor of the files goes, if that is known already. Raises UserError for a file that can't be read:
+    placements: where each tensor of the files goes, if that is known already. Raises UserError for a file that can't be read:
     the values of a weight that the files hold under two names are compared.
     """
-    places = map_names(module, checkpoint.weights) if places is None else places
-    infos = _untied(collect_tensors(module)[0], checkpoint, places)
+    placements = map_names(module, checkpoint.weights) if placements is None else placements
+    infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
-    infos = _without_quantised(with_files(infos, checkpoint, places, headers, own_dtypes=False), headers)
-    return tree_of(module, [*infos, *unused(places, headers, infos, type(module).__name__)])
+    infos = _without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
+    return tree_of(module, [*infos, *unused(placements, headers, infos, type(module).__name__)])
 
 
 def with_files(
     infos: Iterable[TensorInfo],
     checkpoint: Checkpoint,
-    places: Mapping[str, Placement],
+    placements: Mapping[str, Placement],
     headers: Mapping[str, TensorInfo],
     own_dtypes: bool,
 ) -> list[TensorInfo]:
@@ -45,15 +45,15 @@ def with_files(
     headers: the tensors of the files. own_dtypes: the module is live, and has its weights in the dtypes given; otherwise they are
     those of the files.
     """
-    stored = stored_dtypes(checkpoint, places)
+    stored = stored_dtypes(checkpoint, placements)
     sources: dict[str, list[str]] = {}
-    for name, place in places.items():
-        sources.setdefault(place.name, []).append(name)
-    found = []
+    for name, placement in placements.items():
+        sources.setdefault(placement.name, []).append(name)
+    described = []
     for info in infos:
         held = next((name for name in info.names if name in sources), None)
         if held is None:
-            found.append(dataclasses.replace(info, made_on_load=info.persistent))
+            described.append(dataclasses.replace(info, made_on_load=info.persistent))
             continue
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
@@ -75,36 +75,36 @@ def with_files(
         )
         if files and not changed.scaled and (size := sum(header.nbytes for header in files)) != changed.nbytes:
             changed = dataclasses.replace(changed, packed_bytes=size)  # packed of parts in several dtypes, say
-        found.append(changed)
-    return found
+        described.append(changed)
+    return described
 
 
 def unused(
-    places: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
+    placements: Mapping[str, Placement], headers: Mapping[str, TensorInfo], infos: Iterable[TensorInfo], title: str
 ) -> list[TensorInfo]:
     """The tensors of the files that the module has no place for."""
     taken = {name for info in infos for name in info.names}
     return [
         dataclasses.replace(header, fixed=header.fixed or f"not used by {title}: it stays as it is stored")
         for name, header in headers.items()
-        if name not in places and name not in taken
+        if name not in placements and name not in taken
     ]
 
 
-def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, places: Mapping[str, Placement]) -> list[TensorInfo]:
+def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> list[TensorInfo]:
     """Weights that the module would tie, apart where the files hold other values for each name, as transformers has it."""
-    found = []
+    untied = []
     for info in infos:
-        held = {place.name: name for name, place in places.items() if place.name in info.names} if info.aliases else {}
+        held = {each.name: name for name, each in placements.items() if info.aliases and each.name in info.names}
         first = next(iter(held.values()), None)
         apart = [live for live, name in held.items() if first is not None and not same_values(checkpoint, first, name)]
         if not apart:
-            found.append(info)
+            untied.append(info)
             continue
-        together = [name for name in info.names if name not in apart]
-        found.append(dataclasses.replace(info, name=together[0], aliases=tuple(together[1:])))
-        found += [dataclasses.replace(info, name=name, aliases=()) for name in apart]
-    return found
+        tied = [name for name in info.names if name not in apart]
+        untied.append(dataclasses.replace(info, name=tied[0], aliases=tuple(tied[1:])))
+        untied += [dataclasses.replace(info, name=name, aliases=()) for name in apart]
+    return untied
 
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:

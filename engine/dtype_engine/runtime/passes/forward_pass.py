@@ -43,7 +43,7 @@ class ForwardPass:
         calls: how many calls of each module have finished.
         inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
         finished: how many calls have finished.
-        aside: seconds spent on observing, which do not belong to the pass.
+        observing_seconds: seconds spent on observing, which do not belong to the pass.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ForwardPass:
         self.inside: list[str] = []
         self.began: list[int] = []
         self.finished = 0
-        self.aside = 0.0
+        self.observing_seconds = 0.0
 
     def begin(self, name: str, module: nn.Module, args: Any) -> Any:
         """A module is called. Returns the arguments to call it with instead, or None for those it has."""

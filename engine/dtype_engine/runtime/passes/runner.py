@@ -304,7 +304,7 @@ class ForwardRunner:
             for key, finished_before in mode.first_use.items():
                 name = model.by_id[key].info.name
                 self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
-        return output, time.perf_counter() - started - run.aside
+        return output, time.perf_counter() - started - run.observing_seconds
 
     def _stop(self, module: nn.Module, args: Any) -> None:
         if self.cancelled():
@@ -329,7 +329,7 @@ class ForwardRunner:
             started = time.perf_counter()
             with WithoutModes():
                 run.finish(name, output)
-            run.aside += time.perf_counter() - started
+            run.observing_seconds += time.perf_counter() - started
 
         return hook
 
@@ -350,13 +350,13 @@ def _originals(model: LiveModel) -> Iterator[None]:
     changed = [weight for weight in model.weights.values() if weight.changed]
     try:
         for weight in changed:
-            weight.aside = weight.tensor.data
+            weight.stashed = weight.tensor.data
             weight.tensor.data = weight.original.to(model.device)
         yield
     finally:
         for weight in changed:
-            if weight.aside is not None:
-                weight.tensor.data, weight.aside = weight.aside, None
+            if weight.stashed is not None:
+                weight.tensor.data, weight.stashed = weight.stashed, None
 
 
 def _where(inside: list[str]) -> str:

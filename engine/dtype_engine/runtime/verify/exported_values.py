@@ -27,45 +27,45 @@ class ExportedValues:
     def read(self, name: str) -> torch.Tensor:
         """One tensor."""
         handle, own = self.handles[name]
-        found = handle.get_tensor(own)
-        assert isinstance(found, torch.Tensor)
-        return found
+        tensor = handle.get_tensor(own)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
-    """Open every file with weights of an export; those of a pipeline's component have its name before theirs. copied: places of
+    """Open every file with weights of an export; those of a pipeline's component have its name before theirs. copied: paths of
     files that are the source's own and hold no weights of the export.
 
     Raises UserError when there is none, or safetensors can't read one.
     """
-    found = ExportedValues()
+    exported = ExportedValues()
     parts = [("", folder)]
     if (folder / "model_index.json").exists():
         parts += [(f"{entry.name}.", entry) for entry in sorted(folder.iterdir()) if entry.is_dir()]
     try:
-        for prefix, place in parts:
-            named = {prefix + name: file for name, file in _index(place).items()}
-            for file in sorted(place.glob("*.safetensors")):
+        for prefix, part_folder in parts:
+            indexed = {prefix + name: file for name, file in _index(part_folder).items()}
+            for file in sorted(part_folder.glob("*.safetensors")):
                 if file.relative_to(folder).as_posix() in copied:
                     continue
                 handle: Any = safe_open(file, framework="pt")
-                found.metadata |= {_prefixed(prefix, key): value for key, value in (handle.metadata() or {}).items()}
+                exported.metadata |= {_prefixed(prefix, key): value for key, value in (handle.metadata() or {}).items()}
                 for name in list(handle.keys()):
-                    found.handles[prefix + name] = (handle, name)
-                    if named and named.get(prefix + name) != file.name:
-                        said = named.get(prefix + name)
-                        where = f"in {printable(said)}" if said is not None else "nowhere"
-                        found.misplaced[prefix + name] = f"is in {file.name}, and the index has it {where}"
-            found.misplaced |= {
+                    exported.handles[prefix + name] = (handle, name)
+                    if indexed and indexed.get(prefix + name) != file.name:
+                        indexed_file = indexed.get(prefix + name)
+                        where = f"in {printable(indexed_file)}" if indexed_file is not None else "nowhere"
+                        exported.misplaced[prefix + name] = f"is in {file.name}, and the index has it {where}"
+            exported.misplaced |= {
                 name: f"is not in {printable(str(file))}, where the index has it"
-                for name, file in named.items()
-                if name not in found.handles
+                for name, file in indexed.items()
+                if name not in exported.handles
             }
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: safetensors can't read this export: {one_line(error)}") from None
-    if not found.handles:
+    if not exported.handles:
         raise UserError(f"{folder} has no safetensors files, so there is nothing to verify")
-    return found
+    return exported
 
 
 def _prefixed(prefix: str, key: str) -> str:
@@ -78,5 +78,5 @@ def _index(folder: Path) -> dict[str, str]:
     for file in sorted(folder.glob("*.safetensors.index.json")):
         read = json.loads(file.read_text(encoding="utf-8"))
         if isinstance(read, dict) and isinstance(read.get("weight_map"), dict):
-            return {str(name): str(place) for name, place in read["weight_map"].items()}
+            return {str(name): str(file_name) for name, file_name in read["weight_map"].items()}
     return {}

@@ -64,9 +64,9 @@ def _of_safetensors(files: tuple[Path, ...], by_component: bool) -> SourceValues
 
     def read(name: str) -> torch.Tensor:
         handle, own = opened[name]
-        found = handle.get_tensor(own)
-        assert isinstance(found, torch.Tensor)
-        return found
+        tensor = handle.get_tensor(own)
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
 
     return SourceValues(frozenset(opened), read)
 
@@ -74,8 +74,8 @@ def _of_safetensors(files: tuple[Path, ...], by_component: bool) -> SourceValues
 def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) -> SourceValues:
     state: dict[str, torch.Tensor] = {}
     for file in files:
-        found = torch.load(file, map_location="cpu", weights_only=not trust, mmap=_mapped(file))
-        state |= _entry(found, wanted)
+        pickled = torch.load(file, map_location="cpu", weights_only=not trust, mmap=_mapped(file))
+        state |= _entry(pickled, wanted)
     return SourceValues(frozenset(state), state.__getitem__)
 
 
@@ -89,12 +89,12 @@ def _mapped(file: Path) -> bool:
         return all(record.compress_type == zipfile.ZIP_STORED for record in archive.infolist())
 
 
-def _entry(found: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
+def _entry(pickled: Any, wanted: frozenset[str]) -> dict[str, torch.Tensor]:
     """Of what a pickle holds, the mapping with the most of the names that are looked for."""
-    if isinstance(found, torch.Tensor):
-        return {"tensor": found.detach()}
+    if isinstance(pickled, torch.Tensor):
+        return {"tensor": pickled.detach()}
     best: dict[str, torch.Tensor] = {}
-    waiting = [found]
+    waiting = [pickled]
     while waiting:
         held = waiting.pop()
         if isinstance(held, torch.nn.Module):

@@ -18,7 +18,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
-from dtype_engine.runtime.export.contents import Contents, Item, Piece, of_checkpoint, of_live
+from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry, of_checkpoint, of_live
 from dtype_engine.runtime.export.export import OnBytes
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, Weight
@@ -96,70 +96,70 @@ def compare(
     Of the plan only names, dtypes and shapes are taken; a cast is done anew, by torch's own `to` or the formula of scales. Reads
     one tensor at a time. Raises UserError when a file can't be read, Cancelled.
     """
-    exported = read_export(folder, frozenset(place for _, place in contents.layout.copied))
-    found = [TensorDifference(name, what) for name, what in exported.misplaced.items()]
+    exported = read_export(folder, frozenset(path for _, path in contents.layout.copied))
+    differences = [TensorDifference(name, problem) for name, problem in exported.misplaced.items()]
     done = 0
     for item in contents.items:
         if cancelled():
             raise Cancelled
-        if (what := _difference(item, source, exported)) is not None:
-            found.append(TensorDifference(item.name, what))
+        if (problem := _difference(item, source, exported)) is not None:
+            differences.append(TensorDifference(item.name, problem))
         done += item.nbytes
         on_bytes(done, contents.nbytes)
-    pieces = {piece.name for item in contents.items for piece in item.pieces}
-    found += [TensorDifference(name, "is not in the source") for name in exported.handles if name not in pieces]
-    found += [TensorDifference(place, what) for place, what in contents.layout.differences(folder)]
-    return (*found, *_lost(contents, source))
+    entries = {entry.name for item in contents.items for entry in item.entries}
+    differences += [TensorDifference(name, "is not in the source") for name in exported.handles if name not in entries]
+    differences += [TensorDifference(path, problem) for path, problem in contents.layout.differences(folder)]
+    return (*differences, *_lost(contents, source))
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
     """Tensors of the source that nothing in the export stands for."""
-    written = {item.name for item in contents.items} | {piece.name for item in contents.items for piece in item.pieces}
-    found = []
+    written = {item.name for item in contents.items} | {entry.name for item in contents.items for entry in item.entries}
+    differences = []
     for name in sorted(source.names - written):
-        kept = contents.tied.get(name)
-        if kept is None:
-            found.append(TensorDifference(name, "is in the source and not in the export"))
-        elif kept in source.names and not _same_bits(source.read(name), source.read(kept)):
-            found.append(TensorDifference(name, f"was left out as the same as {kept}, and differs from it"))
-    return found
+        written_as = contents.tied.get(name)
+        if written_as is None:
+            differences.append(TensorDifference(name, "is in the source and not in the export"))
+        elif written_as in source.names and not _same_bits(source.read(name), source.read(written_as)):
+            differences.append(TensorDifference(name, f"was left out as the same as {written_as}, and differs from it"))
+    return differences
 
 
-def _difference(item: Item, source: SourceValues, exported: ExportedValues) -> str | None:
+def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValues) -> str | None:
     """What is wrong with one tensor, None for nothing."""
-    for place, piece in enumerate(item.pieces):
-        if piece.name not in exported.handles:
-            return "has no scales" if place else "is missing"
-        stored = exported.read(piece.name)
-        wanted = torch_dtype(piece.dtype), _torch_shape(piece)
+    for index, entry in enumerate(item.entries):
+        if entry.name not in exported.handles:
+            return "has no scales" if index else "is missing"
+        stored = exported.read(entry.name)
+        wanted = torch_dtype(entry.dtype), _torch_shape(entry)
         if (stored.dtype, tuple(stored.shape)) != wanted:
-            return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {piece.dtype} {list(wanted[1])}"
-    if item.scaled and (said := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
-        return f"should be {item.dtype}, and the file says {said or 'nothing of scales'}"
+            return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
+    if item.scaled and (recorded := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
+        return f"should be {item.dtype}, and the file says {recorded or 'nothing of scales'}"
     missing = next((name for name in _names_read(item) if name not in source.names), None)
     if missing is not None:
         return f"is not in the source as {missing}"
-    for piece, expected in zip(item.pieces, _expected(item, source), strict=True):
-        if what := _values_differ(piece, expected, exported.read(piece.name), item.stored != item.dtype):
-            return what
+    for entry, expected in zip(item.entries, _expected(item, source), strict=True):
+        if problem := _values_differ(entry, expected, exported.read(entry.name), item.stored != item.dtype):
+            return problem
     return None
 
 
-def _names_read(item: Item) -> tuple[str, ...]:
+def _names_read(item: ExportTensor) -> tuple[str, ...]:
     """The source's names for what an item is made of: one that has scales already has them beside it."""
     if item.scaled and item.dtype == item.stored:
-        return tuple(piece.name for piece in item.pieces)
+        return tuple(entry.name for entry in item.entries)
     return (item.name,)
 
 
-def _expected(item: Item, source: SourceValues) -> tuple[torch.Tensor, ...]:
+def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, ...]:
     """The tensors that an item should be in the file, worked out here."""
-    found = tuple(map(source.read, _names_read(item)))
-    if len(found) == len(item.pieces) == 2:
-        return found
+    values = tuple(map(source.read, _names_read(item)))
+    if len(values) == len(item.entries) == 2:
+        return values
     if not item.scaled:
-        return (found[0].to(torch_dtype(item.dtype)),)
-    return scaled_anew(found[0], item.dtype)
+        return (values[0].to(torch_dtype(item.dtype)),)
+    return scaled_anew(values[0], item.dtype)
 
 
 def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -183,10 +183,10 @@ def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.T
     return codes.to(torch_dtype(dtype)).reshape(values.shape), scale
 
 
-def _torch_shape(piece: Piece) -> tuple[int, ...]:
+def _torch_shape(entry: TensorEntry) -> tuple[int, ...]:
     """The shape that torch has for a tensor of a file: of `float4_e2m1fn_x2`, an element holds two values."""
-    halved = piece.dtype == "float4_e2m1fn_x2" and piece.shape
-    return (*piece.shape[:-1], piece.shape[-1] // 2) if halved else piece.shape
+    halved = entry.dtype == "float4_e2m1fn_x2" and entry.shape
+    return (*entry.shape[:-1], entry.shape[-1] // 2) if halved else entry.shape
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -198,21 +198,21 @@ def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(_bits(one), _bits(other))
 
 
-def _values_differ(piece: Piece, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
+def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Tensor, cast: bool) -> str | None:
     """How many elements differ. A cast of NaN may have any of NaN's patterns of bits."""
     if expected.numel() != stored.numel() or expected.dtype != stored.dtype:
-        return f"{piece.name} is of {expected.numel()} values in the source"
+        return f"{entry.name} is of {expected.numel()} values in the source"
     differing = (_bits(expected) != _bits(stored)).any(dim=1)
     if cast and stored.is_floating_point() and bool(differing.any()):
         nan = torch.isnan(expected.to(torch.float32)) & torch.isnan(stored.to(torch.float32)).reshape(expected.shape)
         differing &= ~nan.reshape(-1)
     elements = int(differing.sum())
-    return f"{elements} of {expected.numel()} values of {piece.name} differ" if elements else None
+    return f"{elements} of {expected.numel()} values of {entry.name} differ" if elements else None
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:
     """The files of an export that hold no weights and are no copies of the source's, in a sentence."""
-    known = {"README.md", "recipe.yaml", *(place for _, place in contents.layout.copied)}
+    known = {"README.md", "recipe.yaml", *(path for _, path in contents.layout.copied)}
     others = sorted(
         printable(str(entry.relative_to(folder)))
         for entry in folder.rglob("*")

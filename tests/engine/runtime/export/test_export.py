@@ -524,11 +524,11 @@ def test_every_tensor_of_a_written_file_is_aligned(make_llama: Any, tmp_path: Pa
     contents = of_checkpoint(
         open_checkpoint(make_llama(vocab_size=63, intermediate_size=47)), "m", recipe("*.mlp=fp8", "*.q_proj=half")
     )
-    pieces = [piece for item in contents.items for piece in item.pieces]
-    head, starts = header(pieces, {"format": "pt"})
+    entries = [entry for item in contents.items for entry in item.entries]
+    head, starts = header(entries, {"format": "pt"})
     assert len(head) % 8 == 0
-    for piece in pieces:
-        assert starts[piece.name] % torch_dtype(piece.dtype).itemsize == 0
+    for entry in entries:
+        assert starts[entry.name] % torch_dtype(entry.dtype).itemsize == 0
 
 
 def test_memory_of_an_export_is_that_of_a_piece(tmp_path: Path) -> None:
