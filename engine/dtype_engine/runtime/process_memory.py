@@ -28,8 +28,8 @@ class ProcessMemory:
 def process_memory(files: Iterable[Path] = ()) -> ProcessMemory:
     """What this process holds now. `files`: those of the checkpoint."""
     if not sys.platform.startswith("linux"):
-        found = psutil.Process().memory_info()
-        return ProcessMemory(found.rss, None, None, None)
+        memory = psutil.Process().memory_info()
+        return ProcessMemory(memory.rss, None, None, None)
     status = _status()
     return ProcessMemory(status["VmRSS"], status.get("RssAnon"), _mapped(files), status.get("VmHWM"))
 
@@ -44,12 +44,12 @@ def reset_peak_rss() -> None:
 
 
 def _status() -> dict[str, int]:
-    found = {}
+    sizes = {}
     for line in Path("/proc/self/status").read_text().splitlines():
         name, _, value = line.partition(":")
         if value.endswith(" kB"):
-            found[name] = int(value.split()[0]) * _KIB
-    return found
+            sizes[name] = int(value.split()[0]) * _KIB
+    return sizes
 
 
 def _mapped(files: Iterable[Path]) -> int:
@@ -58,7 +58,7 @@ def _mapped(files: Iterable[Path]) -> int:
     if not wanted:
         return 0
     # One search over the whole text: going line by line in Python takes tens of milliseconds.
-    found = re.finditer(
+    mappings = re.finditer(
         rb" (?:%s)\n(?:[A-Z]\w+: .*\n)*?Rss: +(\d+) kB" % b"|".join(wanted), Path("/proc/self/smaps").read_bytes()
     )
-    return sum(int(mapping[1]) for mapping in found) * _KIB
+    return sum(int(mapping[1]) for mapping in mappings) * _KIB

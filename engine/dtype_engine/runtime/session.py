@@ -22,16 +22,16 @@ from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime import process_memory as memory
 from dtype_engine.runtime.cast_model import CastModel, reading_weights
-from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, reading
+from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.comparison import OnModules
 from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress
 from dtype_engine.runtime.measure.generation import OnTokens, generate
-from dtype_engine.runtime.measure.implicit_casts import summed
+from dtype_engine.runtime.measure.implicit_casts import aggregate
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
-from dtype_engine.runtime.measure.noise_floor import measure_floor
+from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
@@ -103,7 +103,7 @@ class Session(CastModel):
         memory.reset_peak_rss()
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
-        found = self._meter.measure(on_progress, on_modules, cancelled)
+        measurement = self._meter.measure(on_progress, on_modules, cancelled)
         return DriftReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -111,12 +111,12 @@ class Session(CastModel):
             rules=tuple(map(str, self.recipe.rules)),
             settings=str(self.settings),
             inputs=inputs.description,
-            output_name=found.output_name,
-            output=found.output,
-            modules=found.modules,
+            output_name=measurement.output_name,
+            output=measurement.output,
+            modules=measurement.modules,
             memory=self.memory(),
-            seconds=Seconds(found.reference_seconds, found.candidate_seconds, found.reused),
-            notices=(*self.model.notices, *found.notices),
+            seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
+            notices=(*self.model.notices, *measurement.notices),
             lost=self.lost_values(cancelled),
         )
 
@@ -143,7 +143,7 @@ class Session(CastModel):
         """
         inputs = self._need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
-            self._floor = inputs, measure_floor(self.model, inputs, on_progress, cancelled)
+            self._floor = inputs, measure_noise_floor(self.model, inputs, on_progress, cancelled)
         return self._floor[1]
 
     @reading_weights
@@ -206,8 +206,8 @@ class Session(CastModel):
             True
         """
         inputs = self._need_inputs()
-        with ForwardRunner(self.model, self.settings, cancelled) as passes:
-            return summed(passes.flow(inputs.batches[0]))
+        with ForwardRunner(self.model, self.settings, cancelled) as runner:
+            return aggregate(runner.implicit_casts(inputs.batches[0]))
 
     @reading_weights
     def generate(
@@ -225,8 +225,8 @@ class Session(CastModel):
             False
         """
         inputs = self._need_inputs()
-        with ForwardRunner(self.model, self.settings, cancelled) as passes:
-            return generate(passes, inputs, tokens, on_tokens)
+        with ForwardRunner(self.model, self.settings, cancelled) as runner:
+            return generate(runner, inputs, tokens, on_tokens)
 
     @reading_weights
     def speed(
@@ -240,8 +240,8 @@ class Session(CastModel):
         The report has seconds a pass: the median of `repeats` after a warm-up. Raises as `drift` does.
         """
         inputs = self._need_inputs()
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
-            rows, notices = measure_speed(passes, inputs, self.plan.dtypes, on_passes, repeats)
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+            rows, notices = measure_speed(runner, inputs, self.plan.dtypes, on_passes, repeats)
         return SpeedReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -286,26 +286,26 @@ class Session(CastModel):
             True
         """
         inputs = self._need_inputs()
-        asked = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
-        if dtype_table.STORED in asked or not asked:
+        targets = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
+        if dtype_table.STORED in targets or not targets:
             raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtype_table.CASTABLE_DTYPES)}")
         settings = RunSettings(compute=self.settings.compute)
         if exact:
             try:
                 self.scanned = exact_sensitivities(
-                    self.model, inputs, asked, settings, on_progress, on_estimate, cancelled
+                    self.model, inputs, targets, settings, on_progress, on_estimate, cancelled
                 )
             finally:
                 self.model.apply(self.plan.dtypes)
             return self.scanned
-        known = self._scan
+        scan = self._scan
         if (
-            known is None
-            or known.inputs is not inputs
-            or (known.dtypes, known.settings, known.draws, known.save) != (asked, settings, draws, save)
+            scan is None
+            or scan.inputs is not inputs
+            or (scan.dtypes, scan.settings, scan.draws, scan.save) != (targets, settings, draws, save)
         ):
-            known = self._scan = Scan(self.model, inputs, asked, settings, draws, save=save)
-        self.scanned = known.run(on_progress, on_estimate, cancelled)
+            scan = self._scan = Scan(self.model, inputs, targets, settings, draws, save=save)
+        self.scanned = scan.run(on_progress, on_estimate, cancelled)
         return self.scanned
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
@@ -346,8 +346,8 @@ class Session(CastModel):
             when nothing meets the limit.
         """
         front = self.front(constraints)
-        fixed, found = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
-        recipe = compress(self.tree, found.dtypes)
+        fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
+        recipe = compress(self.tree, solution.dtypes)
         measured = None
         if measure:
             self.apply(recipe, cancelled=cancelled)
@@ -358,8 +358,8 @@ class Session(CastModel):
             unit=self.scanned.unit,
             rules=tuple(map(str, recipe.rules)),
             stored_bytes=self.tree.stored_bytes,
-            planned_bytes=found.bytes + fixed,
-            predicted=found.score,
+            planned_bytes=solution.bytes + fixed,
+            predicted=solution.score,
             front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
             measured=measured,
             notices=self.model.notices,
@@ -374,16 +374,16 @@ class Session(CastModel):
         made, do not fit the model or do not run, and Cancelled; everything is as it was then.
         """
         inputs = make_inputs(self.model, options)
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as passes:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
             for tried in one_of_each_shape(inputs):
-                passes.dry_run(tried)
+                runner.dry_run(tried)
         self.inputs, self.options, self.no_forward = inputs, options, None
         self._meter = self._scan = self.scanned = None
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
         """What the model is run on, call by call; None where it can't be run."""
-        return reading(self.inputs) if self.inputs is not None else None
+        return summarize(self.inputs) if self.inputs is not None else None
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

@@ -193,17 +193,17 @@ class CommandRunner:
         self._emit(events.ScanUpdated(report, True))
 
     def _inspect(self, recipe: Recipe, command: InspectWeight, token: CancelToken) -> None:
-        from dtype_engine.runtime.measure.weight_errors import look_at, look_at_live
+        from dtype_engine.runtime.measure.weight_errors import inspect_live_weight, inspect_weight
 
         model, name, targets = self._model, command.tensor, command.targets
         self._emit(events.WorkingProgress(recipe, f"reading {printable(name, 60)}", 0, 1))
         if model.session is not None:
             with unchanged(model.session.model.identities):
-                stats = look_at_live(model.session.model, name, targets, token)
+                stats = inspect_live_weight(model.session.model, name, targets, token)
         else:
             assert model.checkpoint is not None
             with unchanged(model.checkpoint.identities):
-                stats = look_at(model.checkpoint, name, targets, token)
+                stats = inspect_weight(model.checkpoint, name, targets, token)
         self._emit(events.WeightInspected(recipe, name, stats))
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:

@@ -180,7 +180,7 @@ def _scan(folder: Path) -> bytes:
     sample = TopKSample(3, 0.5, [0.1, 0.2], 0.3, keys, keys)
     done = [SequenceScores(16.0, keys, keys, keys, True, [sample], keys), SequenceScores(8.0, keys)]
     path = folder / "scan.json"
-    scan_file.write(path, scan_file.Saved(FINGERPRINT(), 4, "nats", 1.5, 2.5, done))
+    scan_file.write(path, scan_file.SavedScan(FINGERPRINT(), 4, "nats", 1.5, 2.5, done))
     return path.read_bytes()
 
 

@@ -20,7 +20,7 @@ from dtype_engine.runtime.inputs.processors import (
     parameters,
     tokenizer_of,
 )
-from dtype_engine.runtime.inputs.text import encoded, pieces, sequence_length, sources
+from dtype_engine.runtime.inputs.text import encoded, sequence_length, sources, text_samples
 from dtype_engine.runtime.model.live import LiveModel
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _decoders(model: LiveModel, options: Options) -> tuple[list[dict[str, Any]],
     if tokenizer is None:
         raise UserError(f"{model.title} {no_tokenizer(model)}, so prompts and texts can't be used; leave them out")
     longest = sequence_length(model, options)
-    ids = [encoded(tokenizer, piece, model.title, options.chat)[0] for piece in pieces(options)]
+    ids = [encoded(tokenizer, sample, model.title, options.chat)[0] for sample in text_samples(options)]
     return [decoder_start(model, row[:longest])[0] for row in ids], (f"decoder: {sources(options)}",)
 
 
@@ -128,8 +128,8 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
     import soxr
 
     samples = math.ceil(len(wave) * rate / own_rate)
-    found: Wave = soxr.resample(wave, own_rate, rate)[:samples]
-    return np.pad(found, (0, samples - len(found)))
+    resampled_wave: Wave = soxr.resample(wave, own_rate, rate)[:samples]
+    return np.pad(resampled_wave, (0, samples - len(resampled_wave)))
 
 
 def synthetic_tone(rate: int, seconds: float = TONE_SECONDS) -> Wave:
@@ -166,12 +166,12 @@ def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
 
 def _features(model: LiveModel, extractor: Any, wave: Wave, rate: int, argument: str) -> dict[str, Any]:
     try:
-        found = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
+        features = accepted(model, extractor(wave, sampling_rate=rate, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
         raise UserError(f"the feature extractor of {model.title} refuses the sound: {one_line(error)}") from None
-    if argument not in found:
+    if argument not in features:
         raise NoForward(f"{model.title}: its {type(extractor).__name__} makes no {argument} for the forward pass")
-    return found
+    return features
 
 
 def _normalised(wave: Wave, channels: int) -> torch.Tensor:

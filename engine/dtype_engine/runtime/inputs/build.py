@@ -66,9 +66,9 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     if sound is not None and (not text or main == sound or options.audio or is_contrastive(model)):
         return _sound_and_text(model, options) if text else sound_inputs(model, options)
     if text:
-        alone = text_inputs(model, options)
+        text_only = text_inputs(model, options)
         without = ("no sound: the model runs on text alone",) if sound is not None else ()
-        return dataclasses.replace(alone, made_of=(*alone.made_of, *without))
+        return dataclasses.replace(text_only, made_of=(*text_only.made_of, *without))
     raise NoForward(
         f"{model.title}: no inputs can be made for {main!r}; give tensors with --inputs FILE.safetensors, .npz or .pt"
     )
@@ -81,8 +81,8 @@ def _picture_and_text(model: LiveModel, options: Options) -> Inputs:
     except NoForward as error:
         if options.images or getattr(model.module, "main_input_name", "") != "input_ids" or is_contrastive(model):
             raise
-        alone = text_inputs(model, options)
-        return dataclasses.replace(alone, made_of=(*alone.made_of, f"no picture: {error}"))
+        text_only = text_inputs(model, options)
+        return dataclasses.replace(text_only, made_of=(*text_only.made_of, f"no picture: {error}"))
 
 
 def _sound_and_text(model: LiveModel, options: Options) -> Inputs:
@@ -101,12 +101,12 @@ def _refuse_text(model: LiveModel, options: Options) -> None:
 
 def _saying_what_is_not_used(inputs: Inputs, options: Options) -> Inputs:
     """Beside a picture there is one prompt, whole. No error: the options may be those of a configuration for all models."""
-    told = (
+    text_options = (
         ("--chat", options.chat),
         ("--sequence-length", options.sequence_length),
         ("--sequences", options.sequences),
     )
-    unused = [name for name, given in told if given]
+    unused = [name for name, given in text_options if given]
     if not unused:
         return inputs
     words = f"{' and '.join(unused)} not used: {'they are' if len(unused) > 1 else 'it is'} for models of text alone"

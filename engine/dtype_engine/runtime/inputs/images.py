@@ -157,12 +157,12 @@ def open_picture(path: Path) -> Image:
 
 def _processed(model: LiveModel, processor: Any, image: Image) -> dict[str, Any]:
     try:
-        found = accepted(model, processor(images=image, return_tensors="pt"))
+        processed = accepted(model, processor(images=image, return_tensors="pt"))
     except (ValueError, TypeError, RuntimeError, KeyError, IndexError, AttributeError) as error:
         raise UserError(f"the image processor of {model.title} refuses the picture: {one_line(error)}") from None
-    if "pixel_values" not in found:
+    if "pixel_values" not in processed:
         raise NoForward(f"{model.title}: its {type(processor).__name__} makes no pixel_values for the forward pass")
-    return found
+    return processed
 
 
 def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Tensor:

@@ -38,8 +38,8 @@ def is_contrastive(model: LiveModel) -> bool:
 
 def image_token(model: LiveModel) -> int | None:
     """The token id that stands for a piece of a picture in a language model's text; None for models without one."""
-    found = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
-    return next((token for token in found if isinstance(token, int)), None)
+    ids = (getattr(model.module.config, name, None) for name in ("image_token_id", "image_token_index"))
+    return next((token for token in ids if isinstance(token, int)), None)
 
 
 def picture_and_text_inputs(model: LiveModel, options: Options) -> Inputs:
@@ -125,8 +125,8 @@ def _seen(model: LiveModel, options: Options, pictures: list[Picture], made_of: 
                 f"text: {source}, {printable(text, 60)!r}, put together by the folder's own {type(processor).__name__}"
             )
         else:
-            kwargs, said = _by_hand(model, picture, text, given, token)
-            how.add(said)
+            kwargs, made_by = _by_hand(model, picture, text, given, token)
+            how.add(made_by)
         if "use_cache" in parameters(model.module):
             kwargs["use_cache"] = False
         shown = text if tokenizer is not None else None
@@ -182,11 +182,11 @@ def _features(model: LiveModel, picture: Picture) -> int:
     given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
     try:
         with torch.no_grad(), ReferenceMode(model.by_id, model.device):
-            found = ask(**given)
+            output = ask(**given)
     except Exception as error:  # the model's own code
         raise NoForward(
             f"{model.title}: its picture features can't be made: {one_line(error, with_type=True)}"
         ) from None
-    features = getattr(found, "pooler_output", found)
+    features = getattr(output, "pooler_output", output)
     tensors = features if isinstance(features, (list, tuple)) else [features]
     return sum(tensor.shape[:-1].numel() for tensor in tensors)

@@ -45,9 +45,9 @@ def processor_of(model: LiveModel) -> Any:
     """The processor that takes text and pictures together, from the model's folder, or None."""
     from transformers import AutoProcessor
 
-    found = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
-    together = hasattr(found, "image_processor") and hasattr(found, "tokenizer")
-    return found if together else None
+    processor = _loaded(model, _PROCESSORS, AutoProcessor.from_pretrained)
+    together = hasattr(processor, "image_processor") and hasattr(processor, "tokenizer")
+    return processor if together else None
 
 
 def no_tokenizer(model: LiveModel) -> str:
@@ -55,14 +55,14 @@ def no_tokenizer(model: LiveModel) -> str:
     from transformers import AutoTokenizer
 
     try:
-        found = _loaded_or_fails(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
+        tokenizer = _loaded_or_fails(model, _TOKENIZERS, AutoTokenizer.from_pretrained)
     except _FAILURES as error:
         if "trust_remote_code" in str(error):
             return (
                 "has a tokenizer that needs its own Python code, which is not run unless you pass --trust-remote-code"
             )
         return f"has a tokenizer that is damaged or can't be loaded ({reason(error)})"
-    return "has no tokenizer" if found is None else "has a tokenizer"
+    return "has no tokenizer" if tokenizer is None else "has a tokenizer"
 
 
 def _loaded(model: LiveModel, files: tuple[str, ...], load: Callable[..., Any]) -> Any:
@@ -103,10 +103,10 @@ def vocabulary(model: LiveModel) -> int | None:
 def accepted(model: LiveModel, kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Those of a processor's results that the forward pass takes, with lists of one picture's tensors made into tensors."""
     names = parameters(model.module)
-    found = {key: value for key, value in kwargs.items() if key in names}
+    taken = {key: value for key, value in kwargs.items() if key in names}
     return {
         key: torch.stack(value) if isinstance(value, list) and all(map(torch.is_tensor, value)) else value
-        for key, value in found.items()
+        for key, value in taken.items()
     }
 
 
@@ -126,11 +126,11 @@ def learned_positions(module: nn.Module) -> int | None:
     named = getattr(config, "max_position_embeddings", None) or getattr(config, "max_target_positions", None)
     if not isinstance(named, int):
         return None
-    found = [
+    sizes = [
         child.num_embeddings - (child.padding_idx + 1 if child.padding_idx is not None else 0)
         for name, child in module.named_modules()
         if isinstance(child, nn.Embedding)
         and ("position" in name or name.endswith("wpe"))
         and named <= child.num_embeddings <= named + _MOST_OFFSET
     ]
-    return min(found) if found else None
+    return min(sizes) if sizes else None

@@ -15,7 +15,7 @@ from dtype_engine.runtime.numerics.quantize import dtype_name
 _SHOWN = 160
 
 
-def reading(inputs: Inputs) -> InputsSummary:
+def summarize(inputs: Inputs) -> InputsSummary:
     """What the model is run on, call by call."""
     batches = tuple(_row(batch) for batch in inputs.batches)
     known = [batch.positions for batch in batches if batch.positions is not None]
@@ -29,10 +29,10 @@ def one_of_each_shape(inputs: Inputs) -> list[Batch]:
     """
     if inputs.made:
         return list(inputs.batches[:1])
-    found: dict[object, Batch] = {}
+    by_shape: dict[object, Batch] = {}
     for batch in inputs.batches:
-        found.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
-    return list(found.values())
+        by_shape.setdefault(tuple((name, tensor.shape, tensor.dtype) for name, tensor in named_tensors(batch)), batch)
+    return list(by_shape.values())
 
 
 def _row(batch: Batch) -> InputBatch:
@@ -41,10 +41,10 @@ def _row(batch: Batch) -> InputBatch:
     )
     text = printable(" ".join(batch.text[: 2 * _SHOWN].split()), _SHOWN) if batch.text else None
     if batch.about and text:
-        what = f"{batch.about}: {text}"
+        description = f"{batch.about}: {text}"
     else:
-        what = batch.about or text or ", ".join(tensor.name for tensor in tensors) or "nothing"
-    return InputBatch(what, _positions(batch), tensors)
+        description = batch.about or text or ", ".join(tensor.name for tensor in tensors) or "nothing"
+    return InputBatch(description, _positions(batch), tensors)
 
 
 def named_tensors(batch: Batch) -> Iterator[tuple[str, torch.Tensor]]:

@@ -31,8 +31,8 @@ def tensor_inputs(model: LiveModel, path: Path) -> Inputs:
     A call is a dictionary of arguments, a tuple of them, or one tensor. Several: a list of these in a `.pt` file; names
     that begin with the call's number (`0.input_ids`, `1.input_ids`) in the others. Token ids become int64.
     """
-    found = from_values(read_tensors(path), path.name)
-    batches = tuple(_as_ids(batch) for batch in found.batches)
+    given = from_values(read_tensors(path), path.name)
+    batches = tuple(_as_ids(batch) for batch in given.batches)
     for number, batch in enumerate(batches, 1):
         where = f"{path}, call {number}" if len(batches) > 1 else str(path)
         check_fits(model, batch, where)
@@ -67,22 +67,22 @@ def _safetensors(path: Path) -> dict[str, torch.Tensor]:
 def _npz(path: Path) -> dict[str, torch.Tensor]:
     import numpy as np
 
-    found = {}
+    tensors = {}
     try:
         refuse_too_large(path)
         with np.load(path, allow_pickle=False) as arrays:
             for name in arrays.files:
                 array = arrays[name]
                 try:
-                    found[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
+                    tensors[name] = torch.from_numpy(np.ascontiguousarray(array.astype(array.dtype.newbyteorder("="))))
                 except TypeError:
                     raise UserError(f"{path}: {printable(name)} is {array.dtype}, which torch does not know") from None
-                found[name] = found[name].reshape(array.shape)
+                tensors[name] = tensors[name].reshape(array.shape)
     except UserError:
         raise
     except Exception as error:  # numpy and zipfile meet damage in many places, each with an error of its own
         raise UserError(f"can't read the tensors of {path}: {one_line(error)}") from None
-    return found
+    return tensors
 
 
 def _pickle(path: Path) -> Any:

@@ -36,7 +36,7 @@ BUILT_IN = "built-in prompts: Python code, prose, technical text, a sum"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextSample:
     """A text as the user gave it: plain, or as the messages of a conversation. `where` it stands, for errors."""
 
     text: str = ""
@@ -63,8 +63,8 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
         return Inputs(batches, described, made_of=(f"token ids at random: the folder {why}", *decoder))
     given = bool(options.prompts or options.texts)
     sequences: list[tuple[torch.Tensor, str]] = []
-    for piece in pieces(options) if given else map(Piece, DEFAULT_PROMPTS):
-        ids, text = encoded(tokenizer, piece, model.title, options.chat)
+    for sample in text_samples(options) if given else map(TextSample, DEFAULT_PROMPTS):
+        ids, text = encoded(tokenizer, sample, model.title, options.chat)
         for start in range(0, len(ids), longest):
             part = ids[start : start + longest]
             if start == 0:
@@ -99,27 +99,27 @@ def sequence_length(model: LiveModel, options: Options) -> int:
 
 def sources(options: Options) -> str:
     """Where the text comes from, in words."""
-    found = []
+    names = []
     if options.prompts:
-        found.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
-    found += [printable(path.name, 60) for path in options.texts]
-    if not found:
-        found.append(f"{len(DEFAULT_PROMPTS)} {BUILT_IN}")
-    return ", ".join(found) + (", through the chat template" if options.chat else "")
+        names.append(f"your {len(options.prompts)} prompts" if len(options.prompts) > 1 else "your prompt")
+    names += [printable(path.name, 60) for path in options.texts]
+    if not names:
+        names.append(f"{len(DEFAULT_PROMPTS)} {BUILT_IN}")
+    return ", ".join(names) + (", through the chat template" if options.chat else "")
 
 
-def pieces(options: Options) -> Iterator[Piece]:
+def text_samples(options: Options) -> Iterator[TextSample]:
     """The prompts, then what the text files hold: a file is one text, a JSONL file one a line. Raises UserError."""
     for number, prompt in enumerate(options.prompts, 1):
-        yield Piece(prompt, where=f"prompt {number}")
+        yield TextSample(prompt, where=f"prompt {number}")
     for path in options.texts:
         if path.suffix.lower() in _JSONL:
             yield from read_jsonl(path)
         else:
-            yield Piece(read_text(path), where=str(path))
+            yield TextSample(read_text(path), where=str(path))
 
 
-def read_jsonl(path: Path) -> Iterator[Piece]:
+def read_jsonl(path: Path) -> Iterator[TextSample]:
     """A piece for each line: a text, or an object with `text`, `prompt` or `messages`. Raises UserError with the line."""
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
@@ -130,16 +130,16 @@ def read_jsonl(path: Path) -> Iterator[Piece]:
         except (ValueError, RecursionError):
             raise UserError(f"{where}: no valid JSON; a JSONL file has one object on every line") from None
         if isinstance(entry, str):
-            yield Piece(entry, where=where)
+            yield TextSample(entry, where=where)
             continue
         messages = entry.get("messages") if isinstance(entry, dict) else None
         text = (
             next((entry[key] for key in ("text", "prompt") if key in entry), None) if isinstance(entry, dict) else None
         )
         if isinstance(messages, list) and messages and all(_is_message(message) for message in messages):
-            yield Piece(messages=tuple(messages), where=where)
+            yield TextSample(messages=tuple(messages), where=where)
         elif isinstance(text, str):
-            yield Piece(text, where=where)
+            yield TextSample(text, where=where)
         else:
             raise UserError(
                 f"{where}: needs a text in 'text' or 'prompt', or 'messages', each with 'role' and 'content'"
@@ -150,24 +150,24 @@ def _is_message(message: object) -> bool:
     return isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message
 
 
-def encoded(tokenizer: Any, piece: Piece, title: str, chat: bool) -> tuple[torch.Tensor, str]:
+def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple[torch.Tensor, str]:
     """A piece as token ids ([positions], int64), and the text that they stand for.
 
     Raises UserError for a text without tokens, and for messages where there is no chat template or it refuses them.
     """
-    if piece.messages or chat:
-        messages = list(piece.messages) or [{"role": "user", "content": piece.text}]
-        text = templated(tokenizer, messages, title, piece.where, opens=not piece.messages)
+    if sample.messages or chat:
+        messages = list(sample.messages) or [{"role": "user", "content": sample.text}]
+        text = apply_chat_template(tokenizer, messages, title, sample.where, opens=not sample.messages)
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
-        text = piece.text
+        text = sample.text
         ids = tokenizer(text)["input_ids"]
     if len(ids) == 0:
-        raise UserError(f"{piece.where or 'the text'}: {printable(text, 40)!r} has no tokens")
+        raise UserError(f"{sample.where or 'the text'}: {printable(text, 40)!r} has no tokens")
     return torch.tensor(ids, dtype=torch.int64), text
 
 
-def templated(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
+def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
     """A conversation by the tokenizer's chat template. `opens`: with the words that begin an answer. Raises UserError."""
     if not getattr(tokenizer, "chat_template", None):
         raise UserError(f"{where}: {title} has no chat template; give plain text, without messages or --chat")
@@ -179,12 +179,12 @@ def templated(tokenizer: Any, messages: list[dict[str, Any]], title: str, where:
 
 def prompt_texts(options: Options, default: Iterable[str]) -> tuple[list[str], bool]:
     """Plain prompts for a model that also takes a picture or a sound, and whether the user gave them. Raises UserError."""
-    found = []
-    for piece in pieces(options):
-        if piece.messages:
-            raise UserError(f"{piece.where}: 'messages' are for models of text alone; use 'text' or 'prompt' here")
-        found.append(piece.text)
-    return (found, True) if found else (list(default), False)
+    texts = []
+    for sample in text_samples(options):
+        if sample.messages:
+            raise UserError(f"{sample.where}: 'messages' are for models of text alone; use 'text' or 'prompt' here")
+        texts.append(sample.text)
+    return (texts, True) if texts else (list(default), False)
 
 
 def token_batch(model: LiveModel, ids: torch.Tensor, text: str | None) -> Batch:
@@ -206,21 +206,21 @@ def with_next_tokens(model: LiveModel, inputs: Inputs) -> Inputs:
 
     Those are the labels, where the call has them, else the ids themselves; none at padding (attention mask 0).
     """
-    return dataclasses.replace(inputs, batches=tuple(_labelled(model, batch) for batch in inputs.batches))
+    return dataclasses.replace(inputs, batches=tuple(_with_targets(model, batch) for batch in inputs.batches))
 
 
-def _labelled(model: LiveModel, batch: Batch) -> Batch:
+def _with_targets(model: LiveModel, batch: Batch) -> Batch:
     ids = batch.kwargs.get("input_ids")
     fewer_outputs = "logits_to_keep" in batch.kwargs or "num_logits_to_keep" in batch.kwargs
     if batch.next_tokens is not None or fewer_outputs or not isinstance(ids, torch.Tensor) or ids.dim() != 2:
         return batch
     labels, mask = batch.kwargs.get("labels"), batch.kwargs.get("attention_mask")
     targets = labels if isinstance(labels, torch.Tensor) and labels.shape == ids.shape else ids
-    found = _next_tokens(model, targets.long())
-    if found is not None and isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
+    next_tokens = _next_tokens(model, targets.long())
+    if next_tokens is not None and isinstance(mask, torch.Tensor) and mask.shape == ids.shape:
         seen = mask.bool() & torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1).bool()
-        found = found.masked_fill(~seen, -100)
-    return dataclasses.replace(batch, next_tokens=found)
+        next_tokens = next_tokens.masked_fill(~seen, -100)
+    return dataclasses.replace(batch, next_tokens=next_tokens)
 
 
 def _next_tokens(model: LiveModel, row: torch.Tensor) -> torch.Tensor | None:

@@ -81,10 +81,10 @@ class Attribution:
         if self.settings.autocast is not None:
             raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
         started = time.perf_counter()
-        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as passes:
-            self._run_reference(passes)
-            unit, whole, _ = self._alone(passes, lambda name: True, 0, None)
-            contributions = self._parts(passes, whole, on_progress) if whole else []
+        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as runner:
+            self._run_reference(runner)
+            unit, whole, _ = self._alone(runner, lambda name: True, 0, None)
+            contributions = self._parts(runner, whole, on_progress) if whole else []
         contributions.sort(key=lambda contribution: -contribution.drift)
         return AttributionReport(
             model=self.model.title,
@@ -107,13 +107,13 @@ class Attribution:
             if (weight.info.castable or weight.scale is not None) and not is_lossless(weight.info.dtype, weight.dtype)
         )
 
-    def _run_reference(self, passes: ForwardRunner) -> None:
+    def _run_reference(self, runner: ForwardRunner) -> None:
         budget = _BUDGET
         positions = 0
         for batch in self.inputs.batches:
             trace = Trace({}, "reference", budget // 2)
             recorder = OutputRecorder(budget // 2)
-            output, mode = passes.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
+            output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
             self._passes += 1
             for name, before in mode.uses.items():
                 self._uses[name] = min(before, self._uses.get(name, before))
@@ -127,12 +127,12 @@ class Attribution:
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
 
-    def _parts(self, passes: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Contribution]:
+    def _parts(self, runner: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Contribution]:
         """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
         modules = sorted(self._uses, key=lambda name: self._uses[name])
         if len(modules) <= MOST_PASSES:
             parts = [(name, [name]) for name in modules]
-            return [self._measured(passes, *part, whole, on_progress, len(parts)) for part in parts]
+            return [self._measured(runner, *part, whole, on_progress, len(parts)) for part in parts]
         contributions: dict[str, Contribution] = {}
         queue: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
         done = 0
@@ -145,14 +145,14 @@ class Attribution:
             for part, members in parts:
                 done += 1
                 label = f"{part} (its own)" if part in contributions else part
-                contributions[label] = self._measured(passes, part, members, whole, on_progress, MOST_PASSES)
+                contributions[label] = self._measured(runner, part, members, whole, on_progress, MOST_PASSES)
                 if len(members) > 1:
                     heapq.heappush(queue, (-contributions[label].drift, part, members))
         return list(contributions.values())
 
     def _measured(
         self,
-        passes: ForwardRunner,
+        runner: ForwardRunner,
         name: str,
         modules: Sequence[str],
         whole: float,
@@ -161,14 +161,14 @@ class Attribution:
     ) -> Contribution:
         members = frozenset(modules)
         single = modules[0] if len(modules) == 1 else None
-        _, drift, local = self._alone(passes, members.__contains__, min(map(self._uses.__getitem__, members)), single)
+        _, drift, local = self._alone(runner, members.__contains__, min(map(self._uses.__getitem__, members)), single)
         self._done += 1
         on_progress(min(total, self._done), total)
         share = drift / whole if math.isfinite(whole) and whole else None
         return Contribution(name, len(modules), drift, share, local)
 
     def _alone(
-        self, passes: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
+        self, runner: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
     ) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only some modules as cast, and the SQNR of one module's own output."""
         comparison: OutputComparison | None = None
@@ -176,7 +176,7 @@ class Attribution:
         for base in self._bases:
             local.reference = base.modules
             earlier = base.trace if base.trace.calls else None
-            output, _ = passes.run_partial(base.batch, self._drifting, inside, local, None, earlier, prefix)
+            output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, earlier, prefix)
             self._passes += 1
             name, candidate = main_output(output)
             if comparison is None:

@@ -180,13 +180,13 @@ class OutputComparer:
         self._calls += 1
         if self._throttle.due():
             self._on_progress(self._calls)
-            news = {name: self._together(name) for name in self._unreported}
+            news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()
             self._on_modules(module_drifts(news))
 
-    def _together(self, module: str) -> ModuleSums:
-        together = ModuleSums()
+    def _total(self, module: str) -> ModuleSums:
+        total = ModuleSums()
         if module in self._before:
-            together.add(self._before[module])
-        together.add(self.sums[module])
-        return together
+            total.add(self._before[module])
+        total.add(self.sums[module])
+        return total

@@ -150,16 +150,16 @@ class DriftMeter:
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
         Raises NoForward, KernelError, Cancelled.
         """
-        with ForwardRunner(self.model, self.settings, cancelled) as passes:
-            passes.first_use = self._first_use
+        with ForwardRunner(self.model, self.settings, cancelled) as runner:
+            runner.first_use = self._first_use
             reading: Reading | None = None
             done = 0
             for index, batch in enumerate(self.inputs.batches):
-                record = self._records.get(index) or self._reference(passes, index, batch, on_progress)
+                record = self._records.get(index) or self._reference(runner, index, batch, on_progress)
                 before = {} if reading is None else reading.modules
                 progress = partial(self._report_progress, on_progress, done)
                 comparer = OutputComparer(record.modules, before, progress, on_modules)
-                ran = self._candidate(passes, index, batch, comparer, record.calls // WHOLE_SHARE)
+                ran = self._candidate(runner, index, batch, comparer, record.calls // WHOLE_SHARE)
                 done += record.calls
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
@@ -183,7 +183,7 @@ class DriftMeter:
                 yield reading
 
     def _candidate(
-        self, passes: ForwardRunner, index: int, batch: Batch, comparer: OutputComparer, whole: int
+        self, runner: ForwardRunner, index: int, batch: Batch, comparer: OutputComparer, whole: int
     ) -> CandidateRun:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
         earlier = self._traces.pop(index, None)
@@ -192,7 +192,7 @@ class DriftMeter:
         )
         while True:
             try:
-                ran = passes.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
+                ran = runner.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
                 break
             except RetryUnderRules:
                 comparer.restart()
@@ -207,7 +207,7 @@ class DriftMeter:
         """Module calls of one pass over all inputs, once every batch was run."""
         return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
 
-    def _reference(self, passes: ForwardRunner, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
+    def _reference(self, runner: ForwardRunner, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
         """Run the reference on one batch and keep what it gave if that fits the budget."""
         budget = self.budget - sum(record.nbytes for record in self._records.values())
         before = sum(calls for known, calls in self._calls.items() if known < index)
@@ -217,7 +217,7 @@ class DriftMeter:
                 lambda calls: on_progress("reference", before + calls, self._total_calls()),
             )
             try:
-                output, seconds = passes.reference(batch, recorder)
+                output, seconds = runner.reference(batch, recorder)
                 break
             except RetryUnderRules:
                 continue

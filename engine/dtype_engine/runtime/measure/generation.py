@@ -19,27 +19,27 @@ OnTokens = Callable[[str, int, int], None]
 """`on_tokens("reference" | "candidate", done, limit)`: tokens written so far, and the most there will be."""
 
 
-def generate(passes: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
+def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
     """Let reference and candidate continue every prompt that the user gave, else the first sequence, greedily, by at most
     `tokens`. Calibration text is cut to its first `PROMPT_TOKENS`; pictures are captioned.
 
     Raises NoForward for a model that writes nothing; else as a measurement does.
     """
-    module = passes.model.module
+    module = runner.model.module
     can = getattr(module, "can_generate", None)
     if not hasattr(module, "generate") or (can is not None and not can() and not _own_generate(module)):
         raise NoForward(
             f"a {type(module).__name__} does not generate text; open a model with a language model head or a captioner"
         )
-    tokenizer = inputs.tokenizer or tokenizer_of(passes.model)
+    tokenizer = inputs.tokenizer or tokenizer_of(runner.model)
     batches = inputs.batches if inputs.prompts else inputs.batches[:1]
-    found = []
+    generations = []
     for batch in batches:
         prompt = _prompt(batch, inputs)
-        reference = _write(passes, "reference", passes.reference_batch(prompt), tokenizer, tokens, on_tokens)
-        candidate = _write(passes, "candidate", passes.candidate_batch(prompt), tokenizer, tokens, on_tokens)
-        found.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
-    return tuple(found)
+        reference = _write(runner, "reference", runner.reference_batch(prompt), tokenizer, tokens, on_tokens)
+        candidate = _write(runner, "candidate", runner.candidate_batch(prompt), tokenizer, tokens, on_tokens)
+        generations.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
+    return tuple(generations)
 
 
 def _own_generate(module: Any) -> bool:
@@ -68,40 +68,38 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
-def _write(
-    passes: ForwardRunner, which: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens
-) -> Written:
+def _write(runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens) -> Written:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
 
-    class Told(StoppingCriteria):  # type: ignore[misc]
+    class Progress(StoppingCriteria):  # type: ignore[misc]
         """Never stops the writing by itself: tells how far it is, and lets the user stop it."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
-            if passes.cancelled():
+            if runner.cancelled():
                 raise Cancelled
             if not began:
                 began.append(input_ids.shape[1] - 1)
-            on_tokens(which, input_ids.shape[1] - began[0], tokens)
+            on_tokens(run, input_ids.shape[1] - began[0], tokens)
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
-    module: Any = passes.model.module
+    module: Any = runner.model.module
 
     def call() -> torch.Tensor:
         began.clear()
         written: torch.Tensor = module.generate(
             *prompt.args,
             **prompt.kwargs,
-            **_greedy(passes.model, tokens),
-            stopping_criteria=StoppingCriteriaList([Told()]),
+            **_greedy(runner.model, tokens),
+            stopping_criteria=StoppingCriteriaList([Progress()]),
         )
         return written
 
-    if which == "reference":
-        sequences, seconds = passes.run_reference(call)
+    if run == "reference":
+        sequences, seconds = runner.run_reference(call)
     else:
-        sequences, seconds, _ = passes.run_candidate(call)
+        sequences, seconds, _ = runner.run_candidate(call)
     ids = sequences[0, began[0] if began else 0 :].tolist()
     return Written(tuple(ids), pieces(tokenizer, ids), seconds)
 
@@ -133,15 +131,15 @@ def pieces(tokenizer: Any, ids: list[int]) -> tuple[str, ...]:
     """
     if tokenizer is None:
         return tuple(f" {token}" for token in ids)
-    found: list[str] = []
+    texts: list[str] = []
     shown = ""
     for count in range(1, len(ids) + 1):
         text = tokenizer.decode(ids[:count], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         whole = text.rstrip("\ufffd") if count < len(ids) else text
         grown = whole.startswith(shown)
-        found.append(whole[len(shown) :] if grown else "")
+        texts.append(whole[len(shown) :] if grown else "")
         shown = whole if grown else shown
-    return tuple(found)
+    return tuple(texts)
 
 
 def _prompt_text(prompt: Batch, tokenizer: Any) -> str:

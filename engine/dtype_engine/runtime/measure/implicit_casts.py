@@ -8,7 +8,7 @@ from dtype_engine.results.drift import ImplicitCastStats
 from dtype_engine.runtime.modes.mixed import ImplicitCast
 
 
-def summed(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
+def aggregate(casts: Iterable[ImplicitCast]) -> tuple[ImplicitCastStats, ...]:
     """Casts alike in module, operation and dtypes as one; those to float64 first, then by elements, the most first.
 
     A float64 input or weight silently widens everything that follows, which is rarely meant.

@@ -118,11 +118,11 @@ def _with(recipe: Recipe, rules: Iterable[Rule]) -> Recipe:
 
 
 def _tried(
-    meter: DriftMeter, tree: Tree, plan: Plan, found: LossRemedy, before: OutputDrift, cancelled: IsCancelled
+    meter: DriftMeter, tree: Tree, plan: Plan, remedy: LossRemedy, before: OutputDrift, cancelled: IsCancelled
 ) -> LossRemedy:
-    recipe = _with(plan.recipe, map(Rule.parse, found.rules))
+    recipe = _with(plan.recipe, map(Rule.parse, remedy.rules))
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
-        return dataclasses.replace(found, before=before, after=meter.measure(cancelled=cancelled).output)
+        return dataclasses.replace(remedy, before=before, after=meter.measure(cancelled=cancelled).output)
     except (KernelError, NoForward) as error:
-        return dataclasses.replace(found, before=before, reason=str(error))
+        return dataclasses.replace(remedy, before=before, reason=str(error))

@@ -1,4 +1,4 @@
-"""The floor of a drift: how far the reference is from itself when its sums are taken in another order.
+"""The noise floor of a drift: how far the reference is from itself when its sums are taken in another order.
 
 The same float32 arithmetic gives other last bits under another attention kernel or batch size. A candidate that drifts
 no more than that is not told from the reference, whatever its figures.
@@ -29,68 +29,69 @@ ENOUGH_POSITIONS = 256
 _SAME_ROWS = 1e-2
 
 
-def measure_floor(
+def measure_noise_floor(
     model: LiveModel,
     inputs: Inputs,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NoiseFloor:
     """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
-    one batch, and compare. Ways that the model does not have are left out. Raises NoForward when the reference fails.
+    one batch, and compare. Variants that the model does not have are left out. Raises NoForward when the reference fails.
     """
-    found: dict[str, OutputComparison] = {}
+    comparisons: dict[str, OutputComparison] = {}
     positions = 0
-    with ForwardRunner(model, RunSettings(), cancelled, watch=False) as passes:
+    with ForwardRunner(model, RunSettings(), cancelled, watch=False) as runner:
         for batch in inputs.batches:
             on_progress(positions, ENOUGH_POSITIONS)
-            name, reference = main_output(_run(passes, batch))
+            name, reference = main_output(_run(runner, batch))
             reference = reference.detach().clone()
             needed_rules = set(model.requires_mixed_mode)
-            for way, again in _ways(passes, batch, reference):
+            for variant, again in _variants(runner, batch, reference):
                 if again is not None:
-                    comparison = found.setdefault(way, OutputComparison(is_distribution(name, reference)))
+                    comparison = comparisons.setdefault(variant, OutputComparison(is_distribution(name, reference)))
                     comparison.add(reference, again)
-            # A way that failed says nothing about the reference itself.
+            # A variant that failed says nothing about the reference itself.
             model.requires_mixed_mode &= needed_rules
             positions += reference[..., 0].numel() if reference.ndim else 1
             if positions >= ENOUGH_POSITIONS:
                 break
-    return _worst({way: comparison.result() for way, comparison in found.items()}, positions)
+    return _worst({variant: comparison.result() for variant, comparison in comparisons.items()}, positions)
 
 
-def _worst(found: dict[str, OutputDrift], positions: int) -> NoiseFloor:
-    if not found:
+def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
+    if not drifts:
         return NoiseFloor((), positions, 0.0, 0.0, 0.0)
-    outputs = list(found.values())
-    kl = [output.kl_mean for output in outputs if output.kl_mean is not None]
-    top = [output.top1_agreement for output in outputs if output.top1_agreement is not None]
+    kl = [drift.kl_mean for drift in drifts.values() if drift.kl_mean is not None]
+    top = [drift.top1_agreement for drift in drifts.values() if drift.top1_agreement is not None]
     return NoiseFloor(
-        ways=tuple(found),
+        ways=tuple(drifts),
         positions=positions,
-        sqnr_db=min(output.sqnr_db for output in outputs),
-        max_abs=max(output.max_abs for output in outputs),
-        rel_l2=max(output.rel_l2 for output in outputs),
+        sqnr_db=min(drift.sqnr_db for drift in drifts.values()),
+        max_abs=max(drift.max_abs for drift in drifts.values()),
+        rel_l2=max(drift.rel_l2 for drift in drifts.values()),
         kl_mean=max(max(kl), 0.0) if kl else None,  # rounding in the sum over classes can leave it below zero
         top1_agreement=min(top) if top else None,
     )
 
 
-def _run(passes: ForwardRunner, batch: Batch) -> Any:
-    given = passes.reference_batch(batch)
-    return passes.run_reference(lambda: passes.model.module(*given.args, **given.kwargs))[0]
+def _run(runner: ForwardRunner, batch: Batch) -> Any:
+    given = runner.reference_batch(batch)
+    return runner.run_reference(lambda: runner.model.module(*given.args, **given.kwargs))[0]
 
 
-def _ways(passes: ForwardRunner, batch: Batch, reference: torch.Tensor) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Each other way to run the reference, with its main output in the reference's shape; None where there is none."""
-    with other_attention(passes.model.module) as attention:
-        yield f"{attention} attention", _attempt(passes, batch, reference, 1) if attention else None
-    yield "batch of two", _attempt(passes, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
+def _variants(
+    runner: ForwardRunner, batch: Batch, reference: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Each variant of the reference, with its main output in the reference's shape; None where there is none."""
+    with other_attention(runner.model.module) as attention:
+        yield f"{attention} attention", _attempt(runner, batch, reference, 1) if attention else None
+    yield "batch of two", _attempt(runner, Batch(_twice(batch.args), _twice(batch.kwargs)), reference, 2)
 
 
-def _attempt(passes: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
+def _attempt(runner: ForwardRunner, batch: Batch, reference: torch.Tensor, times: int) -> torch.Tensor | None:
     """The first of `times` equal parts of the main output, None where it does not come in such parts."""
     try:
-        output = main_output(_run(passes, batch))[1]
+        output = main_output(_run(runner, batch))[1]
     except (UserError, RuntimeError, ValueError, TypeError, IndexError):
         return None
     if reference.ndim == 0 or output.shape != (times * reference.shape[0], *reference.shape[1:]):

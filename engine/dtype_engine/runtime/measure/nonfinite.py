@@ -1,6 +1,6 @@
 """Why an output is not finite: the first module and operation, the values that pass the dtype's range, and a rule that mends it.
 
-A pass is run once more with a mode around it that hears every operation in the dtype in which it is computed. An operation
+A pass is run once more with a mode around it that sees every operation in the dtype in which it is computed. An operation
 is to blame when it gives something that is not finite from values that all are, and the reference has no such thing
 there (a mask of -infinity is one that both have). A remedy is not guessed but tried: wider and wider parts of the model
 around that operation in bfloat16, which has float32's range in two bytes, until the output is finite.
@@ -36,7 +36,7 @@ _MOST_WEIGHTS = 8
 
 
 @dataclass(slots=True)
-class _Strange:
+class _NonFiniteOp:
     """An operation that gave something that is not finite though it was given only what is, or a weight that is not."""
 
     module: str
@@ -46,38 +46,40 @@ class _Strange:
     weights: tuple[str, ...]
 
 
-class _Listener(WeightMode):
+class _OpObserver(WeightMode):
     """Checks every operation of the mode within it.
 
     Attributes:
-        heard_of: the mode within it, which knows the running module.
-        heard: what is not finite, and the names of the modules that finished, in order.
+        observed: the mode within it, which knows the running module.
+        events: what is not finite, and the names of the modules that finished, in order.
         largest: the largest finite result, by (module, operation).
     """
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
         super().__init__(weights, device)
-        self.heard_of: WeightMode | None = None
-        self.heard: list[_Strange | str] = []
+        self.observed: WeightMode | None = None
+        self.events: list[_NonFiniteOp | str] = []
         self.largest: dict[tuple[str, str], float] = {}
 
-    def around(self, mode: WeightMode) -> _Listener:
+    def observing(self, mode: WeightMode) -> _OpObserver:
         """This mode, to be entered before `mode`."""
-        self.heard_of = mode
+        self.observed = mode
         return self
 
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         if name.startswith(("is_", "empty", "new_empty")):
             return func(*args, **kwargs)
         given = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point() and tensor.numel()]
-        bad_weights = tuple(weight.info.name for tensor in given if (weight := self._beyond(tensor)) is not None)
+        bad_weights = tuple(
+            weight.info.name for tensor in given if (weight := self._nonfinite_weight(tensor)) is not None
+        )
         others = [tensor for tensor in given if id(tensor) not in self.weights]
         sound = not bad_weights and all(bool(torch.isfinite(tensor).all()) for tensor in others)
         before = max((_largest(tensor) for tensor in others), default=0.0) if sound else 0.0
         floor = min((float(tensor.min()) for tensor in others), default=0.0) if sound else 0.0
         result = func(*args, **kwargs)
         outputs = [tensor for tensor in tensors_in((result,), {}) if tensor.is_floating_point() and tensor.numel()]
-        module = self.heard_of.module if self.heard_of is not None else ""
+        module = self.observed.module if self.observed is not None else ""
         key = module, name
         for tensor in outputs:
             self.largest[key] = max(self.largest.get(key, 0.0), _largest(tensor))
@@ -85,29 +87,29 @@ class _Listener(WeightMode):
             largest = max(
                 _largest(weight.original) for weight in self.weights.values() if weight.info.name in bad_weights
             )
-            self.heard.append(_Strange(module, name, dtype_name(_dtype(given)), largest, bad_weights))
+            self.events.append(_NonFiniteOp(module, name, dtype_name(_dtype(given)), largest, bad_weights))
         elif sound and not _constant(args, kwargs):
             for tensor in outputs:
                 if not bool(torch.isfinite(tensor).all()) and not _masks(tensor, floor):
-                    self.heard.append(_Strange(module, name, dtype_name(tensor.dtype), before, ()))
+                    self.events.append(_NonFiniteOp(module, name, dtype_name(tensor.dtype), before, ()))
                     break
         return result
 
-    def _beyond(self, tensor: torch.Tensor) -> Weight | None:
+    def _nonfinite_weight(self, tensor: torch.Tensor) -> Weight | None:
         """The weight that a tensor is, where it is not finite."""
         weight = self.weights.get(id(tensor))
         return weight if weight is not None and not bool(torch.isfinite(tensor.data.float()).all()) else None
 
 
 @dataclass
-class _Finished:
-    """A watcher that notes in a listener's list which modules came out, in order."""
+class _FinishedModules:
+    """Observes a pass: notes among the events of `operations` which modules finished, in order."""
 
-    listener: _Listener
+    operations: _OpObserver
     names: set[str] = field(default_factory=set)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
-        self.listener.heard.append(module)
+        self.operations.events.append(module)
         if not bool(torch.isfinite(output).all()):
             self.names.add(module)
 
@@ -130,8 +132,8 @@ def diagnose_nonfinite(
     leave the model cast in their own way: the caller puts the recipe back. Raises NoForward, KernelError, Cancelled.
     """
     first = next((reading.name for reading in modules if reading.nonfinite), "")
-    with ForwardRunner(meter.model, meter.settings, cancelled) as passes:
-        strange, largest_reference, found_first = _blame(passes, meter.inputs, first, reference_bad)
+    with ForwardRunner(meter.model, meter.settings, cancelled) as runner:
+        culprit, largest_reference, first_module = _find_culprit(runner, meter.inputs, first, reference_bad)
     if reference_bad:
         stored = tuple(
             name for name, weight in meter.model.weights.items()
@@ -139,10 +141,10 @@ def diagnose_nonfinite(
         )  # fmt: skip
         why = f"{stored[0]} is stored with values that are not finite" if stored else "its own float32 values overflow"
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
-        found = _reading("reference", found_first, strange, None, None, reason)
-        return dataclasses.replace(found, weights=stored[:_MOST_WEIGHTS])
+        diagnosis = _reading("reference", first_module, culprit, None, None, reason)
+        return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy = None
-    scopes = list(_scopes(tree, strange))
+    scopes = list(_scopes(tree, culprit))
     for done, rule in enumerate(scopes):
         on_trial(done, len(scopes))
         if _mends(meter, tree, recipe.then(rule), cancelled):
@@ -154,69 +156,69 @@ def diagnose_nonfinite(
         if meter.settings.autocast is not None:
             reason = f"torch.autocast computes in {meter.settings.autocast} whatever the weights are in: turn it off"
     kind: Literal["weight", "activation", "unknown"] = "unknown"
-    if strange is not None:
-        kind = "weight" if strange.weights else "activation"
-    return _reading(kind, found_first or first, strange, largest_reference, remedy, reason)
+    if culprit is not None:
+        kind = "weight" if culprit.weights else "activation"
+    return _reading(kind, first_module or first, culprit, largest_reference, remedy, reason)
 
 
 def _reading(
     kind: Literal["weight", "activation", "reference", "unknown"],
     first: str,
-    strange: _Strange | None,
+    culprit: _NonFiniteOp | None,
     largest_reference: float | None,
     remedy: str | None,
     reason: str,
 ) -> NonFiniteDiagnosis:
-    if strange is None:
+    if culprit is None:
         return NonFiniteDiagnosis(kind, first, first, "", "", None, (), None, None, remedy, reason)
-    row = dtypes.BY_NAME.get(strange.dtype)
+    row = dtypes.BY_NAME.get(culprit.dtype)
     return NonFiniteDiagnosis(
         kind=kind,
         first_module=first,
-        module=strange.module,
-        operation=strange.operation,
-        dtype=strange.dtype,
+        module=culprit.module,
+        operation=culprit.operation,
+        dtype=culprit.dtype,
         limit=row.max if row is not None else None,
-        weights=strange.weights[:_MOST_WEIGHTS],
-        largest=strange.largest,
+        weights=culprit.weights[:_MOST_WEIGHTS],
+        largest=culprit.largest,
         largest_reference=largest_reference,
         remedy=remedy,
         reason=reason,
     )
 
 
-def _blame(
-    passes: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
-) -> tuple[_Strange | None, float | None, str]:
+def _find_culprit(
+    runner: ForwardRunner, inputs: Inputs, first: str, reference_bad: bool
+) -> tuple[_NonFiniteOp | None, float | None, str]:
     """The operation to blame, the largest that it gives in the reference, and the first module that comes out not finite."""
     for batch in inputs.batches:
-        plain = _Listener(passes.model.by_id, passes.model.device)
-        came_out = _Finished(plain)
-        passes.run_observed(batch, plain.around, came_out, reference=True)
+        plain = _OpObserver(runner.model.by_id, runner.model.device)
+        came_out = _FinishedModules(plain)
+        runner.run_observed(batch, plain.observing, came_out, reference=True)
         if reference_bad:
-            events = [event for event in plain.heard if isinstance(event, _Strange)]
+            events = [event for event in plain.events if isinstance(event, _NonFiniteOp)]
             if events or came_out.names:
-                order = [event for event in plain.heard if isinstance(event, str) and event in came_out.names]
+                order = [event for event in plain.events if isinstance(event, str) and event in came_out.names]
                 return (events[0] if events else None), None, (order[0] if order else "")
             continue
-        anyway = {(event.module, event.operation) for event in plain.heard if isinstance(event, _Strange)}
-        listener = _Listener(passes.model.by_id, passes.model.device)
-        came_out = _Finished(listener)
-        passes.run_observed(batch, listener.around, came_out)
-        before: _Strange | None = None
-        inside: _Strange | None = None
-        for event in listener.heard:
-            if isinstance(event, _Strange) and (event.module, event.operation) not in anyway:
+        anyway = {(event.module, event.operation) for event in plain.events if isinstance(event, _NonFiniteOp)}
+        operations = _OpObserver(runner.model.by_id, runner.model.device)
+        came_out = _FinishedModules(operations)
+        runner.run_observed(batch, operations.observing, came_out)
+        before: _NonFiniteOp | None = None
+        inside: _NonFiniteOp | None = None
+        for event in operations.events:
+            if isinstance(event, _NonFiniteOp) and (event.module, event.operation) not in anyway:
                 before = event
                 if inside is None and event.module == first:
                     inside = event
             elif event == first and first:
                 break
         # Within the module itself the first counts; what reached it from elsewhere is the last that happened before.
-        found = inside or before
-        if found is not None:
-            key = found.module, found.operation
-            return found, plain.largest.get(key), first
+        culprit = inside or before
+        if culprit is not None:
+            key = culprit.module, culprit.operation
+            return culprit, plain.largest.get(key), first
     return None, None, first
 
 
@@ -229,15 +231,15 @@ def _mends(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: IsCancelled
         return False
 
 
-def _scopes(tree: Tree, strange: _Strange | None) -> Iterator[Rule]:
+def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:
     """Rules to try, each taking more than the one before: the weights themselves, the module, what is around it, and where that is
     numbered (a layer), it and all after it; at last everything, in bfloat16 and then in float32.
     """
     patterns: list[str] = []
-    if strange is not None:
-        if len(strange.weights) == 1:
-            patterns.append(strange.weights[0])
-        name = strange.module
+    if culprit is not None:
+        if len(culprit.weights) == 1:
+            patterns.append(culprit.weights[0])
+        name = culprit.module
         while name:
             patterns.append(name)
             above, _, last = name.rpartition(".")
@@ -257,8 +259,8 @@ def _largest(tensor: torch.Tensor) -> float:
     if not tensor.numel():
         return 0.0
     magnitudes = tensor.detach().to(torch.float64 if tensor.dtype == torch.float64 else torch.float32).abs()
-    found = float(magnitudes.max())
-    return found if math.isfinite(found) else float(torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).max())
+    largest = float(magnitudes.max())
+    return largest if math.isfinite(largest) else float(torch.nan_to_num(magnitudes, 0.0, 0.0, 0.0).max())
 
 
 def _constant(args: Arguments, kwargs: dict[str, Any]) -> bool:

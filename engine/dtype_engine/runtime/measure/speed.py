@@ -23,7 +23,7 @@ OnPasses = Callable[[str, int, int], None]
 
 
 def measure_speed(
-    passes: ForwardRunner, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
+    runner: ForwardRunner, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
 ) -> tuple[tuple[SpeedRow, ...], tuple[str, ...]]:
     """Time whole passes over all inputs: one to warm up, then `repeats` (fewer, but never under 3, when they take long);
     the median, the fastest and the slowest. The rows, and notices for a row that had to be left out.
@@ -32,7 +32,7 @@ def measure_speed(
     weight as it is used. Afterwards the model is cast as planned. `passes` must not be watching. Raises NoForward,
     KernelError, Cancelled.
     """
-    model = passes.model
+    model = runner.model
     reference = _reference_dtypes(model)
     stored = {name: weight.info.dtype for name, weight in model.weights.items()}
     wanted: list[tuple[str, Mapping[str, str]]] = [("reference", reference)]
@@ -40,48 +40,48 @@ def measure_speed(
     wanted += [("candidate", planned)]
     rows, notices = [], []
     try:
-        for what, casts in wanted:
-            if what != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
+        for label, casts in wanted:
+            if label != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
                 notices.append(
-                    f"{what}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
+                    f"{label}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
                 )
                 continue
-            model.apply(casts, cancelled=passes.cancelled)
-            rows.append(_timed(passes, inputs, what, _mix(model, casts), what == "candidate", on_passes, repeats))
+            model.apply(casts, cancelled=runner.cancelled)
+            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_passes, repeats))
     finally:
         model.apply(planned)
     return tuple(rows), tuple(notices)
 
 
 def _timed(
-    passes: ForwardRunner, inputs: Inputs, what: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
+    runner: ForwardRunner, inputs: Inputs, label: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
 ) -> SpeedRow:
     """One row. The reference and the stored model run without the candidate's settings."""
-    ways = passes if candidate else passes.without_settings()
-    batches = [ways.candidate_batch(batch) if candidate else passes.reference_batch(batch) for batch in inputs.batches]
+    timed = runner if candidate else runner.without_settings()
+    batches = [timed.candidate_batch(batch) if candidate else runner.reference_batch(batch) for batch in inputs.batches]
 
     def all_inputs() -> tuple[float, bool]:
         seconds, by_rules = 0.0, False
         for batch in batches:
-            _, took, ruled = ways.run_candidate(lambda batch=batch: ways.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+            _, took, ruled = timed.run_candidate(lambda batch=batch: timed.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
             seconds += took
             by_rules = by_rules or ruled
         return seconds, by_rules
 
-    on_passes(what, 0, repeats + 1)
+    on_passes(label, 0, repeats + 1)
     all_inputs()
     times: list[float] = []
     under_rules = False
     started = time.perf_counter()
     while len(times) < repeats and not (len(times) >= 3 and time.perf_counter() - started > _LONG_ENOUGH_S):
-        on_passes(what, len(times) + 1, repeats + 1)
+        on_passes(label, len(times) + 1, repeats + 1)
         seconds, under_rules = all_inputs()
         times.append(seconds)
     tokens = sum(_tokens(batch) for batch in batches)
     middle = statistics.median(times)
-    settings = str(passes.settings) if candidate and passes.settings.autocast else None
+    settings = str(runner.settings) if candidate and runner.settings.autocast else None
     return SpeedRow(
-        what=what,
+        what=label,
         dtypes=mix if settings is None else f"{mix}, {settings}",
         seconds=middle,
         fastest=min(times),

@@ -73,7 +73,9 @@ def skipped(tree: Tree) -> list[SkippedTensor]:
     ]
 
 
-def look_at(checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never) -> WeightStats:
+def inspect_weight(
+    checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
+) -> WeightStats:
     """One tensor: its exponents, and its error in every dtype of `targets`. Raises UserError, Cancelled."""
     if name not in checkpoint.weights:
         raise UserError(f"{printable(name)} is not in the checkpoint's files: the model made it when it was loaded")
@@ -81,7 +83,9 @@ def look_at(checkpoint: Checkpoint, name: str, targets: tuple[str, ...], cancell
     return _reading(name, read_tensor(checkpoint, name), checkpoint.dtype(name), targets, cancelled)
 
 
-def look_at_live(model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never) -> WeightStats:
+def inspect_live_weight(
+    model: LiveModel, name: str, targets: tuple[str, ...], cancelled: IsCancelled = never
+) -> WeightStats:
     """The same of a tensor of an open model, as it was before any cast: from its file where that has it as one tensor.
 
     Raises UserError, Cancelled.
@@ -89,7 +93,7 @@ def look_at_live(model: LiveModel, name: str, targets: tuple[str, ...], cancelle
     info = model.tree.canonical(name)
     names = names_in_files(model.checkpoint, info) if model.checkpoint is not None and info is not None else ()
     if model.checkpoint is not None and len(names) == 1:
-        return look_at(model.checkpoint, names[0], targets, cancelled)
+        return inspect_weight(model.checkpoint, names[0], targets, cancelled)
     weight = model.weights.get(name)
     if weight is None:
         raise UserError(f"the model has no tensor {printable(name)}")

@@ -166,23 +166,23 @@ def is_in_place(name: str) -> bool:
 
 def tensors_in(args: Arguments, kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors among the arguments of a torch call; lists, tuples and dictionaries are looked into."""
-    found: list[torch.Tensor] = []
+    tensors: list[torch.Tensor] = []
     for value in args:
-        _collect(value, found)
+        _collect(value, tensors)
     for value in kwargs.values():
-        _collect(value, found)
-    return found
+        _collect(value, tensors)
+    return tensors
 
 
-def _collect(value: Any, found: list[torch.Tensor]) -> None:
+def _collect(value: Any, tensors: list[torch.Tensor]) -> None:
     if isinstance(value, torch.Tensor):
-        found.append(value)
+        tensors.append(value)
     elif isinstance(value, (list, tuple)):
         for item in value:
-            _collect(item, found)
+            _collect(item, tensors)
     elif isinstance(value, dict):
         for item in value.values():
-            _collect(item, found)
+            _collect(item, tensors)
 
 
 def replace_tensors(

@@ -15,9 +15,9 @@ def first_tensor(output: Any) -> torch.Tensor | None:
         return output if output.is_floating_point() else None
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     for value in values:
-        found = first_tensor(value)
-        if found is not None:
-            return found
+        tensor = first_tensor(value)
+        if tensor is not None:
+            return tensor
     return None
 
 
@@ -34,12 +34,12 @@ def main_output(output: Any) -> tuple[str, torch.Tensor]:
             if isinstance(output.get(name), torch.Tensor):
                 return name, output[name]
         for name, value in output.items():
-            found = first_tensor(value)
-            if found is not None:
-                return str(name), found
-    found = first_tensor(output)
-    if found is None:
+            tensor = first_tensor(value)
+            if tensor is not None:
+                return str(name), tensor
+    tensor = first_tensor(output)
+    if tensor is None:
         raise NoForward(
             f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
         )
-    return "output", found
+    return "output", tensor

@@ -32,7 +32,7 @@ Result = TypeVar("Result")
 
 
 class RetryUnderRules(Exception):
-    """A plain run failed half-key: forget what the observer got, and run once more under the rules."""
+    """A plain run failed halfway: forget what the observer got, and run once more under the rules."""
 
 
 class ForwardRunner:
@@ -195,7 +195,7 @@ class ForwardRunner:
         in_place = model.device.type == "cpu" or not any(weight.changed for weight in model.weights.values())
         return self._stored() <= {"float32"} and in_place and "reference" not in model.requires_mixed_mode
 
-    def flow(self, batch: Batch) -> list[ImplicitCast]:
+    def implicit_casts(self, batch: Batch) -> list[ImplicitCast]:
         """Run the model as it is cast now under the four rules; every implicit cast, in order. Raises as `candidate` does."""
         casts: list[ImplicitCast] = []
         rules = self._rules(casts.append)

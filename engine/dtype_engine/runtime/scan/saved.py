@@ -67,7 +67,7 @@ def _digest(value: Any, into: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedScan:
     """What is in the file."""
 
     fingerprint: Fingerprint
@@ -78,8 +78,8 @@ class Saved:
     done: list[SequenceScores]
 
 
-class _Selections(msgspec.Struct):
-    """A TopKSample in the file. sums: rows of weight, dtype, squares, independent."""
+class _TopKSample(msgspec.Struct):
+    """A TopKSample in the file. place: its index. sums: rows of weight, dtype, squares, independent."""
 
     place: int
     share: float
@@ -89,12 +89,12 @@ class _Selections(msgspec.Struct):
 
 
 class _Sequence(msgspec.Struct):
-    """A SequenceScores in the file. sums: rows of weight, dtype, sums, independent, errors, measured."""
+    """A SequenceScores in the file. mass: its normalizer. sums: rows of weight, dtype, sums, independent, errors, measured."""
 
     mass: float
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    selections: list[_Selections]
+    selections: list[_TopKSample]
 
 
 class _File(msgspec.Struct):
@@ -106,18 +106,18 @@ class _File(msgspec.Struct):
     sequences: list[_Sequence]
 
 
-def write(path: Path, saved: Saved) -> None:
+def write(path: Path, saved: SavedScan) -> None:
     """Save a scan, whole or not at all. Raises UserError."""
     sequences = [
         _Sequence(
-            one.mass,
+            one.normalizer,
             one.complete,
             _rows(one.sums, one.independent, one.errors, one.measured),
             [
-                _Selections(
+                _TopKSample(
                     sample.index, sample.share, sample.margins, sample.cost, _rows(sample.squares, sample.independent)
                 )
-                for sample in one.selections
+                for sample in one.topk_samples
             ],
         )
         for one in saved.done
@@ -127,7 +127,7 @@ def write(path: Path, saved: Saved) -> None:
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
 
-def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
+def read(path: Path, expected: Fingerprint, draws: int | None) -> SavedScan:
     """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`."""
     try:
         data = json.loads(read_regular(path, _LARGEST))
@@ -152,7 +152,7 @@ def read(path: Path, expected: Fingerprint, draws: int | None) -> Saved:
             f"the saved scan {path} was made with another {' and '.join(differing)}; remove it or give another file"
         )
     done = [_scores(sequence) for sequence in file.sequences]
-    return Saved(file.fingerprint, file.draws, file.unit, file.forward_seconds, file.scan_seconds, done)
+    return SavedScan(file.fingerprint, file.draws, file.unit, file.forward_seconds, file.scan_seconds, done)
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:

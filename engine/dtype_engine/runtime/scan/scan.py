@@ -120,18 +120,19 @@ class Scan:
         """
         settings = RunSettings(compute=self.settings.compute)
         costly = {
-            name: tuple(dtype for dtype in asked if not self._free(name, dtype)) for name, asked in self.wanted.items()
+            name: tuple(dtype for dtype in targets if not self._free(name, dtype))
+            for name, targets in self.wanted.items()
         }
         report: ScanReport | None = None
         pace: float | None = None
         local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.budget // 2)
-        with ForwardRunner(self.model, settings, cancelled, watch=False) as passes:
+        with ForwardRunner(self.model, settings, cancelled, watch=False) as runner:
             for index in range(len(self.done), len(self.inputs.batches)):
-                batch = passes.reference_batch(self.inputs.batches[index])
+                batch = runner.reference_batch(self.inputs.batches[index])
                 started = time.perf_counter()
                 seconds = None
                 if pace is None or index % TIMED == 0:
-                    _, seconds = passes.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
+                    _, seconds = runner.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
                 count = len(self.inputs.batches)
 
                 def measured(done: int, total: int, before: int = index, count: int = count) -> None:
@@ -180,8 +181,8 @@ class Scan:
             scan_seconds=self.scan_seconds,
             weights=tuple(
                 WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *scores[name, dtype])
-                for name, asked in self.wanted.items()
-                for dtype in asked
+                for name, targets in self.wanted.items()
+                for dtype in targets
             ),
             notices=self.model.notices,
         )
@@ -189,7 +190,7 @@ class Scan:
     def _write(self, path: Path) -> None:
         scan_file.write(
             path,
-            scan_file.Saved(
+            scan_file.SavedScan(
                 self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.done
             ),
         )

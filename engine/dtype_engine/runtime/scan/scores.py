@@ -14,8 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtype_engine.runtime.scan import routing as selections
-from dtype_engine.runtime.scan.routing import Key, TopKSample
+from dtype_engine.runtime.scan.routing import Key, TopKSample, rerouting_drift
 
 Scores = dict[Key, tuple[float, float | None]]
 
@@ -24,18 +23,18 @@ Scores = dict[Key, tuple[float, float | None]]
 class SequenceScores:
     """What one sequence gave, by weight and dtype.
 
-    mass: what the sums are divided by: positions, or energy of the output. sums: (Σ g·Δ)² over the sequence's positions, the mean
-    over probes; errors: its standard error. independent: the same sum if the errors of an operation's output elements were
-    independent, Σ g²Δ², which varies far less from probe to probe. selections: samples of `topk` calls. measured: the same sums
-    from passes of their own.
+    normalizer: what the sums are divided by: positions, or energy of the output. sums: (Σ g·Δ)² over the sequence's positions,
+    the mean over probes; errors: its standard error. independent: the same sum if the errors of an operation's output elements
+    were independent, Σ g²Δ², which varies far less from probe to probe. topk_samples: of its `topk` calls. measured: the same
+    sums from passes of their own.
     """
 
-    mass: float
+    normalizer: float
     sums: dict[Key, float]
     independent: dict[Key, float] = field(default_factory=dict)
     errors: dict[Key, float] = field(default_factory=dict)
     complete: bool = False
-    selections: list[TopKSample] = field(default_factory=list)
+    topk_samples: list[TopKSample] = field(default_factory=list)
     measured: dict[Key, float] = field(default_factory=dict)
 
 
@@ -47,43 +46,43 @@ def combine_scores(
 ) -> Scores:
     """Every score and its standard error. `free` says which (weight, dtype) cost nothing."""
     sums = [sequence.sums for sequence in done]
-    masses = [sequence.mass for sequence in done]
+    normalizers = [sequence.normalizer for sequence in done]
     scores: Scores = {
-        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, masses, (name, dtype))
-        for name, asked in wanted.items()
-        for dtype in asked
+        (name, dtype): (0.0, 0.0) if free(name, dtype) else _score(done, sums, normalizers, (name, dtype))
+        for name, targets in wanted.items()
+        for dtype in targets
     }
     if not all(sequence.complete for sequence in done):
         _shrink_to_mean(scores, done, wanted, num_probes)
-    mass = sum(sequence.mass for sequence in done)
-    elsewhere = selections.rerouting_drift([sample for sequence in done for sample in sequence.selections])
-    for key, (drift, variance) in elsewhere.items():
+    normalizer = sum(sequence.normalizer for sequence in done)
+    rerouting = rerouting_drift([sample for sequence in done for sample in sequence.topk_samples])
+    for key, (drift, variance) in rerouting.items():
         score, error = scores.get(key, (0.0, 0.0))
-        if key in scores and math.isfinite(score) and mass:
-            scores[key] = score + drift / mass, math.hypot(error or 0.0, math.sqrt(variance) / mass)
+        if key in scores and math.isfinite(score) and normalizer:
+            scores[key] = score + drift / normalizer, math.hypot(error or 0.0, math.sqrt(variance) / normalizer)
     for key in set().union(*(sequence.measured for sequence in done)) & scores.keys():
         those = [sequence for sequence in done if key in sequence.measured]
         score, error = _score(
-            those, [sequence.measured for sequence in those], [sequence.mass for sequence in those], key
+            those, [sequence.measured for sequence in those], [sequence.normalizer for sequence in those], key
         )
         scores[key] = score, error if len(those) > 1 else None
     return scores
 
 
 def _score(
-    done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], masses: Sequence[float], key: Key
+    done: Sequence[SequenceScores], sums: Sequence[Mapping[Key, float]], normalizers: Sequence[float], key: Key
 ) -> tuple[float, float | None]:
     """Sum over mass of all sequences, and its standard error: that of a ratio estimator."""
     parts = [each.get(key, 0.0) for each in sums]
-    mass, count = sum(masses), len(masses)
-    score = sum(parts) / mass if mass else math.inf
+    normalizer, count = sum(normalizers), len(normalizers)
+    score = sum(parts) / normalizer if normalizer else math.inf
     if not math.isfinite(score):
         return math.inf, None
     if count == 1:
         error = done[0].errors.get(key)
-        return score, error / mass if error is not None and mass else None
-    spread = sum((part - score * share) ** 2 for part, share in zip(parts, masses, strict=True))
-    return score, math.sqrt(count / (count - 1) * spread) / mass
+        return score, error / normalizer if error is not None and normalizer else None
+    spread = sum((part - score * share) ** 2 for part, share in zip(parts, normalizers, strict=True))
+    return score, math.sqrt(count / (count - 1) * spread) / normalizer
 
 
 def _shrink_to_mean(
@@ -94,9 +93,9 @@ def _shrink_to_mean(
     """
     variance = 2.0 / (num_probes * sum(not sequence.complete for sequence in done))
     groups: list[dict[Key, float]] = []
-    for name, asked in wanted.items():
+    for name, targets in wanted.items():
         ratios = {}
-        for dtype in asked:
+        for dtype in targets:
             key = (name, dtype)
             apart = math.fsum(sequence.independent.get(key, 0.0) for sequence in done)
             whole = math.fsum(sequence.sums.get(key, 0.0) for sequence in done)

@@ -122,18 +122,18 @@ class WeightOpRecorder(ReferenceMode):
             ) is not None:
                 sources[id(tensor)] = source
         values = {key: self.value_of(self.weights[key]) for key, source in sources.items() if source.itself}
-        given, named = replace_tensors(args, kwargs, values) if values else (args, kwargs)
+        given, given_kwargs = replace_tensors(args, kwargs, values) if values else (args, kwargs)
         if name not in EXPLICIT and not is_in_place(name):
             floats = [made for tensor in tensors if (made := values.get(id(tensor), tensor)).is_floating_point()]
             if floats and any(tensor.dtype != floats[0].dtype for tensor in floats):
-                given, named = promote_floats(name, floats, given, named)
+                given, given_kwargs = promote_floats(name, floats, given, given_kwargs)
         if not sources:
             if name == "topk":
-                selection = record_topk(self._selected, given, named)
+                selection = record_topk(self._selected, given, given_kwargs)
                 self.selections += [selection] if selection is not None else []
                 self._selected += 1
-            return call_torch(func, name, given, named, self)
-        return self._weighted(func, name, args, kwargs, given, named, sources)
+            return call_torch(func, name, given, given_kwargs, self)
+        return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         answer = super().read_property(func, args)
@@ -161,7 +161,7 @@ class WeightOpRecorder(ReferenceMode):
         args: Arguments,
         kwargs: dict[str, Any],
         given: Arguments,
-        named: dict[str, Any],
+        given_kwargs: dict[str, Any],
         sources: dict[int, WeightOrigin],
     ) -> Any:
         number = len(self.operations)
@@ -170,14 +170,14 @@ class WeightOpRecorder(ReferenceMode):
         if in_place and written not in sources:
             # It is run again on what the destination was before.
             args = (args[0].detach().clone(), *args[1:])
-        output = call_torch(func, name, given, named, self)
-        found = tensors_in((output,), {})
-        if not in_place and self._of_one_weight(args, kwargs, found, sources):
+        output = call_torch(func, name, given, given_kwargs, self)
+        results = tensors_in((output,), {})
+        if not in_place and self._of_one_weight(args, kwargs, results, sources):
             self._note_made(func, args, kwargs, output, sources)
             return output
         if written is not None:
             self._made.pop(written, None)  # from here on there is more in it than a weight
-        floats = [tensor for tensor in found if tensor.is_floating_point()]
+        floats = [tensor for tensor in results if tensor.is_floating_point()]
         if not floats or not any(source.weight in self.wanted for source in sources.values()):
             return output
         # The first operations have nothing before them that a gradient is wanted of.
@@ -192,9 +192,9 @@ class WeightOpRecorder(ReferenceMode):
         if number in self.copies:
             keep = _copied
         activations = {id(tensor): keep(tensor) for tensor in tensors_in(args, kwargs) if id(tensor) not in sources}
-        held, held_named = replace_tensors(args, kwargs, activations)
+        held_args, held_kwargs = replace_tensors(args, kwargs, activations)
         operation = WeightOp(
-            func, name, self.module, held, held_named, sources, [keep(tensor) for tensor in tapped],
+            func, name, self.module, held_args, held_kwargs, sources, [keep(tensor) for tensor in tapped],
             gradients=[[] for _ in tapped],
         )  # fmt: skip
         operation.note_versions()
@@ -206,12 +206,12 @@ class WeightOpRecorder(ReferenceMode):
         return output
 
     def _of_one_weight(
-        self, args: Arguments, kwargs: dict[str, Any], found: list[torch.Tensor], sources: dict[int, WeightOrigin]
+        self, args: Arguments, kwargs: dict[str, Any], results: list[torch.Tensor], sources: dict[int, WeightOrigin]
     ) -> bool:
         """Whether all that came out is a function of one weight and nothing else: a view of it, or `-exp(A)`."""
-        alone = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
+        only_weights = all(id(tensor) in sources for tensor in tensors_in(args, kwargs))
         one = len({source.weight for source in sources.values()}) == 1
-        return alone and one and bool(found) and not any(tensor.requires_grad for tensor in found)
+        return only_weights and one and bool(results) and not any(tensor.requires_grad for tensor in results)
 
     def _note_made(
         self, func: Any, args: Arguments, kwargs: dict[str, Any], output: Any, sources: dict[int, WeightOrigin]
@@ -220,8 +220,8 @@ class WeightOpRecorder(ReferenceMode):
 
         def remade(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
-            with_parents, named = replace_tensors(args, kwargs, parents)
-            made = func(*with_parents, **named)
+            remade_args, remade_kwargs = replace_tensors(args, kwargs, parents)
+            made = func(*remade_args, **remade_kwargs)
             result = made if index is None else made[index]
             assert isinstance(result, torch.Tensor)
             return result

@@ -20,7 +20,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.runtime.measure.weight_errors import look_at
+from dtype_engine.runtime.measure.weight_errors import inspect_weight
 from dtype_engine.worker import events
 from dtype_engine.worker.opening import OpenModel
 from dtype_engine.worker.save_requests import ExportRequest
@@ -85,7 +85,7 @@ def test_blocks_are_dequantized_and_cast(tmp_path: Path, capsys: pytest.CaptureF
         assert errors[name]["stored"] == made[name][0].name.lower()
     # What the app asks for with v.
     name, tensor = next(iter(wanted.items()))
-    reading = look_at(open_checkpoint(path), name, ("float16", "int8"))
+    reading = inspect_weight(open_checkpoint(path), name, ("float16", "int8"))
     counts = torch.frexp(tensor[tensor != 0]).exponent.sub(1).unique(return_counts=True)
     assert reading.exponents.counts == tuple(zip(counts[0].tolist(), counts[1].tolist(), strict=True))
     assert [error.stored for error in reading.errors] == ["q8_0", "q8_0"]
@@ -135,7 +135,7 @@ def test_blocks_that_nothing_dequantizes_are_shown_and_refused(
     assert engine("weights", path, "--cast", "*=bf16") == 0
     assert "left out   1 tensor, first blk.0.weight: is stored as q8_k" in capsys.readouterr().out
     with pytest.raises(UserError, match="can't dequantize"):
-        look_at(open_checkpoint(path), "blk.0.weight", ("float16",))
+        inspect_weight(open_checkpoint(path), "blk.0.weight", ("float16",))
 
 
 def test_a_file_of_the_other_byte_order_is_shown_and_refused(

@@ -302,12 +302,12 @@ def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_the_sa
     scan = saved.read(old, fingerprint, 4)
     assert scan.done == [
         SequenceScores(
-            mass=16.0,
+            normalizer=16.0,
             sums={first: 1.5e-4, second: math.inf},
             independent={first: 1.25e-4},
             errors={first: 3e-5},
             complete=True,
-            selections=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
+            topk_samples=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
             measured={second: 7.5},
         ),
         SequenceScores(3.0, {first: 0.0}),
