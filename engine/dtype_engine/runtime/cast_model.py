@@ -103,7 +103,7 @@ class CastModel:
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled` said so; the next recipe completes the cast.
+            Cancelled: `cancelled()` was true; the next recipe completes the cast.
 
         Example:
             >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
@@ -125,7 +125,7 @@ class CastModel:
 
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
-            Cancelled: `cancelled` said so; the next recipe completes the cast.
+            Cancelled: `cancelled()` was true; the next recipe completes the cast.
         """
         plan = make_plan(self.tree, recipe)
         plan.refuse_too_slow()
@@ -171,7 +171,7 @@ class CastModel:
             One entry a weight that loses values, with their numbers.
 
         Raises:
-            Cancelled: `cancelled` said so.
+            Cancelled: `cancelled()` was true.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")
@@ -202,7 +202,7 @@ class CastModel:
 
         Raises:
             UserError: The folder can't be written, holds something, or there is no room.
-            Cancelled: `cancelled` said so.
+            Cancelled: `cancelled()` was true.
 
         Example:
             >>> report = session.export(folder / "export")
@@ -217,7 +217,7 @@ class CastModel:
         """Bytes of the weights and of the process now.
 
         Returns:
-            `peak_rss_bytes` counts since the last measurement began; what the system does not tell is None.
+            `peak_rss_bytes` counts since the last measurement began; a figure that the system does not have is None.
 
         Example:
             >>> session.memory().stored_bytes

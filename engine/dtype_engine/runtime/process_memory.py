@@ -17,7 +17,7 @@ _KIB = 1024
 class ProcessMemory:
     """rss: resident set; anonymous: the part with no file behind it; mapped: the part mapped from the checkpoint's
     files, which the system can take back; peak_rss: the largest resident set since `reset_peak_rss`. None where the
-    system does not tell."""
+    system does not report it."""
 
     rss: int
     anonymous: int | None

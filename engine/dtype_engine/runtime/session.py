@@ -87,7 +87,7 @@ class Session(CastModel):
         Raises:
             NoForward: The model can't be run.
             KernelError: An operation has no kernel for a dtype.
-            Cancelled: `cancelled` said so.
+            Cancelled: `cancelled()` was true.
 
         Example:
             >>> _ = session.cast("*", "bfloat16")

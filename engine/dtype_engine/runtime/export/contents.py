@@ -33,7 +33,7 @@ from dtype_engine.runtime.model.name_mapping import Placement, map_names
 Quantized = tuple[torch.Tensor, torch.Tensor]
 
 _PORTABLE = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
-"""What compressed-tensors has a word for."""
+"""Dtypes that compressed-tensors has a name for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class ExportTensor:
 class Contents:
     """Everything about an export but where it goes.
 
-    `linears` are the modules that compressed-tensors would look at; `folder` has the files that go along; `files` are those
+    `linears` are the modules that compressed-tensors may quantize; `folder` has the files that go along; `files` are those
     that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
     the source that stand for the very tensor of another, which is written once, under that other name.
     """
@@ -306,7 +306,7 @@ def _refuse_scales(layout: Layout, items: list[ExportTensor]) -> None:
 
 
 def _refuse_unwritable(checkpoint: Checkpoint, items: list[ExportTensor]) -> None:
-    """Raise UserError for the first tensor that safetensors has no place for, with what can be done."""
+    """Raise UserError for the first tensor that safetensors can't hold; the message says what to do."""
     lost = [
         item
         for item in items

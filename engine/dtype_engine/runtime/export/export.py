@@ -75,7 +75,7 @@ def export(
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
-    # The source is looked at once more before the export has its name.
+    # The source is checked once more before the export has its name.
     with staged(target, whole_bytes, force) as stage, unchanged(contents.identities):
         notices = contents.notices
         if layout.kind == "model" and contents.folder is not None and contents.config is not None:

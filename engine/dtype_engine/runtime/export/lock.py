@@ -1,4 +1,4 @@
-"""Who writes to an unfinished export: what a process that was killed left behind is told from what a living one writes.
+"""Locks of unfinished exports: they tell what a killed process left behind from what a living one still writes.
 
 An export to `out` is written to a folder beside it, `.out.partial-*`. What it replaces waits in another, `.out.replaced-*`,
 until its successor is in place. Each holds a file that its writer keeps locked. A lock ends with its process, whatever ends
@@ -46,7 +46,7 @@ def locked(stage: Path) -> Iterator[None]:
         file.flush()
         with contextlib.suppress(OSError):  # a file system without locks
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # It gets its name with the lock on it: whoever sees the name and gets the lock knows that the writer is gone.
+        # Renamed only after it is locked: a visible claim that can be locked has no live writer.
         os.rename(unlocked, stage / CLAIM)
         yield
 

@@ -1,4 +1,4 @@
-"""What an export of this program is told by, so that `--force` replaces nothing else.
+"""The mark of an export of this program, so that `--force` replaces nothing else.
 
 The mark is two files: `recipe.yaml`, which begins as this program writes recipes, and `README.md`, whose second paragraph says
 which version wrote the folder. Every version since 0.1.0 writes both.

@@ -34,7 +34,7 @@ _SLACK = 1 << 20
 def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -> Path:
     """The folder to write, its parent resolved. Raises UserError when it holds something, or can't be made there.
 
-    `force`: an export of this program may be there, told by its mark, and is to be replaced; nothing else is, nor one that holds
+    `force`: an export of this program, known by its mark, is replaced; nothing else is, nor one that holds
     any of the files `keep`, or in which the program runs.
     """
     target = target.expanduser().absolute()

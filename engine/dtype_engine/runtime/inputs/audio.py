@@ -150,7 +150,7 @@ def synthetic_spectrogram(shape: tuple[int, int]) -> torch.Tensor:
 
 
 def _spectrogram_shape(config: Any, argument: str) -> tuple[int, int] | None:
-    """The size of one spectrogram by the configuration; None where it does not tell, or where the model takes samples."""
+    """The size of one spectrogram by the configuration; None where it has none, or where the model takes samples."""
     bins = getattr(config, "num_mel_bins", None)
     if argument == "input_features":
         if bins and getattr(config, "max_source_positions", None) and not hasattr(config, "input_feat_per_channel"):

@@ -100,7 +100,7 @@ def make_pictures(model: LiveModel, options: Options) -> tuple[list[Picture], tu
 
 
 def vision_config(model: LiveModel) -> Any:
-    """The part of the configuration that speaks of pictures; all of it for a vision model alone."""
+    """The part of the configuration for pictures; all of it for a vision model alone."""
     config = model.module.config
     for name in ("vision_config", "encoder"):
         if getattr(config, name, None) is not None:

@@ -90,7 +90,7 @@ def parameters(module: nn.Module) -> tuple[str, ...]:
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that speaks of the language model; all of it for a language model alone."""
+    """The part of a configuration for the language model; all of it for a language model alone."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 

@@ -22,7 +22,7 @@ _MASKS = {"attention_mask": "input_ids", "token_type_ids": "input_ids", "decoder
 
 def check_fits(model: LiveModel, batch: Batch, where: str) -> None:
     """Raise UserError for arguments that the forward pass does not have or misses, and for tensors of a dtype or shape that
-    the model can't take, as far as its signature and its configuration tell. `where` they come from, for the sentence.
+    the model can't take, by its signature and its configuration. `where` they come from, for the sentence.
     """
     _check_names(model, batch, where)
     config = getattr(model.module, "config", None)
@@ -120,7 +120,7 @@ def _id_count(model: LiveModel, name: str) -> int | None:
 
 
 def _check_pixels(model: LiveModel, value: torch.Tensor, where: str) -> None:
-    """Dimensions and channels, for models whose first convolution over pictures tells."""
+    """Dimensions and channels, for models with a convolution over pictures."""
     vision = getattr(model.module.config, "vision_config", None) or model.module.config
     wanted = getattr(vision, "num_channels", None)
     if not isinstance(wanted, int):

@@ -49,7 +49,7 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(slots=True)
 class _Base:
-    """One batch under the reference: its main output, each module's outputs, and the calls that may stand in."""
+    """One batch under the reference: its main output, each module's outputs, and the calls whose outputs may be reused."""
 
     batch: Batch
     name: str

@@ -107,8 +107,8 @@ class OutputRecorder:
         return last[2][0] if last is not None and last[0] is output and last[1] == version_of(output) else None
 
     def replay(self, module: str, reading: object) -> None:
-        """Never called: no earlier pass's output stands in for the reference's."""
-        raise AssertionError("nothing stands in for the reference")
+        """Never called: the reference reuses no earlier pass's outputs."""
+        raise AssertionError("the reference reuses nothing")
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1

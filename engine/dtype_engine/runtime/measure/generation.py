@@ -74,7 +74,7 @@ def _write(runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, token
     began: list[int] = []
 
     class Progress(StoppingCriteria):  # type: ignore[misc]
-        """Never stops the writing by itself: tells how far it is, and lets the user stop it."""
+        """Reports progress, and raises Cancelled; never ends the text by itself."""
 
         def __call__(self, input_ids: torch.Tensor, scores: Any, **rest: Any) -> torch.Tensor:
             if runner.cancelled():

@@ -1,7 +1,7 @@
 """The noise floor of a drift: how far the reference is from itself when its sums are taken in another order.
 
 The same float32 arithmetic gives other last bits under another attention kernel or batch size. A candidate that drifts
-no more than that is not told from the reference, whatever its figures.
+no more than that can't be distinguished from the reference, whatever its figures.
 """
 
 from __future__ import annotations

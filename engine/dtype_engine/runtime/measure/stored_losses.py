@@ -27,7 +27,7 @@ def losses_in_files(
 ) -> tuple[ValueLoss, ...]:
     """What casts by a plan lose, read straight from a checkpoint's files, a tensor at a time; in the tree's order.
 
-    One that is packed of several tensors of the files is told part by part, under the names of the files.
+    A tensor packed of several in the files gives an entry for each part, under its name in the files.
     `on_progress(done, total)` counts tensors. Raises UserError for a file that can't be read, Cancelled.
     """
     counted = {} if counted is None else counted

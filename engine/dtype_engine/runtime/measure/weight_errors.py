@@ -28,7 +28,7 @@ def round_trips(
 ) -> Iterator[WeightError]:
     """The error of every tensor that the plan changes, in the tree's order. `on_progress(done, total)` counts tensors.
 
-    One that is packed of several tensors of the files is told part by part, under the names of the files. Those that the
+    A tensor packed of several in the files gives an entry for each part, under its name in the files. Those that the
     files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
     """
     watch = Watch(checkpoint.identities)

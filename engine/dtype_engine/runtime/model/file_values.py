@@ -1,6 +1,6 @@
 """A tensor's values in a file, read a piece at a time and never mapped.
 
-A mapped file that another program cuts short ends this one with a signal; what is read is an error that can be told.
+A mapped file that another program cuts short ends this one with a signal (SIGBUS); a failed read is an error with a message.
 """
 
 from __future__ import annotations

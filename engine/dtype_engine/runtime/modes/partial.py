@@ -1,4 +1,4 @@
-"""The reference, with the weighted operations of some modules run as cast: that tells their own error from all others'."""
+"""The reference, with the weighted operations of some modules run as cast: their own error, without anything that others add."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Counting the values that a cast loses: finite ones that become infinite, and others that become zero.
 
 What a cast gave is read once, in pieces that stay in the processor's cache. Only where a piece holds an infinity or a zero
-are the values looked at that it was made from, so that a cast that loses nothing costs a fraction of the cast itself.
+are the original values read, so that a cast that loses nothing costs a fraction of the cast itself.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dtype_engine.runtime.numerics.quantize import (
 )
 
 PIECE = 1 << 18
-"""Elements that are looked at at once."""
+"""Elements that are counted at once."""
 _DEVICE_PIECE = 1 << 24
 """The same on an accelerator, which is waited for after each piece."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -74,7 +74,7 @@ class LossCounter:
         """
         before = self._flat[start : start + len(after)] if before is None else before
         if self.dtype in dtypes.STORAGE_DTYPES:
-            self._codes.append(_look_at_codes(before, after.view(-1, self._width)))
+            self._codes.append(_summarize_codes(before, after.view(-1, self._width)))
         else:
             self._floats.append(_count_piece(before, after))
 
@@ -89,7 +89,7 @@ class LossCounter:
             zeros = sum(part.zeros for part in self._codes)
             much = zeros >= rounding_share(self.dtype) * self._original.numel()
             if not much and not any(part.empty or part.beyond for part in self._codes):
-                return None  # the values themselves need not be looked at
+                return None  # the values themselves need not be read
             total = _count_codes(self._original, self.dtype, cancelled)
         elif total.vanished and total.zeros >= self._width:  # else there is no channel of zeros
             total.channels = _vanished_channels(self._original, self.dtype, cancelled)
@@ -237,7 +237,7 @@ class _CodeRows:
     beyond: bool
 
 
-def _look_at_codes(before: torch.Tensor, codes: torch.Tensor) -> _CodeRows:
+def _summarize_codes(before: torch.Tensor, codes: torch.Tensor) -> _CodeRows:
     low, high = torch.aminmax(before)
     largest = max(-float(low), float(high))
     zeros = count_zeros(codes.reshape(-1))

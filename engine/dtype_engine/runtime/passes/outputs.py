@@ -1,4 +1,4 @@
-"""Which tensor of what a module returned is looked at."""
+"""Which tensor of a module's output is compared."""
 
 from __future__ import annotations
 

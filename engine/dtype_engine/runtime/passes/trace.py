@@ -5,7 +5,7 @@ only weights that were first used after the n-th call had finished, those n call
 stored outputs are returned instead, and only the outermost of them need to be called at all.
 
 Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
-pass, and such a call stands in for nothing.
+pass, and such a call is not reused.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Trace:
     """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
 
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
-    called within a module of up to `whole` calls is let go as soon as that module returns: running so few again takes no
+    called within a module of up to `whole` calls is released as soon as that module returns: running so few again takes no
     time, and their outputs (projections, experts) are most of the bytes.
     """
 
@@ -78,14 +78,14 @@ class Trace:
                 self.nbytes += storage.nbytes()
         if len(self.calls) - call.began_after < self.whole and call.output is not _OPAQUE:
             for inner in self.calls[call.began_after :]:
-                self._let_go(inner)
+                self._release(inner)
         self.calls.append(call)
         if self.nbytes > self.budget:
             self.budget, self.nbytes = -1, 0
             self.calls.clear()
             self._uses.clear()
 
-    def _let_go(self, call: ModuleCall) -> None:
+    def _release(self, call: ModuleCall) -> None:
         for tensor, _ in call.versions:
             storage = tensor.untyped_storage()
             self._uses[storage.data_ptr()] -= 1

@@ -1,6 +1,8 @@
 """Local errors: what a weighted operation gives with one of its weights in another dtype, less what it gave.
 
 `LocalErrors` runs one operation again under the four rules of `modes.mixed`, with everything else as in the reference.
+
+Shapes: D dtypes of a weight, E elements of one output of an operation. Local errors Δ [D, E], in the reference's dtype.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ class LocalErrors:
         self._held = 0
 
     def of(self, operation: WeightOp, weight: str, names: Sequence[str]) -> list[torch.Tensor]:
-        """The local errors of each output, [dtypes, elements]: what the operation gives with `weight` in each of the dtypes
+        """The local errors Δ [D, E] of each output: what the operation gives with `weight` in each of the dtypes
         `names` and everything else as in the reference, less what it gave. In the reference's dtype.
 
         Raises KernelError where there is no kernel for a dtype.

@@ -1,5 +1,8 @@
 """From what every sequence gave to a score and its standard error, by weight and dtype.
 
+A score is a ratio estimator over sequences, Σ sums / Σ normalizers, in nats per position (or relative squared error); its
+standard error is that of a ratio (Cochran, "Sampling Techniques", 1977, chapter 6).
+
 A sample (Σ g·Δ)² has a relative standard error of √2, and that is independent from dtype to dtype while its ratio to Σ g²Δ²,
 how much an operation's errors reinforce each other, is nearly the same. So each ratio is shrunk to the mean of its weight's, as
 far as the spread between dtypes is not more than sampling explains: an empirical-Bayes (James-Stein) estimator, as in Efron

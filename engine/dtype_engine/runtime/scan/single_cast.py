@@ -1,6 +1,6 @@
-"""Weights whose dtype the model's own code looks at: what they give in 16 bits decides more than their own operation.
+"""Weights whose output's dtype the model's own code reads: in 16 bits they change more than their own operation.
 
-A Llama computes the cosines and sines of its positions in the dtype of the embeddings' output. No local error has that, so
+A Llama computes the cosines and sines of its positions (RoPE) in the dtype of the embeddings' output. Local errors miss that, so
 these few weights are measured in the 16-bit dtypes by a pass of their own.
 """
 
@@ -20,7 +20,7 @@ from dtype_engine.runtime.scan.local_errors import PRODUCTS, summed_in_float32
 
 SIXTEEN_BITS = ("bfloat16", "float16")
 MOST = 2
-"""So many weights of a pass, the first, are measured so: each costs a pass a dtype."""
+"""At most this many weights of a pass, the first, are measured so: each costs a pass a dtype."""
 
 
 def weights_to_measure(

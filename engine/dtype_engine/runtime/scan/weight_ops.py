@@ -43,7 +43,7 @@ class WeightOrigin:
 class WeightOp:
     """One weighted operation of a pass. `sources` says of which arguments (by id) it takes which weight.
 
-    `gradients` has, per output, those that came back so far: flat, one a backward pass, with the number of that pass.
+    `gradients` has, per output of E elements, those that came back so far: [E], one a backward pass, with that pass's number.
     """
 
     func: Any
@@ -70,7 +70,7 @@ class WeightOp:
         return [*tensors_in(self.args, self.kwargs), *self.outputs]
 
     def note_versions(self) -> None:
-        """From here on, `overwritten` tells."""
+        """Remember the versions of its tensors, which `overwritten` compares."""
         self.versions = [version_of(tensor) for tensor in self._held()]
 
 
@@ -109,7 +109,7 @@ class WeightOpRecorder(ReferenceMode):
         return frozenset(index for index, operation in enumerate(self.operations) if operation.overwritten)
 
     def release(self) -> None:
-        """The pass is over: let go of what is only looked up during it."""
+        """After the pass: release what is only looked up during it."""
         self._given.clear()
         self._made.clear()
 

@@ -20,7 +20,7 @@ from dtype_engine.core.errors import UserError, one_line
 
 @dataclass(frozen=True, slots=True)
 class SourceValues:
-    """Tensors by name, each read when it is asked for. unchecked: what these values can't tell, a sentence each."""
+    """Tensors by name, each read when it is used. unchecked: what these values can't prove, a sentence each."""
 
     names: frozenset[str]
     read: Callable[[str], torch.Tensor]
