@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from textual.events import Paste
 from textual.pilot import Pilot
 
 from dtype_engine.cli.program import run
@@ -174,11 +175,10 @@ async def _export(app: DtypeApp, pilot: Pilot[None], made: Made, work: Path) -> 
     app.clear_notifications()
     await pilot.press("e")
     await until(pilot, lambda: len(app.screen_stack) > 1, "nothing to leave with")
-    for _ in range(200):
-        await pilot.press("backspace")
-        if not app.focused or not getattr(app.focused, "value", ""):
-            break
-    await pilot.press(*str(target))
+    await pilot.press("ctrl+u")
+    assert app.focused is not None
+    app.focused.post_message(Paste(str(target)))  # not key by key: Pilot waits 60 ms after each
+    await until(pilot, lambda: getattr(app.focused, "value", "") == str(target), "the folder is not in the field")
     await pilot.press("enter")
     await until(pilot, lambda: target.exists() or _refusal_of(app), "nothing is written")
     if not target.exists():
