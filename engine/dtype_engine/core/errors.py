@@ -16,11 +16,30 @@ def one_line(error: BaseException, most: int = 200, with_type: bool = False) -> 
 
 
 class UserError(Exception):
-    """Bad input. The message is shown as it is; on the command line the exit status is 2."""
+    """Bad input. The message is shown as it is; on the command line the exit status is 2.
+
+    Example:
+        >>> try:
+        ...     de.Rule.parse("*.mlp")
+        ... except de.UserError as error:
+        ...     print(error)
+        can't read the cast '*.mlp': write PATTERN=DTYPE, for example '*.mlp=bfloat16'
+    """
 
 
 class PatternError(UserError):
-    """A pattern that can't be read. `position` counts characters from 0, where one is to blame."""
+    """A pattern that can't be read.
+
+    Attributes:
+        position: The character to blame, counted from 0; None where no single one is.
+
+    Example:
+        >>> try:
+        ...     de.Rule.make("layers.{0", "bfloat16")
+        ... except de.PatternError as error:
+        ...     print(error.position)
+        7
+    """
 
     def __init__(self, message: str, position: int | None = None) -> None:
         super().__init__(message)
@@ -36,7 +55,13 @@ class NoForward(UserError):
 
 
 class KernelError(UserError):
-    """An operation has no kernel for a dtype on this device."""
+    """An operation has no kernel for a dtype on this device.
+
+    Attributes:
+        module, operation: The module that was running, and torch's name of what it called.
+        dtype, device: Those that have no kernel.
+        nearest: A dtype that works there; None where none was found.
+    """
 
     def __init__(self, module: str, operation: str, dtype: str, device: str, nearest: str | None, reason: str) -> None:
         offer = f"{nearest} works there" if nearest else "no other dtype was found to work"

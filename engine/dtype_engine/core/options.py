@@ -11,9 +11,14 @@ from typing import Literal
 class RunSettings:
     """How the candidate is run; the reference knows none of it.
 
-    compute: the dtype that storage-only weights come back to where no activation says which.
-    autocast: run under `torch.autocast` in this dtype, None for not.
-    float_inputs: floating inputs as given, or in the dtype of the model's first weight, as `inputs.to(model.dtype)` does.
+    Attributes:
+        compute: The dtype that storage-only weights come back to where no activation says which.
+        autocast: Run under `torch.autocast` in this dtype, None for not.
+        float_inputs: Floating inputs as given, or in the dtype of the model's first weight, as `inputs.to(model.dtype)` does.
+
+    Example:
+        >>> print(de.RunSettings(autocast="bfloat16"))
+        autocast bfloat16
     """
 
     compute: str = "float32"
@@ -31,19 +36,25 @@ class RunSettings:
 class Options:
     """How to open and run a model.
 
-    device: "cpu", "cuda" or "auto" (cuda where there is one that works).
-    prompts, texts: calibration text; each prompt and each text file is one sequence or, when it is long, several. A `.jsonl`
-        file has an object with `text`, `prompt` or `messages` on every line.
-    chat: prompts are what a user says: they go through the tokenizer's chat template.
-    sequence_length, sequences: how many tokens a sequence has at most, and how many sequences there are at most.
-    images, audio: files for the model's own processor.
-    tensors: a file of the forward pass's own arguments by name; it takes the place of all the others.
-    reference_bytes: budget for the reference's stored outputs; None for a quarter of the memory that is free.
-    weights: a checkpoint to load into the module of a Python file.
-    architecture: the class whose module a checkpoint's tensors go into; None for the one that its config.json names.
-    download: fetch a model that is not in the local cache.
-    trust_pickle, trust_remote_code: run code that comes with the model, as the user says it is safe.
-    settings: how the candidate is run.
+    Attributes:
+        device: "cpu", "cuda" or "auto" (cuda where there is one that works).
+        prompts, texts: Calibration text; each prompt and each text file is one sequence or, when it is long, several. A `.jsonl`
+            file has an object with `text`, `prompt` or `messages` on every line.
+        chat: Prompts are what a user says: they go through the tokenizer's chat template.
+        sequence_length, sequences: How many tokens a sequence has at most, and how many sequences there are at most.
+        images, audio: Files for the model's own processor.
+        tensors: A file of the forward pass's own arguments by name, instead of all the other inputs.
+        weights: A checkpoint to load into the module of a Python file.
+        architecture: The class whose module a checkpoint's tensors go into; None for the one that its config.json names.
+        trust_pickle, trust_remote_code: Run code that comes with the model, as the user says it is safe.
+        download: Fetch a model that is not in the local cache.
+        reference_bytes: Budget for the reference's stored outputs; None for a quarter of the memory that is free.
+        settings: How the candidate is run.
+        threads: How many threads torch computes with; None for its own choice.
+
+    Example:
+        >>> de.Options(device="cpu", sequence_length=128).sequence_length
+        128
     """
 
     device: str = "auto"

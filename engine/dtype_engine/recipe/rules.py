@@ -12,7 +12,16 @@ from dtype_engine.recipe.pattern import compile_pattern
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Everything that `pattern` takes gets `dtype` (a name of `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`)."""
+    """Everything that `pattern` takes gets `dtype`.
+
+    Attributes:
+        pattern: Names of modules or tensors, with wildcards; or `type:Class`, or `re:` and a regular expression.
+        dtype: A name of `dtypes.CASTABLE_DTYPES`, or `dtypes.STORED`.
+
+    Example:
+        >>> de.Rule.parse("*.mlp=bf16")
+        Rule(pattern='*.mlp', dtype='bfloat16')
+    """
 
     pattern: str
     dtype: str
@@ -36,7 +45,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """Rules in the order they were made. Immutable, so it can name the measurements that belong to it."""
+    """Rules in the order they were made. Immutable, so it can name the measurements that belong to it.
+
+    Attributes:
+        rules: The last one that takes a tensor decides.
+
+    Example:
+        >>> recipe = de.Recipe.of([de.Rule.parse("*=bf16")]).then(de.Rule.parse("*norm*=float32"))
+        >>> str(recipe)
+        '*=bfloat16, *norm*=float32'
+    """
 
     rules: tuple[Rule, ...] = ()
 

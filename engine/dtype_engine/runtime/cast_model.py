@@ -18,8 +18,11 @@ from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_ma
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
+from dtype_engine.results.scan import Prediction, ScanReport
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.process_memory import process_memory
+from dtype_engine.search.pareto import Constraints, ParetoFront, make_items
+from dtype_engine.search.sensitivity import predict
 
 OnProgress = Callable[[int, int], None]
 P = ParamSpec("P")
@@ -45,20 +48,36 @@ class CastModel:
         self.model = model
         self._history = RecipeHistory()
         self._plan = make_plan(model.tree, Recipe())
+        self.scanned: ScanReport | None = None
 
     @property
     def tree(self) -> Tree:
-        """Modules and tensors, with classes, ties and buffers."""
+        """Modules and tensors, with classes, ties and buffers.
+
+        Example:
+            >>> session.tree.stored_bytes
+            2831232
+        """
         return self.model.tree
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe in force."""
+        """The recipe in force.
+
+        Example:
+            >>> session.recipe
+            Recipe(rules=())
+        """
         return self._plan.recipe
 
     @property
     def plan(self) -> Plan:
-        """The dtype of every tensor under the recipe in force."""
+        """The dtype of every tensor under the recipe in force.
+
+        Example:
+            >>> set(session.plan.dtypes.values())
+            {'float32'}
+        """
         return self._plan
 
     @reading_weights
@@ -126,6 +145,11 @@ class CastModel:
         Raises:
             TooSlow: A pattern takes too long to match; nothing is changed.
             Cancelled: `cancelled()` was true; the next recipe completes the cast.
+
+        Example:
+            >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
+            >>> str(session.recipe)
+            '*=bfloat16'
         """
         plan = make_plan(self.tree, recipe)
         plan.refuse_too_slow()
@@ -154,6 +178,10 @@ class CastModel:
 
         Returns:
             False when nothing was undone.
+
+        Example:
+            >>> session.redo()
+            False
         """
         moved = self._history.redo()
         self.use_recipe(self._history.recipe)
@@ -212,6 +240,43 @@ class CastModel:
 
         contents = of_live(self.model, self.recipe, self._plan.dtypes)
         return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
+
+    def predict(self, recipe: Recipe | None = None) -> Prediction:
+        """Predict the drift of a recipe by the last scan: the sum of its weights' scores.
+
+        Args:
+            recipe: By default the one in force.
+
+        Returns:
+            The drift in the scan's unit. Raises UserError when nothing was scanned, or not in a dtype of the recipe.
+
+        Example:
+            >>> _ = session.scan(["bfloat16"], draws=1)
+            >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
+            True
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so no drift can be predicted")
+        plan = self.plan if recipe is None else make_plan(self.tree, recipe)
+        return predict(self.tree, plan, self.scanned, self.scanned.scores())
+
+    def front(self, constraints: Constraints | None = None) -> ParetoFront:
+        """The Pareto front of bytes against predicted drift, by the last scan.
+
+        Args:
+            constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
+
+        Returns:
+            The points, the largest model first. Raises UserError when nothing was scanned.
+
+        Example:
+            >>> _ = session.scan(["bfloat16"], draws=1)
+            >>> len(session.front().points) > 1
+            True
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so there is nothing to search in")
+        return ParetoFront(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
 
     def memory(self) -> MemoryStats:
         """Bytes of the weights and of the process now.

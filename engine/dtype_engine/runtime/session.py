@@ -12,15 +12,14 @@ from dtype_engine.core import dtypes as dtype_table
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
-from dtype_engine.recipe import Recipe, make_plan
+from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
-from dtype_engine.results.drift import DriftReport, ImplicitCastStats, Seconds
+from dtype_engine.results.drift import DriftReport, ImplicitCastStats
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import LossRemedy, ValueLoss
 from dtype_engine.results.runs import Generation, SpeedReport
-from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
-from dtype_engine.runtime import process_memory as memory
+from dtype_engine.results.scan import ScanReport, SearchReport
 from dtype_engine.runtime.cast_model import CastModel, reading_weights
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
@@ -35,13 +34,13 @@ from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.passes.runner import ForwardRunner
+from dtype_engine.runtime.process_memory import reset_peak_rss
 from dtype_engine.runtime.scan.exact import exact_sensitivities
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
 from dtype_engine.runtime.scan.scan import OnProgress as OnScan
-from dtype_engine.search.pareto import Constraints, ParetoFront, make_items
-from dtype_engine.search.sensitivity import predict, scalar_drift
+from dtype_engine.search.pareto import Constraints
+from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
 
 
@@ -60,7 +59,6 @@ class Session(CastModel):
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, NoiseFloor] | None = None
         self._scan: Scan | None = None
-        self.scanned: ScanReport | None = None
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -94,48 +92,48 @@ class Session(CastModel):
             >>> 0 < session.drift().output.max_abs < 1
             True
         """
-        inputs = self._need_inputs()
         if self._meter is None:
-            self._meter = DriftMeter(self.model, inputs)
+            self._meter = DriftMeter(self.model, self._need_inputs())
             if self.options.reference_bytes is not None:
                 self._meter.budget = self.options.reference_bytes
         self._meter.settings = self.settings
-        memory.reset_peak_rss()
+        reset_peak_rss()
         if self.model.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.model.device)
         measurement = self._meter.measure(on_progress, on_modules, cancelled)
-        return DriftReport(
-            model=self.model.title,
-            device=str(self.model.device),
-            reference=reference_name(self.model),
-            rules=tuple(map(str, self.recipe.rules)),
-            settings=str(self.settings),
-            inputs=inputs.description,
-            output_name=measurement.output_name,
-            output=measurement.output,
-            modules=measurement.modules,
-            memory=self.memory(),
-            seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
-            notices=(*self.model.notices, *measurement.notices),
-            lost=self.lost_values(cancelled),
-        )
+        return self._meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
 
     @reading_weights
     def causes(
         self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never
     ) -> AttributionReport:
-        """Run every module as cast by itself: in which of them the drift of the recipe in force arises.
+        """Attribute the drift of the recipe in force to modules: each is run as cast by itself, all else as the reference.
 
-        Raises as `drift` does, and UserError where nothing is cast.
+        Args:
+            on_progress: Called with the parts run and all.
+            cancelled: Asked between module calls.
+
+        Returns:
+            The contributions, the largest first, and their sum. Raises as `drift` does, and UserError under `torch.autocast`.
+
+        Example:
+            >>> _ = session.cast("*.layers.0.mlp", "int8")
+            >>> [part.name.split(".")[-2] for part in session.causes().causes]
+            ['mlp', 'mlp', 'mlp']
         """
         attribution = Attribution(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
         return attribution.report(on_progress, cancelled)
 
     @reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
-        """The drift of the reference against itself, for the same sums in another order; measured once for the inputs.
+        """The noise floor: the drift of the reference against itself, for the same sums in another order.
 
-        Raises as `drift` does.
+        Args:
+            on_progress: Called with the positions compared and all.
+            cancelled: Asked between module calls.
+
+        Returns:
+            The worst figures of all variants; measured once for the inputs. Raises as `drift` does.
 
         Example:
             >>> session.floor() is session.floor()
@@ -155,9 +153,14 @@ class Session(CastModel):
         Args:
             report: A measurement of the recipe in force.
             on_trial: Called with the remedies tried and all.
+            cancelled: Asked between module calls.
 
         Returns:
             None where all values are finite. Raises as `drift` does.
+
+        Example:
+            >>> session.nonfinite(session.drift()) is None
+            True
         """
         output = report.output
         if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
@@ -177,9 +180,14 @@ class Session(CastModel):
         Args:
             report: A measurement of the recipe in force, to try the rules out beside; None for untried ones.
             on_trial: Called with the rules tried and all.
+            cancelled: Asked between module calls.
 
         Returns:
             None where nothing is lost but by rounding. Raises Cancelled.
+
+        Example:
+            >>> session.loss_remedy(None) is None
+            True
         """
 
         def count(name: str, dtype: str) -> ValueLoss | None:
@@ -196,61 +204,66 @@ class Session(CastModel):
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
-        """Every implicit cast of one forward pass over the first input, summed by module and operation.
+        """Every implicit cast of one forward pass over the first input.
 
-        Raises as `drift` does.
+        Args:
+            cancelled: Asked between module calls.
+
+        Returns:
+            Elements and calls by module, operation and dtypes. Raises as `drift` does.
 
         Example:
             >>> _ = session.cast("*.mlp", "bfloat16")
             >>> len(session.flow()) > 0
             True
         """
-        inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return aggregate(runner.implicit_casts(inputs.batches[0]))
+            return aggregate(runner.implicit_casts(self._need_inputs().batches[0]))
 
     @reading_weights
     def generate(
-        self,
-        tokens: int = 32,
-        on_tokens: OnTokens = lambda which, done, most: None,
-        cancelled: IsCancelled = never,
+        self, tokens: int = 32, on_tokens: OnTokens = lambda run, done, most: None, cancelled: IsCancelled = never
     ) -> tuple[Generation, ...]:
-        """Let reference and candidate write `tokens` tokens after every input, greedily.
+        """Let reference and candidate continue every input greedily.
 
-        Raises as `drift` does; NoForward also for a model that does not generate.
+        Args:
+            tokens: The most tokens to write.
+            on_tokens: Called with the run ("reference", "candidate"), tokens written, and the most there will be.
+            cancelled: Asked after every token.
+
+        Returns:
+            Both texts for each input. Raises as `drift` does; NoForward also for a model that does not generate.
 
         Example:
             >>> session.generate(2)[0].differs  # nothing is cast
             False
         """
-        inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return generate(runner, inputs, tokens, on_tokens)
+            return generate(runner, self._need_inputs(), tokens, on_tokens)
 
     @reading_weights
     def speed(
         self,
-        on_passes: OnPasses = lambda what, done, total: None,
+        on_passes: OnPasses = lambda row, done, total: None,
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
         """Time whole forward passes in the reference's dtype, as stored, and as cast.
 
-        The report has seconds a pass: the median of `repeats` after a warm-up. Raises as `drift` does.
+        Args:
+            on_passes: Called with the row that is timed, passes done and all.
+            cancelled: Asked between module calls.
+            repeats: Passes a row, after one to warm up.
+
+        Returns:
+            Seconds a pass: the median, the fastest and the slowest of each row. Raises as `drift` does.
+
+        Example:
+            >>> [row.what for row in session.speed(repeats=3).rows]
+            ['reference', 'candidate']
         """
-        inputs = self._need_inputs()
         with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
-            rows, notices = measure_speed(runner, inputs, self.plan.dtypes, on_passes, repeats)
-        return SpeedReport(
-            model=self.model.title,
-            device=str(self.model.device),
-            threads=torch.get_num_threads(),
-            rules=tuple(map(str, self.recipe.rules)),
-            inputs=inputs.description,
-            rows=rows,
-            notices=notices,
-        )
+            return measure_speed(runner, self._need_inputs(), self.plan, on_passes, repeats)
 
     @reading_weights
     def scan(
@@ -295,34 +308,14 @@ class Session(CastModel):
                 self.scanned = exact_sensitivities(
                     self.model, inputs, targets, settings, on_progress, on_estimate, cancelled
                 )
+                return self.scanned
             finally:
                 self.model.apply(self.plan.dtypes)
-            return self.scanned
-        scan = self._scan
-        if (
-            scan is None
-            or scan.inputs is not inputs
-            or (scan.dtypes, scan.settings, scan.draws, scan.save) != (targets, settings, draws, save)
-        ):
+        scan, asked = self._scan, (targets, settings, draws, save)
+        if scan is None or scan.inputs is not inputs or (scan.dtypes, scan.settings, scan.draws, scan.save) != asked:
             scan = self._scan = Scan(self.model, inputs, targets, settings, draws, save=save)
         self.scanned = scan.run(on_progress, on_estimate, cancelled)
         return self.scanned
-
-    def predict(self, recipe: Recipe | None = None) -> Prediction:
-        """The drift of a recipe (by default the one in force) by the last scan: the sum of its weights' scores.
-
-        Raises UserError when nothing was scanned, or not in a dtype of the recipe.
-        """
-        if self.scanned is None:
-            raise UserError("nothing was scanned yet, so no drift can be predicted")
-        plan = self.plan if recipe is None else make_plan(self.tree, recipe)
-        return predict(self.tree, plan, self.scanned, self.scanned.scores())
-
-    def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """The Pareto front of bytes against predicted drift, by the last scan. Raises UserError."""
-        if self.scanned is None:
-            raise UserError("nothing was scanned yet, so there is nothing to search in")
-        return ParetoFront(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
 
     def search(
         self,
@@ -344,14 +337,18 @@ class Session(CastModel):
         Returns:
             The rules, their bytes and drift, and the Pareto front. Raises UserError when nothing was scanned, and OutOfReach
             when nothing meets the limit.
+
+        Example:
+            >>> _ = session.scan(["bfloat16"], draws=1)
+            >>> session.search(budget=session.tree.stored_bytes).predicted
+            0.0
         """
         front = self.front(constraints)
         fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
         recipe = compress(self.tree, solution.dtypes)
-        measured = None
         if measure:
             self.apply(recipe, cancelled=cancelled)
-            measured = scalar_drift(self.drift(cancelled=cancelled).output)
+        measured = scalar_drift(self.drift(cancelled=cancelled).output) if measure else None
         assert self.scanned is not None
         return SearchReport(
             model=self.model.title,
@@ -370,8 +367,15 @@ class Session(CastModel):
     def use_inputs(self, options: Options, cancelled: IsCancelled = never) -> None:
         """Run on the inputs of `options` from now on; its other fields do not matter here.
 
-        They are tried with the reference: one call, of given tensors one of each shape. Raises UserError when they can't be
-        made, do not fit the model or do not run, and Cancelled; everything is as it was then.
+        Args:
+            options: They are tried with the reference: one call, of given tensors one of each shape.
+            cancelled: Asked between module calls.
+
+        Raises:
+            UserError: They can't be made, do not fit the model or do not run. Everything is as before, as after Cancelled.
+
+        Example:
+            >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         inputs = make_inputs(self.model, options)
         with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
@@ -382,7 +386,12 @@ class Session(CastModel):
 
     @property
     def inputs_reading(self) -> InputsSummary | None:
-        """What the model is run on, call by call; None where it can't be run."""
+        """What the model is run on, call by call; None where it can't be run.
+
+        Example:
+            >>> len(session.inputs_reading.batches)
+            1
+        """
         return summarize(self.inputs) if self.inputs is not None else None
 
     def _need_inputs(self) -> Inputs:

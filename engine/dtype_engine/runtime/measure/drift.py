@@ -12,7 +12,10 @@ import torch
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import RunSettings
-from dtype_engine.results.drift import ModuleDrift, OutputDrift
+from dtype_engine.recipe import Recipe
+from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import (
     KeptOutput,
@@ -24,6 +27,7 @@ from dtype_engine.runtime.measure.comparison import (
     module_drifts,
 )
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
@@ -137,6 +141,26 @@ class DriftMeter:
         if last is None:
             raise NoForward("there are no inputs to run the model on")
         return last.measurement()
+
+    def report(
+        self, measurement: Measurement, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
+    ) -> DriftReport:
+        """A measurement of the model under `recipe`, with what it ran on and in."""
+        return DriftReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            rules=tuple(map(str, recipe.rules)),
+            settings=str(self.settings),
+            inputs=self.inputs.description,
+            output_name=measurement.output_name,
+            output=measurement.output,
+            modules=measurement.modules,
+            memory=memory,
+            seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
+            notices=(*self.model.notices, *measurement.notices),
+            lost=lost,
+        )
 
     def readings(
         self,

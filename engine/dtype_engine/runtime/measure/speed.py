@@ -10,8 +10,8 @@ import psutil
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.recipe import tensor_bytes
-from dtype_engine.results.runs import SpeedRow
+from dtype_engine.recipe import Plan, tensor_bytes
+from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -23,16 +23,16 @@ OnPasses = Callable[[str, int, int], None]
 
 
 def measure_speed(
-    runner: ForwardRunner, inputs: Inputs, planned: Mapping[str, str], on_passes: OnPasses, repeats: int = REPEATS
-) -> tuple[tuple[SpeedRow, ...], tuple[str, ...]]:
+    runner: ForwardRunner, inputs: Inputs, plan: Plan, on_passes: OnPasses, repeats: int = REPEATS
+) -> SpeedReport:
     """Time whole passes over all inputs: one to warm up, then `repeats` (fewer, but never under 3, when they take long);
-    the median, the fastest and the slowest. The rows, and notices for a row that had to be left out.
+    the median, the fastest and the slowest. Notices name a row that had to be left out.
 
     The float32 row is the model really cast to float32, as a user would run it, not the reference's way of widening each
     weight as it is used. Afterwards the model is cast as planned. `passes` must not be watching. Raises NoForward,
     KernelError, Cancelled.
     """
-    model = runner.model
+    model, planned = runner.model, plan.dtypes
     reference = _reference_dtypes(model)
     stored = {name: weight.info.dtype for name, weight in model.weights.items()}
     wanted: list[tuple[str, Mapping[str, str]]] = [("reference", reference)]
@@ -50,7 +50,15 @@ def measure_speed(
             rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_passes, repeats))
     finally:
         model.apply(planned)
-    return tuple(rows), tuple(notices)
+    return SpeedReport(
+        model=model.title,
+        device=str(model.device),
+        threads=torch.get_num_threads(),
+        rules=tuple(map(str, plan.recipe.rules)),
+        inputs=inputs.description,
+        rows=tuple(rows),
+        notices=tuple(notices),
+    )
 
 
 def _timed(
