@@ -81,15 +81,10 @@ class _Sums:
     nonfinite: int = 0
 
     def add(self, other: _Sums) -> None:
-        self.noise += other.noise
-        self.energy += other.energy
-        self.total += other.total
-        self.largest = max(self.largest, other.largest)
-        self.overflowed += other.overflowed
-        self.saturated += other.saturated
-        self.underflowed += other.underflowed
-        self.subnormal += other.subnormal
-        self.nonfinite += other.nonfinite
+        largest = max(self.largest, other.largest)
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.largest = largest
 
 
 class _Pieces:

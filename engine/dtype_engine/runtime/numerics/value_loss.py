@@ -47,12 +47,8 @@ class _Counts:
     """After the cast, whatever they were before."""
 
     def add(self, other: _Counts) -> None:
-        self.overflowed += other.overflowed
-        self.vanished += other.vanished
-        self.channels += other.channels
-        self.saturated += other.saturated
-        self.nonfinite += other.nonfinite
-        self.zeros += other.zeros
+        for name in self.__slots__:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 class LossCounter:
