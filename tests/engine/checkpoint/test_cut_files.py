@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.helpers import preloaded
 
 pytestmark = pytest.mark.skipif(
     sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"), reason="the signal is Linux's"
@@ -152,10 +153,7 @@ def test_a_command_whose_source_is_cut_short_says_so_in_one_line(
     place = tmp_path / "place"
     place.mkdir()
     more = ["-o", str(place / "out")] if command == "export" else []
-    done = subprocess.run(
-        [sys.executable, "-c", CUTTING, where, name, str(file), command, str(source), *rest, *more],
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+    done = preloaded.run(CUTTING, where, name, str(file), command, str(source), *rest, *more)
     assert done.returncode == 2, (done.returncode, done.stderr[-2000:])
     assert done.stderr.count("\n") == 1
     assert f"{file} was cut short" in done.stderr

@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tests.helpers import preloaded
 from tests.helpers.paths import ROOT, TINYNET
 from torch import nn
 
@@ -379,10 +380,7 @@ def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(make_llama: Any, 
         "import resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (20000, 20000)); from dtype_engine.cli import cli, run; "
         "sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", limited, "export", str(source), "--cast", "*=float64", "-o", str(place / "out")],
-        capture_output=True, text=True,
-    )  # fmt: skip
+    done = preloaded.run(limited, "export", str(source), "--cast", "*=float64", "-o", str(place / "out"))
     assert done.returncode == 2, done.stderr
     assert "failed: File too large; nothing was left there" in done.stderr
     assert "Traceback" not in done.stderr
@@ -405,18 +403,15 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
         "write._write_tensor = wait; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
     )
     arguments = ["export", str(source), "--cast", "*=float16", "-o", str(place / "out")]
-    program = subprocess.Popen(
-        [sys.executable, "-c", halting, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    assert program.stdout is not None
+    program = preloaded.Program(halting, *arguments)
     assert program.stdout.readline() == "writing\n"
     assert [entry.name.startswith(".out.partial-") for entry in place.iterdir()] == [True]
     program.send_signal(number)
-    _, said = program.communicate(timeout=30)
+    done = program.result()
     assert not (place / "out").exists()
     assert {entry.name: entry.read_bytes() for entry in source.iterdir()} == before
     if number != signal.SIGKILL:
-        assert program.returncode == 128 + number, said
+        assert done.returncode == 128 + number, done.stderr
         assert list(place.iterdir()) == []
 
 

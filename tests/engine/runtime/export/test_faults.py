@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers import preloaded
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
@@ -176,7 +177,7 @@ def test_files_that_may_not_grow_any_more(source: Path, tmp_path: Path, most: in
         "from dtype_engine.cli import cli, run; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
     )
     arguments = ["export", str(source), "--cast", "*=float16", "-o", str(tmp_path / "place" / "out")]
-    done = subprocess.run([sys.executable, "-c", limited, *arguments], capture_output=True, text=True, check=False)
+    done = preloaded.run(limited, *arguments)
     assert done.returncode == 2, done.stderr
     assert "failed: File too large; nothing was left there" in done.stderr
     assert list((tmp_path / "place").iterdir()) == []

@@ -6,11 +6,10 @@ import dataclasses
 import json
 import math
 import subprocess
-import sys
 
 import pytest
 import torch
-from tests.helpers import architectures
+from tests.helpers import architectures, preloaded
 from tests.helpers.paths import DEMO
 from torch import nn
 
@@ -22,8 +21,7 @@ from dtype_tui.state import measurement_log as history
 
 
 def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
-    code = "import sys; from dtype_engine.cli import main; main()"
-    return subprocess.run([sys.executable, "-c", code, "drift", *arguments], capture_output=True, text=True)
+    return preloaded.run(preloaded.COMMAND, "drift", *arguments)
 
 
 def test_the_floor_is_that_of_the_reference_run_in_other_ways_by_hand() -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from scipy import spatial
+from tests.helpers import preloaded
 from tests.helpers.kl_divergence import logits_of, statistics
 from tests.helpers.paths import DEMO, ROOT
 
@@ -34,11 +35,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_statistic_of_llama_cpp_on_the_demo_model_is_that_of_an_independent_script(
     text: Path, dtype: str
 ) -> None:
-    command = ["dtype_engine.cli", "drift", "--cast", f"*={dtype}", "--text", str(text), "--json"]
-    done = subprocess.run(
-        [sys.executable, "-c", "import sys; from dtype_engine.cli import main; main()", *command[1:]],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
+    done = preloaded.run(preloaded.COMMAND, "drift", "--cast", f"*={dtype}", "--text", str(text), "--json")
     found = json.loads(done.stdout)["output"]
     source = text.read_text(encoding="utf-8")
     reference, tokens = logits_of(DEMO, source, "float32")
