@@ -3,6 +3,7 @@
 from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
 from dtype_engine.recipe.plan import (
     Plan,
+    RuleEffect,
     Selection,
     explain_no_match,
     make_plan,
@@ -18,6 +19,7 @@ __all__ = [
     "Recipe",
     "RecipeHistory",
     "Rule",
+    "RuleEffect",
     "Selection",
     "compile_pattern",
     "explain_no_match",

@@ -58,11 +58,6 @@ class RecipeFile:
     lost: tuple[ValueLoss, ...] = ()
 
 
-def read_recipe(path: Path) -> Recipe:
-    """Read the rules of a recipe file. Raises UserError as `read_recipe_file` does."""
-    return read_recipe_file(path).recipe
-
-
 def read_recipe_file(path: Path) -> RecipeFile:
     """Read a recipe file. Raises UserError that names the file, and the rule or entry where one is to blame."""
     try:

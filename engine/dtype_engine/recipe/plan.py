@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary
 
@@ -80,6 +80,26 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
 
 
 @dataclass(frozen=True, slots=True)
+class RuleEffect:
+    """What one rule of a plan does: the tensors it takes, and how many of them it decides. `index`: its own in the recipe."""
+
+    index: int
+    rule: Rule
+    tensors: tuple[TensorInfo, ...]
+    decides: int
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of the tensors it takes, as stored."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """The same in the rule's dtype."""
+        return sum(tensor_bytes(tensor, self.rule.dtype) for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """The dtype of every tensor under a recipe.
 
@@ -97,14 +117,11 @@ class Plan:
     pending_classes: tuple[int, ...] = field(default=())
     too_slow: tuple[int, ...] = field(default=())
 
-    def explain(self, tensor: str) -> list[tuple[int, Rule, bool]]:
-        """Every rule that matches a tensor (canonical name): its index, the rule, whether it won. Last first."""
-        winner = self.decided_by.get(tensor)
-        return [
-            (index, self.recipe.rules[index], index == winner)
-            for index in reversed(range(len(self.recipe)))
-            if tensor in self.selections[index].tensors
-        ]
+    def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
+        """What each rule does, in the recipe's order; of the tensors `among` (canonical names) alone where those are given."""
+        for index, (rule, selection) in enumerate(zip(self.recipe.rules, self.selections, strict=True)):
+            taken = tuple(tree.tensors[name] for name in selection.tensors if among is None or name in among)
+            yield RuleEffect(index, rule, taken, sum(self.decided_by[tensor.name] == index for tensor in taken))
 
     @property
     def unmatched(self) -> list[int]:
@@ -176,8 +193,8 @@ def planned_bytes(tree: Tree, planned: Mapping[str, str]) -> int:
 
 
 def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
-    """Bytes of one tensor in `dtype`: as stored, or as it would be after the cast."""
-    return tensor.nbytes if dtype == tensor.dtype else dtypes.nbytes_in(tensor.shape, dtype)
+    """Bytes of one tensor in `dtype` (or `dtypes.STORED`): as stored, or as it would be after the cast."""
+    return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
 
 
 def require_matches(tree: Tree, recipe: Recipe) -> None:

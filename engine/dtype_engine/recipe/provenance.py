@@ -9,7 +9,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe.file import Figure, write_recipe
-from dtype_engine.recipe.plan import Plan, tensor_bytes
+from dtype_engine.recipe.plan import Plan, RuleEffect
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import ValueLoss, severe
 
@@ -67,7 +67,7 @@ def recipe_text(
         title,
         settings,
         figures(plan, report, versions) | _sums(losses),
-        comments=[_takes(tree, plan, place) for place in range(len(plan.recipe))],
+        comments=[_takes(effect) for effect in plan.effects(tree)],
         units=UNITS,
         lost=[*severe(losses or ()), *(loss for loss in losses or () if loss.is_rounding)],
     )
@@ -81,12 +81,8 @@ def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
     return {"tensors_that_lose_values": len(losses), "overflowed": overflowed, "vanished": vanished}
 
 
-def _takes(tree: Tree, plan: Plan, place: int) -> str:
-    rule = plan.recipe.rules[place]
-    taken = [tree.tensors[name] for name in plan.selections[place].tensors]
-    before = sum(tensor.nbytes for tensor in taken)
-    after = sum(tensor.nbytes if rule.dtype == "stored" else tensor_bytes(tensor, rule.dtype) for tensor in taken)
-    won = sum(winner == place for winner in plan.decided_by.values())
-    decides = "" if won == len(taken) else f", decides {won}"
-    plural = "" if len(taken) == 1 else "s"
-    return f"{len(taken)} tensor{plural}{decides}, {human_bytes(before)} -> {human_bytes(after)}"
+def _takes(effect: RuleEffect) -> str:
+    taken = len(effect.tensors)
+    decides = "" if effect.decides == taken else f", decides {effect.decides}"
+    plural = "" if taken == 1 else "s"
+    return f"{taken} tensor{plural}{decides}, {human_bytes(effect.bytes_before)} -> {human_bytes(effect.bytes_after)}"

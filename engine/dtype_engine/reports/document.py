@@ -11,7 +11,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
 from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, with_error
-from dtype_engine.recipe import Plan, tensor_bytes
+from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import HELP, headline
@@ -101,21 +101,16 @@ def _sqnr(value: float | None) -> str:
 def _rules(tree: Tree, plan: Plan) -> Section:
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
-    rows = []
-    for place, rule in enumerate(plan.recipe.rules):
-        taken = [tree.tensors[name] for name in plan.selections[place].tensors]
-        before = sum(tensor.nbytes for tensor in taken)
-        target = [tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype for tensor in taken]
-        after = sum(tensor_bytes(tensor, dtype) for tensor, dtype in zip(taken, target, strict=True))
-        won = sum(winner == place for winner in plan.decided_by.values())
-        rows.append(
-            (
-                str(place + 1), Identifier(printable(rule.pattern, 500)), rule.dtype, f"{len(taken):,}", f"{won:,}",
-                human_bytes(before), human_bytes(after),
-            )
-        )  # fmt: skip
+    rows = tuple(
+        (
+            str(effect.index + 1), Identifier(printable(effect.rule.pattern, 500)), effect.rule.dtype,
+            f"{len(effect.tensors):,}", f"{effect.decides:,}", human_bytes(effect.bytes_before),
+            human_bytes(effect.bytes_after),
+        )
+        for effect in plan.effects(tree)
+    )  # fmt: skip
     head = ("", "pattern", "dtype", "takes", "decides", "stored", "in this dtype")
-    return Section("Rules", ("The last rule that matches a tensor decides.", Table(head, tuple(rows), 3)))
+    return Section("Rules", ("The last rule that matches a tensor decides.", Table(head, rows, 3)))
 
 
 def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:

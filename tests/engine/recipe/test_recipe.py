@@ -10,7 +10,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import TensorInfo, Tree, ancestors
 from dtype_engine.recipe import Recipe, RecipeHistory, Rule, compile_pattern, make_plan, require_matches
-from dtype_engine.recipe.file import read_recipe, write_recipe
+from dtype_engine.recipe.file import read_recipe_file, write_recipe
 
 CLASSES = {
     "": "Net",
@@ -78,18 +78,25 @@ def taken_by_definition(pattern: str, tensor: TensorInfo) -> bool:
 @given(RECIPES)
 def test_the_last_rule_that_matches_wins(recipe: Recipe) -> None:
     plan = make_plan(TREE, recipe)
+    deciders: list[int | None] = []
     for tensor in TREE.tensors.values():
         expected, decider = tensor.dtype, None
-        for place, rule in enumerate(recipe.rules):
+        for index, rule in enumerate(recipe.rules):
             if taken_by_definition(rule.pattern, tensor):
-                expected, decider = (tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype), place
+                expected, decider = (tensor.dtype if rule.dtype == dtypes.STORED else rule.dtype), index
         assert plan.dtypes[tensor.name] == expected
         assert plan.decided_by.get(tensor.name) == decider
-        explained = plan.explain(tensor.name)
-        assert [place for place, _, won in explained if won] == ([decider] if decider is not None else [])
-        assert {place for place, _, _ in explained} == {
-            place for place, rule in enumerate(recipe.rules) if taken_by_definition(rule.pattern, tensor)
-        }
+        deciders.append(decider)
+        effects = list(plan.effects(TREE, {tensor.name}))
+        assert [effect.index for effect in effects if effect.decides] == ([decider] if decider is not None else [])
+    for effect, rule in zip(plan.effects(TREE), recipe.rules, strict=True):
+        taken = [tensor for tensor in TREE.tensors.values() if taken_by_definition(rule.pattern, tensor)]
+        assert (effect.rule, set(effect.tensors)) == (rule, set(taken))
+        assert effect.decides == deciders.count(effect.index)
+        assert effect.bytes_before == sum(tensor.nbytes for tensor in taken)
+        if rule.dtype not in dtypes.STORAGE_DTYPES:  # those have scales besides
+            width = None if rule.dtype == dtypes.STORED else dtypes.BY_NAME[rule.dtype].bits // 8
+            assert effect.bytes_after == sum(tensor.numel * width if width else tensor.nbytes for tensor in taken)
 
 
 @given(RECIPES)
@@ -180,7 +187,7 @@ def test_recipe_files_come_back_as_written(
         return
     path = tmp_path_factory.mktemp("recipe") / "recipe.yaml"
     path.write_text(write_recipe(recipe, model), encoding="utf-8")
-    assert read_recipe(path) == recipe
+    assert read_recipe_file(path).recipe == recipe
 
 
 @pytest.mark.parametrize(
@@ -198,7 +205,7 @@ def test_recipe_files_that_are_wrong_name_the_file_and_the_place(tmp_path: Path,
     path = tmp_path / "r.yaml"
     path.write_text(text)
     with pytest.raises(UserError, match=says) as caught:
-        read_recipe(path)
+        read_recipe_file(path)
     assert str(path) in str(caught.value)
 
 
@@ -206,9 +213,9 @@ def test_recipe_files_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "r.yaml"
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="is not text"):
-        read_recipe(path)
+        read_recipe_file(path)
     with pytest.raises(UserError, match="can't read"):
-        read_recipe(tmp_path / "none.yaml")
+        read_recipe_file(tmp_path / "none.yaml")
 
 
 def test_the_same_plan_is_made_once() -> None:

@@ -18,7 +18,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.file import read_recipe, write_recipe
+from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_items
 
@@ -148,7 +148,7 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     assert len(recipe) == 2
     file = tmp_path / "recipe.yaml"
     file.write_text(write_recipe(recipe))
-    assert read_recipe(file) == recipe
+    assert read_recipe_file(file).recipe == recipe
     assert len(compress(tree, dict.fromkeys(NAMES, "float16"))) == 1
     assert len(compress(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
@@ -262,7 +262,7 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     found = json.loads(capsys.readouterr().out)
     assert found["met"]
     assert found["planned_bytes"] <= found["stored_bytes"] // 2
-    assert list(map(str, read_recipe(file).rules)) == found["rules"]
+    assert list(map(str, read_recipe_file(file).recipe.rules)) == found["rules"]
     assert found["measured"] > 0
     again = ["search", folder, *common, "--budget", "50%", "-o", str(file)]
     assert run(cli, "dtype-engine", again) == 2

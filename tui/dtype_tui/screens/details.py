@@ -64,12 +64,14 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
                 rounding = ", which is rounding" if loss.is_rounding else ""
                 grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
-    for index, rule, won, taken in experiment.explain(node):
+    effects = experiment.explain(node)
+    for effect in effects:
+        won, taken = effect.decides, len(effect.tensors)
         verdict = (
             "decides" if won == taken else "loses to a later rule" if won == 0 else f"decides {won} of {taken} tensors"
         )
-        grid.add_row(f"rule {index + 1}", f"{printable(str(rule), 500)}  {verdict}")
-    if not experiment.explain(node):
+        grid.add_row(f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {verdict}")
+    if not effects:
         grid.add_row("rules", "none: as stored")
     return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
 

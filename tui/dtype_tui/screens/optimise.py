@@ -22,6 +22,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.minimize import compress
 from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution
+from dtype_engine.search.solve import fixed_bytes
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.cells import colour, truncate
 from dtype_tui.rendering.plots import Plot
@@ -105,9 +106,7 @@ class OptimiseScreen(ModalScreen[None]):
         at = self.front.points[self.place].bytes if self.front is not None else None
         moved = self.front is None or limits != before
         self.front = front
-        self._fixed = tree.stored_bytes - sum(
-            tree.tensors[name].nbytes for item in front.items for name in item.weights
-        )
+        self._fixed = fixed_bytes(front, tree)
         sizes = [point.bytes for point in front.points]
         middle = tree.stored_bytes // 2 - self._fixed
         self.place = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)

@@ -10,9 +10,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
-from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan, select, tensor_bytes
+from dtype_engine.recipe import (
+    Plan,
+    Recipe,
+    RecipeHistory,
+    Rule,
+    RuleEffect,
+    explain_no_match,
+    make_plan,
+    select,
+    tensor_bytes,
+)
 from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
@@ -243,18 +252,10 @@ class Experiment:
                 (inside if touched <= here else beyond).append(place)
         return inside, beyond
 
-    def explain(self, node: str) -> list[tuple[int, Rule, int, int]]:
-        """The rules that take something of a node, last first: place, rule, tensors it decides here, tensors it takes
-        here.
-        """
-        here = set(self.tensor_names(node))
-        rows = []
-        for place in reversed(range(len(self.recipe))):
-            taken = [name for name in self.plan.selections[place].tensors if name in here]
-            if taken:
-                won = sum(self.plan.decided_by.get(name) == place for name in taken)
-                rows.append((place, self.recipe.rules[place], won, len(taken)))
-        return rows
+    def explain(self, node: str) -> list[RuleEffect]:
+        """What the rules that take something of a node do to that, the last rule first."""
+        effects = self.plan.effects(self.tree, set(self.tensor_names(node)))
+        return [effect for effect in effects if effect.tensors][::-1]
 
     def cast_nodes(self) -> list[str]:
         """The topmost nodes that are cast as a whole: whose every castable tensor is planned in another dtype than stored."""
@@ -284,9 +285,7 @@ class Experiment:
         taken = select(self.tree, rule.pattern, PREVIEW_S)
         tensors = [self.tree.tensors[name] for name in taken.tensors]
         before = sum(self.planned_bytes(tensor) for tensor in tensors)
-        after = sum(
-            tensor.nbytes if rule.dtype == dtypes.STORED else tensor_bytes(tensor, rule.dtype) for tensor in tensors
-        )
+        after = sum(tensor_bytes(tensor, rule.dtype) for tensor in tensors)
         return Preview(
             rule,
             taken.modules,

@@ -28,14 +28,13 @@ class ModelDescription:
     """A tree with classes where they are known. `kinds` has the torch classes that every module class derives from.
 
     placements: the tensor of the tree that each tensor of the files becomes; those left out are in the tree under the name that
-    the files have. why_no_classes: where they are not known, the reason in a sentence.
+    the files have.
     """
 
     tree: Tree
     kinds: dict[str, frozenset[str]]
     model_type: str | None
     placements: Mapping[str, Placement] = field(default_factory=dict)
-    why_no_classes: str = ""
 
 
 def describe(source: Source, options: Options, checkpoint: Checkpoint | None = None) -> ModelDescription:
@@ -58,9 +57,9 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         return ModelDescription(tree, _kinds(module_without_data), named, placements)
     try:
         live = load(source, options)
-    except NoForward as error:
+    except NoForward:
         alone = {name: Placement(name, False) for name in checkpoint.weights}
-        return ModelDescription(checkpoint.tree(), {}, named, alone, str(error))
+        return ModelDescription(checkpoint.tree(), {}, named, alone)
     return ModelDescription(live.tree, _kinds(live.module), named, map_names(live.module, checkpoint.weights))
 
 

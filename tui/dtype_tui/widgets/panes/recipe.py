@@ -54,9 +54,10 @@ class RecipePane(Pane):
         if not rows:
             text.append(f"{label}: as stored", style="dim")
             return text
-        for index, _, won, taken in rows:
+        for effect in rows:
+            won, taken = effect.decides, len(effect.tensors)
             verdict = "decides" if won == taken else "loses" if won == 0 else f"decides {won} of {taken}"
             text.append(f"{label}: ", style="dim")
-            text.append(f"rule {index + 1} {verdict}\n", style="" if won else "dim")
+            text.append(f"rule {effect.index + 1} {verdict}\n", style="" if won else "dim")
         text.right_crop(1)
         return text
