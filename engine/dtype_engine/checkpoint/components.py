@@ -69,20 +69,20 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
     components: list[Component] = []
     tensors: dict[str, Any] = {}
     for name in component_names(index):
-        place = folder / name
-        if not place.is_dir():
+        subfolder = folder / name
+        if not subfolder.is_dir():
             continue
         resolve_inside(folder, name, PIPELINE_INDEX)
         try:
-            files = find_weight_files(place)
+            files = find_weight_files(subfolder)
         except NoWeights:
             continue
         pickled = any(file.suffix in PICKLES for file in files)
         identities = identified(files)
-        own, metadata = ({}, {}) if pickled else read_shards(place, files)
-        config = read_json(place / "config.json") if (place / "config.json").is_file() else None
+        own, metadata = ({}, {}) if pickled else read_shards(subfolder, files)
+        config = read_json(subfolder / "config.json") if (subfolder / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"
-        components.append(Component(name, place, files, stem, config, metadata, pickled, identities))
+        components.append(Component(name, subfolder, files, stem, config, metadata, pickled, identities))
         tensors |= {f"{name}.{local}": tensor.renamed(f"{name}.{local}") for local, tensor in own.items()}
     return tuple(components), tensors
 

@@ -92,15 +92,15 @@ class _Reader:
                 "it is truncated or damaged"
             )
         names: set[str] = set()
-        for place in range(1, fields + 1):
-            self.field(found, names, place)
-        listed = [self.tensor(place) for place in range(1, tensors + 1)]
+        for index in range(1, fields + 1):
+            self.field(found, names, index)
+        listed = [self.tensor(index) for index in range(1, tensors + 1)]
         found.data_start = -(-self.at // found.alignment) * found.alignment
         found.tensors = [GGUFTensor(name, shape, kind, found.data_start + start) for name, shape, kind, start in listed]
         return found
 
-    def field(self, found: GGUFHeader, names: set[str], place: int) -> None:
-        self.where = f"field {place}"
+    def field(self, found: GGUFHeader, names: set[str], index: int) -> None:
+        self.where = f"field {index}"
         name = self.name()
         if name in names:
             raise UserError(f"{self.path}: the header has the field {printable(name)!r} twice")
@@ -117,8 +117,8 @@ class _Reader:
         if name.startswith(_KEPT):
             found.fields[name] = value
 
-    def tensor(self, place: int) -> tuple[str, tuple[int, ...], int, int]:
-        self.where = f"tensor {place}"
+    def tensor(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
+        self.where = f"tensor {index}"
         name = self.name()
         self.where = f"tensor {printable(name)!r}"
         dimensions = self.number("I")
@@ -147,13 +147,13 @@ class _Reader:
         if inner in _SCALARS:
             shown = min(count, _MOST_KEPT) if kept else 0
             width = struct.calcsize(f"={_SCALARS[inner]}")
-            self.room(width * count)
+            self.need(width * count)
             values = [self.number(_SCALARS[inner]) for _ in range(shown)]
             self.skip(width * (count - shown))
             return values
         if depth >= _DEEPEST:
             raise UserError(f"{self.path}: {self.where} has lists in lists {_DEEPEST} deep: the file is damaged")
-        self.room((8 if inner == _TEXT else 12) * count)
+        self.need((8 if inner == _TEXT else 12) * count)
         self.texts += count
         if self.texts > _MOST_TEXTS:
             raise UserError(f"{self.path}: the header has over {_MOST_TEXTS:,} texts, which are too many")
@@ -161,9 +161,9 @@ class _Reader:
             self.skip_texts(count)
             return None
         values = []
-        for place in range(count):
-            value = self.value(inner, kept and place < _MOST_KEPT, depth + 1)
-            if kept and place < _MOST_KEPT:
+        for index in range(count):
+            value = self.value(inner, kept and index < _MOST_KEPT, depth + 1)
+            if kept and index < _MOST_KEPT:
                 values.append(value)
         return values
 
@@ -189,7 +189,7 @@ class _Reader:
     def name(self) -> str:
         length = self.number("Q")
         if length > _LONGEST_NAME:
-            self.room(length)
+            self.need(length)
             raise UserError(f"{self.path}: {self.where} has a name of {length} bytes: the file is damaged")
         return self.decoded(length)
 
@@ -200,7 +200,7 @@ class _Reader:
             raise UserError(f"{self.path}: {self.where} has a text that is not UTF-8: the file is damaged") from None
 
     def take(self, count: int) -> bytes:
-        self.room(count)
+        self.need(count)
         found = self.file.read(count)
         if len(found) < count:
             raise self.ended(count)  # cut while it is read
@@ -208,11 +208,11 @@ class _Reader:
         return found
 
     def skip(self, count: int) -> None:
-        self.room(count)
+        self.need(count)
         self.file.seek(count, os.SEEK_CUR)
         self.at += count
 
-    def room(self, count: int) -> None:
+    def need(self, count: int) -> None:
         """Refuse what goes beyond the file's end."""
         if count > self.size - self.at:
             raise self.ended(count)

@@ -147,27 +147,27 @@ def _file(path: Path, trust_pickle: bool) -> Source:
     )
 
 
-def _python(place: str, attribute: str) -> Source:
+def _python(module_or_file: str, attribute: str) -> Source:
     if not attribute.isidentifier():
         raise UserError(f"{printable(attribute)!r} is not the name of a class or function: write file.py:Name")
-    if place.endswith(".py"):
-        path = Path(place).expanduser()
+    if module_or_file.endswith(".py"):
+        path = Path(module_or_file).expanduser()
         if not path.is_file():
-            raise UserError(f"there is no file {printable(place, 200)}")
+            raise UserError(f"there is no file {printable(module_or_file, 200)}")
         return Source("python", f"{path.name}:{attribute}", path=path, attribute=attribute)
-    if not _DOTTED.fullmatch(place):
+    if not _DOTTED.fullmatch(module_or_file):
         raise UserError(
-            f"{printable(place)!r} is neither a Python file nor a module: write file.py:Name or package.module:Name"
+            f"{printable(module_or_file)!r} is neither a Python file nor a module: write file.py:Name or package.module:Name"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(place)
+        found = importlib.util.find_spec(module_or_file)
     except (ImportError, ValueError, AttributeError):
         found = None
     if found is None:
-        raise UserError(f"there is no Python module {place} here; give its file as file.py:{attribute}")
-    return Source("python", f"{place}:{attribute}", module=place, attribute=attribute)
+        raise UserError(f"there is no Python module {module_or_file} here; give its file as file.py:{attribute}")
+    return Source("python", f"{module_or_file}:{attribute}", module=module_or_file, attribute=attribute)
 
 
 def _downloaded(model: str) -> Path:

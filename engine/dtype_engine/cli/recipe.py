@@ -95,31 +95,31 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     from dtype_engine.recipe.lint import lint as read_as
 
     context = _from_file(file, request)
-    found = read_as(context, target_named(target))
+    reading = read_as(context, target_named(target))
     if as_object:
-        print_json({"model": context.title, "differs": found.differs} | _lint_object(found))
+        print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
     else:
-        for line in _lint_lines(found):
+        for line in _lint_lines(reading):
             click.echo(line)
-    return DIFFERS if found.differs else 0
+    return DIFFERS if reading.differs else 0
 
 
-def _lint_object(found: Lint) -> dict[str, Any]:
-    rules = [as_json(rule) | {"differs": rule.differs} for rule in found.rules]
-    overruled = [{"tensor": name, "here": here, "there": there} for name, here, there in found.overruled]
-    return {"target": found.target, "matcher": found.matcher, "rules": rules, "overruled": overruled}
+def _lint_object(reading: Lint) -> dict[str, Any]:
+    rules = [as_json(rule) | {"differs": rule.differs} for rule in reading.rules]
+    overruled = [{"tensor": name, "here": here, "there": there} for name, here, there in reading.overruled]
+    return {"target": reading.target, "matcher": reading.matcher, "rules": rules, "overruled": overruled}
 
 
-def _lint_lines(found: Lint) -> list[str]:
-    lines = [f"{found.target}: {found.matcher}"]
-    for rule in found.rules:
+def _lint_lines(reading: Lint) -> list[str]:
+    lines = [f"{reading.target}: {reading.matcher}"]
+    for rule in reading.rules:
         lines += _rule_lines(rule)
-    if found.overruled:
-        name, here, there = found.overruled[0]
+    if reading.overruled:
+        name, here, there = reading.overruled[0]
         lines.append(
-            f"{len(found.overruled)} tensors would go by another rule, first {name}: {here} decides here, {there} there"
+            f"{len(reading.overruled)} tensors would go by another rule, first {name}: {here} decides here, {there} there"
         )
-    lines.append("the patterns differ; 'recipe convert' writes exact ones" if found.differs else "no difference")
+    lines.append("the patterns differ; 'recipe convert' writes exact ones" if reading.differs else "no difference")
     return lines
 
 
@@ -140,19 +140,21 @@ def _rule_lines(rule: RuleReading) -> list[str]:
 @json_option
 def presets(request: RunRequest, as_object: bool) -> None:
     """What presets there are, and the bytes that each would leave of this model."""
-    from dtype_engine.recipe.presets import PRESETS
+    from dtype_engine.recipe.presets import preset_effects
 
     context = _context(request)
     entries: list[dict[str, Any]] = []
-    for preset in PRESETS.values():
-        entry: dict[str, Any] = {"name": preset.name, "sentence": preset.sentence, "rules": [], "planned_bytes": None}
-        try:
-            made = preset.recipe(context.tree)
-        except UserError as error:
-            entry["unavailable"] = str(error)
+    for effect in preset_effects(context.tree):
+        entry: dict[str, Any] = {
+            "name": effect.preset.name,
+            "sentence": effect.preset.sentence,
+            "rules": [],
+            "planned_bytes": None,
+        }
+        if effect.recipe is None:
+            entry["unavailable"] = effect.reason
         else:
-            entry["rules"] = [str(rule) for rule in made.rules]
-            entry["planned_bytes"] = make_plan(context.tree, made).planned_bytes
+            entry |= {"rules": [str(rule) for rule in effect.recipe.rules], "planned_bytes": effect.planned_bytes}
         entries.append(entry)
     if as_object:
         print_json({"model": context.title, "stored_bytes": context.tree.stored_bytes, "presets": entries})

@@ -93,7 +93,7 @@ class TensorInfo:
 class Module:
     """A node of the tree. `tensors` are its own, by local name; a tied alias shows the tensor it is tied to.
 
-    `first` and `end`: the tensors at or below it, as places in `Tree.order`.
+    `first` and `end`: the tensors at or below it, as indices into `Tree.order`.
     """
 
     name: str
@@ -155,17 +155,17 @@ class NodeTotals(Mapping[str, Totals]):
     def __init__(self, tree: Tree, planned: Mapping[str, str] | None) -> None:
         self._tree = tree
         self._planned = planned
-        self._places: dict[str, list[int]] = {}
+        self._indices: dict[str, list[int]] = {}
         self._elements: dict[str, list[int]] = {}
         self._nbytes: dict[str, list[int]] = {}
         self._parameters, self._buffers, self._unknown = tree.counts
-        for place, tensor in enumerate(tree.order):
+        for index, tensor in enumerate(tree.order):
             if not tensor.counted:
                 continue
             dtype, size = self._under_plan(tensor)
-            if dtype not in self._places:
-                self._places[dtype], self._elements[dtype], self._nbytes[dtype] = [], [0], [0]
-            self._places[dtype].append(place)
+            if dtype not in self._indices:
+                self._indices[dtype], self._elements[dtype], self._nbytes[dtype] = [], [0], [0]
+            self._indices[dtype].append(index)
             self._elements[dtype].append(self._elements[dtype][-1] + tensor.numel)
             self._nbytes[dtype].append(self._nbytes[dtype][-1] + size)
 
@@ -176,8 +176,8 @@ class NodeTotals(Mapping[str, Totals]):
     def __getitem__(self, module: str) -> Totals:
         node = self._tree.modules[module]
         found = Totals()
-        for dtype, places in self._places.items():
-            first, end = bisect_left(places, node.first), bisect_left(places, node.end)
+        for dtype, indices in self._indices.items():
+            first, end = bisect_left(indices, node.first), bisect_left(indices, node.end)
             if end > first:
                 elements, nbytes = self._elements[dtype], self._nbytes[dtype]
                 found.add(dtype, elements[end] - elements[first], nbytes[end] - nbytes[first])
@@ -253,9 +253,9 @@ class Tree:
                 node.end = len(self.order)
 
     def _module(self, name: str, classes: Mapping[str, str]) -> Module:
-        found = self.modules.get(name)
-        if found is not None:
-            return found
+        known = self.modules.get(name)
+        if known is not None:
+            return known
         missing: list[str] = []
         while name not in self.modules:
             missing.append(name)
@@ -271,8 +271,8 @@ class Tree:
 
     def canonical(self, name: str) -> TensorInfo | None:
         """The tensor that `name`, or one of a tied weight's other names, stands for."""
-        found = self._canonical.get(name)
-        return self.tensors[found] if found is not None else None
+        name_of_tensor = self._canonical.get(name)
+        return self.tensors[name_of_tensor] if name_of_tensor is not None else None
 
     def below(self, module: str) -> Iterator[TensorInfo]:
         """Every distinct tensor in the subtree of a module, in order, those last that it holds by another name only."""
@@ -300,13 +300,13 @@ class Tree:
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:
         """The name of every module and distinct tensor as they are shown, depth first; and the same in lower case."""
-        found: list[str] = []
+        names: list[str] = []
         for node in self.walk():
             prefix = f"{node.name}." if node.name else ""
             if node.name:
-                found.append(node.name)
-            found += [prefix + local for local, tensor in node.tensors.items() if tensor.name == prefix + local]
-        return found, [name.lower() for name in found]
+                names.append(node.name)
+            names += [prefix + local for local, tensor in node.tensors.items() if tensor.name == prefix + local]
+        return names, [name.lower() for name in names]
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:

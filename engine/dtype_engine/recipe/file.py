@@ -126,11 +126,11 @@ class _Loss(msgspec.Struct):
     elements: Annotated[int, msgspec.Meta(ge=1)]
 
 
-def _as(path: Path, place: str, entry: object, kind: type[_T]) -> _T:
+def _as(path: Path, where: str, entry: object, kind: type[_T]) -> _T:
     try:
         return as_type(entry, kind)
     except UserError as error:
-        raise UserError(f"{path}: {place}: {error}") from None
+        raise UserError(f"{path}: {where}: {error}") from None
 
 
 def _settings(path: Path, entry: object) -> RunSettings:
@@ -188,8 +188,8 @@ def write_recipe(
     if model:
         lines.append(f"model: {_scalar(model)}  # what it was made for")
     lines.append("rules:  # the last rule that matches wins" if recipe.rules else "rules: []")
-    for place, rule in enumerate(recipe.rules):
-        comment = f"  # {comments[place]}" if comments else ""
+    for index, rule in enumerate(recipe.rules):
+        comment = f"  # {comments[index]}" if comments else ""
         lines.append(f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}{comment}")
     if settings is not None:
         lines.append("settings:  # how the candidate is run")

@@ -88,7 +88,7 @@ def _overruled(
         return ()
     rules = context.plan.recipe.rules
     here_by_rule = [frozenset(selection.tensors) for selection in context.plan.selections]
-    found: list[tuple[str, str, str]] = []
+    overruled: list[tuple[str, str, str]] = []
     for name in context.tree.tensors:
         mine = [index for index, taken in enumerate(here_by_rule) if name in taken]
         theirs = [index for index, taken in enumerate(there_by_rule) if name in taken]
@@ -96,8 +96,8 @@ def _overruled(
             continue
         winner = theirs[target.precedence([rules[index].pattern for index in theirs])]
         if rules[winner].dtype != rules[mine[-1]].dtype:
-            found.append((name, rules[mine[-1]].pattern, rules[winner].pattern))
-    return tuple(found)
+            overruled.append((name, rules[mine[-1]].pattern, rules[winner].pattern))
+    return tuple(overruled)
 
 
 def _in_order(context: Context, names: frozenset[str]) -> tuple[str, ...]:

@@ -38,13 +38,13 @@ def compress(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
 
 def _pruned(tree: Tree, rules: list[Rule], target: Mapping[str, str]) -> Recipe:
     """Without the rules that later ones made needless."""
-    place = 0
-    while place < len(rules):
-        fewer = Recipe((*rules[:place], *rules[place + 1 :]))
+    index = 0
+    while index < len(rules):
+        fewer = Recipe((*rules[:index], *rules[index + 1 :]))
         if dict(make_plan(tree, fewer).dtypes) == target:
             rules = list(fewer.rules)
         else:
-            place += 1
+            index += 1
     return Recipe(tuple(rules))
 
 
@@ -84,13 +84,13 @@ class _Proposals:
 
     def _general(self) -> list[str]:
         """`*`, classes, and suffixes that several modules share."""
-        found = {"*": 0}
+        patterns = {"*": 0}
         for name, module in self.tree.modules.items():
             if name:
-                found |= dict.fromkeys(generalisations(name, module.class_name)[1:], 0)
+                patterns |= dict.fromkeys(generalisations(name, module.class_name)[1:], 0)
         for name in self.target:
-            found |= dict.fromkeys(generalisations(name)[1:], 0)
-        return list(found)
+            patterns |= dict.fromkeys(generalisations(name)[1:], 0)
+        return list(patterns)
 
     def _ranges(self, wrong: Iterable[str]) -> list[str]:
         """For every kind of module or tensor in numbered layers: the layers in which all of it should be one dtype."""
@@ -145,7 +145,7 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
 
     Numbers further behind are starred: `layers.3.experts.5.w1` is `layers.#.experts.*.w1` and `layers.3.experts.#.w1`.
     """
-    found: dict[tuple[str, str], int] = {}
+    numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):
         parts = whole.split(".")
         for index, part in enumerate(parts):
@@ -153,8 +153,8 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
                 before = ".".join(parts[:index])
                 rest = "".join("." + ("*" if is_number(other) else other) for other in parts[index + 1 :])
                 if not any(character in before + rest.replace("*", "") for character in "*?[]{},"):
-                    found[before, rest] = int(part)
-    return found
+                    numbers[before, rest] = int(part)
+    return numbers
 
 
 def _numbers(numbers: tuple[int, ...]) -> str:

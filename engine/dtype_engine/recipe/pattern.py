@@ -134,7 +134,7 @@ def _joined(pieces: list[_Piece], whole: bool) -> _Piece:
     be better, as long as it has one length. So `*a*a*a*b` takes as many steps as a name has characters, and not their fourth
     power. (What `fnmatch` does as well.)
     """
-    stars = [place for place, piece in enumerate(pieces) if piece is _STAR]
+    stars = [index for index, piece in enumerate(pieces) if piece is _STAR]
     lengths = [piece.length for piece in pieces]
     length = sum(known) if len(known := [one for one in lengths if one is not None]) == len(lengths) else None
     choices = prod(piece.choices for piece in pieces)

@@ -172,16 +172,16 @@ def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
     """Patterns by name for these modules, as general as they can be without taking anything else."""
     waiting = list(modules)
     allowed = {tensor.name for name in waiting for tensor in tree.below(name)}
-    found: list[str] = []
+    patterns: list[str] = []
     while waiting:
         name = waiting[0]
         for pattern in reversed(generalisations(name)):
             if set(select(tree, pattern).tensors) <= allowed:
                 break
-        found.append(pattern)
+        patterns.append(pattern)
         matches = compile_pattern(pattern).matches
         waiting = [other for other in waiting[1:] if not matches(other)]
-    return found
+    return patterns
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,15 +38,15 @@ _OF_OUTPUT = (
 
 def figures(plan: Plan, report: DriftReport | None, versions: Mapping[str, str] | None = None) -> dict[str, Figure]:
     """What goes under `measured`: bytes, the main output's drift where it was measured, and what it was measured with."""
-    found: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
+    measured: dict[str, Figure] = {"stored_bytes": plan.stored_bytes, "planned_bytes": plan.planned_bytes}
     if report is not None:
         for name in _OF_OUTPUT:
             value: Any = getattr(report.output, name)
             if value is not None:
-                found[name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
-        found |= {"output": report.output_name, "inputs": report.inputs, "reference": report.reference}
-        found["device"] = report.device
-    return found | dict(versions or {})
+                measured[name] = float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+        measured |= {"output": report.output_name, "inputs": report.inputs, "reference": report.reference}
+        measured["device"] = report.device
+    return measured | dict(versions or {})
 
 
 def recipe_text(

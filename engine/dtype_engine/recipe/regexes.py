@@ -161,8 +161,8 @@ def _cost(source: str) -> tuple[int, float]:
     """
     pieces = [found[0] for found in _PIECES.finditer(source)]
     stars, bars, groups, choices = 0, 0, 1, 1.0
-    for place, piece in enumerate(pieces):
-        previous = pieces[place - 1] if place else ""
+    for index, piece in enumerate(pieces):
+        previous = pieces[index - 1] if index else ""
         counted = piece[0] == "{" and len(piece) > 2
         if previous == ")" and (piece in "*+?" or counted):
             return 99, float("inf")
@@ -171,7 +171,7 @@ def _cost(source: str) -> tuple[int, float]:
         if counted or piece in "*+":
             stars += previous not in "*+?" or not previous
         elif piece == "?" and previous == "(":
-            if "".join(pieces[place : place + 2]) != "?:" and pieces[place + 1 : place + 2] != ["P"]:
+            if "".join(pieces[index : index + 2]) != "?:" and pieces[index + 1 : index + 2] != ["P"]:
                 return 99, float("inf")
         elif piece == "?" and previous and previous not in "*+?" and previous[0] != "{":
             choices *= 2

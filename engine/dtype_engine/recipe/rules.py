@@ -67,7 +67,7 @@ class Recipe:
         return Recipe((*(earlier for earlier in self.rules if earlier.pattern != rule.pattern), rule))
 
     def without(self, indices: Iterable[int]) -> Recipe:
-        """Without the rules at these places."""
+        """Without the rules at these indices."""
         dropped = set(indices)
         return Recipe(tuple(rule for index, rule in enumerate(self.rules) if index not in dropped))
 
@@ -87,7 +87,7 @@ class RecipeHistory:
 
     @classmethod
     def of(cls, recipes: Iterable[Recipe], at: int) -> RecipeHistory:
-        """A history that was kept: the recipes gone through, the one in force at place `at`."""
+        """A history that was kept: the recipes gone through, the one in force at index `at`."""
         history = cls()
         history._recipes, history._at = list(recipes), at
         return history

@@ -147,9 +147,9 @@ def _memory(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
             ("device: allocated", held.device_allocated_bytes),
             ("device: peak", held.device_peak_bytes),
         ]
-        found = tuple((what, human_bytes(size)) for what, size in live if size is not None)
-        if found:
-            parts.append(Table(("while it was measured", "bytes"), found, 1))
+        sizes = tuple((what, human_bytes(size)) for what, size in live if size is not None)
+        if sizes:
+            parts.append(Table(("while it was measured", "bytes"), sizes, 1))
     return Section("Memory", tuple(parts))
 
 
@@ -168,50 +168,50 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
 def _drift(drift: DriftReport | None, no_drift: str) -> Section:
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
-    found = drift.output
+    output = drift.output
     rows = [
-        ("mean |Δ|", f"{found.mean_abs:.4e}", "mean absolute difference of the output"),
-        ("max |Δ|", f"{found.max_abs:.4e}", "largest absolute difference"),
-        ("relative L2", f"{found.rel_l2:.4e}", "norm of the difference over that of the reference"),
-        ("SQNR", decibels(found.sqnr_db), "power of the reference over that of the difference"),
-        ("cosine", f"{found.cosine:.8f}", "between both outputs"),
+        ("mean |Δ|", f"{output.mean_abs:.4e}", "mean absolute difference of the output"),
+        ("max |Δ|", f"{output.max_abs:.4e}", "largest absolute difference"),
+        ("relative L2", f"{output.rel_l2:.4e}", "norm of the difference over that of the reference"),
+        ("SQNR", decibels(output.sqnr_db), "power of the reference over that of the difference"),
+        ("cosine", f"{output.cosine:.8f}", "between both outputs"),
         (
             "non-finite",
-            f"{found.nonfinite:,} of {found.elements:,}",
+            f"{output.nonfinite:,} of {output.elements:,}",
             "values that are finite in the reference and not here",
         ),
     ]
-    if found.kl_mean is not None:
-        what = f"nats per position, {found.positions:,} positions, ± standard error"
-        rows.append(("KL, mean", with_error(found.kl_mean, found.kl_mean_se), what))
+    if output.kl_mean is not None:
+        what = f"nats per position, {output.positions:,} positions, ± standard error"
+        rows.append(("KL, mean", with_error(output.kl_mean, output.kl_mean_se), what))
         tail = {
-            "median": found.kl_median, "p95": found.kl_p95, "p99": found.kl_p99, "p99.9": found.kl_p999,
-            "max": found.kl_max,
+            "median": output.kl_median, "p95": output.kl_p95, "p99": output.kl_p99, "p99.9": output.kl_p999,
+            "max": output.kl_max,
         }  # fmt: skip
         rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in tail.items() if value is not None]
-    if found.top1_agreement is not None:
-        error = f" ± {100 * found.top1_agreement_se:.2f}" if found.top1_agreement_se is not None else ""
-        rows.append(("same top token", f"{100 * found.top1_agreement:.2f}{error} %", "of positions"))
-    if found.perplexity_reference is not None and found.perplexity_candidate is not None:
+    if output.top1_agreement is not None:
+        error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
+        rows.append(("same top token", f"{100 * output.top1_agreement:.2f}{error} %", "of positions"))
+    if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         rows.append(
             (
                 "perplexity",
-                f"{found.perplexity_reference:.4f} → {found.perplexity_candidate:.4f}",
+                f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}",
                 "reference → candidate",
             )
         )
         rows.append(
             (
                 "ln ratio",
-                with_error(found.log_ratio or 0.0, found.log_ratio_se),
+                with_error(output.log_ratio or 0.0, output.log_ratio_se),
                 "of the perplexities, ± standard error",
             )
         )
-    if found.dp_mean is not None and found.dp_rms is not None:
-        rows.append(("Δp, mean", f"{100 * found.dp_mean:.4f} %", "change of the right token's probability"))
-        rows.append(("Δp, RMS", f"{100 * found.dp_rms:.4f} %", ""))
-    output = f"{printable(drift.output_name)} ({found.elements:,} elements)"
-    words = f"Of {output}, against {drift.reference} arithmetic on the weights as stored."
+    if output.dp_mean is not None and output.dp_rms is not None:
+        rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
+        rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
+    name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
+    words = f"Of {name}, against {drift.reference} arithmetic on the weights as stored."
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows))))
 
 

@@ -59,9 +59,9 @@ def _stacked_bars(chart: StackedBars) -> list[str]:
     lines = [f"{_text(chart.title)}:", "", "```"]
     for label, pieces in chart.bars:
         bar = "".join(
-            "█▓▒░"[place % 4] * round(_BAR * size / largest) for place, (_, size, _) in enumerate(pieces) if largest
+            "█▓▒░"[index % 4] * round(_BAR * size / largest) for index, (_, size, _) in enumerate(pieces) if largest
         )
-        marks = ", ".join(f"{'█▓▒░'[place % 4]} {words}" for place, (_, _, words) in enumerate(pieces))
+        marks = ", ".join(f"{'█▓▒░'[index % 4]} {words}" for index, (_, _, words) in enumerate(pieces))
         lines.append(f"{label:<{width}}  {bar}  {marks}")
     return [*lines, "```"]
 

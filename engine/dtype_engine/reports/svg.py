@@ -18,17 +18,17 @@ def stacked_bars_svg(chart: StackedBars) -> str:
     if not largest:
         return ""
     colours = {
-        name: _COLOURS[place % len(_COLOURS)]
-        for place, name in enumerate(dict.fromkeys(name for _, pieces in chart.bars for name, _, _ in pieces))
+        name: _COLOURS[index % len(_COLOURS)]
+        for index, name in enumerate(dict.fromkeys(name for _, pieces in chart.bars for name, _, _ in pieces))
     }
-    left, room = 80, _WIDTH - 90
+    left, bar_width = 80, _WIDTH - 90
     drawn = []
     for row, (label, pieces) in enumerate(chart.bars):
         top = 4 + row * 46
         drawn.append(f'<text x="0" y="{top + 14}">{escape(label)}</text>')
         at, written = float(left), left
         for name, size, words in pieces:
-            width = room * size / largest
+            width = bar_width * size / largest
             drawn.append(
                 f'<rect x="{at:.1f}" y="{top}" width="{max(width, 0.5):.1f}" height="18" fill="{colours[name]}"/>'
             )
@@ -57,20 +57,20 @@ def bar_chart_svg(chart: BarChart) -> str:
             f'<line x1="{left}" x2="{_WIDTH - 10}" y1="{y:.1f}" y2="{y:.1f}" stroke="currentColor" stroke-opacity=".15"/>'
         )
         drawn.append(f'<text x="{left - 6}" y="{y + 4:.1f}" text-anchor="end">{line:g}</text>')
-    lowest = sorted((value, place) for place, (_, value) in enumerate(chart.points) if value is not None)[:3]
-    marked = {place for _, place in lowest}
-    for place, (name, value) in enumerate(chart.points):
+    lowest = sorted((value, index) for index, (_, value) in enumerate(chart.points) if value is not None)[:3]
+    marked = {index for _, index in lowest}
+    for index, (name, value) in enumerate(chart.points):
         if value is None:
             continue
-        x = left + place * step
+        x = left + index * step
         tall = (value - low) * scale
-        colour = "#c33" if place in marked else _COLOURS[0]
+        colour = "#c33" if index in marked else _COLOURS[0]
         drawn.append(
             f'<rect x="{x:.2f}" y="{foot - tall:.1f}" width="{max(step * 0.8, 0.3):.2f}" height="{max(tall, 0.5):.1f}" '
             f'fill="{colour}"><title>{escape(name)}: {value:.2f} {escape(chart.unit)}</title></rect>'
         )
-    for row, (value, place) in enumerate(lowest):
-        words = f"lowest: {value:.2f} {chart.unit} {chart.points[place][0]}, column {place + 1} of {len(chart.points)}"
+    for row, (value, index) in enumerate(lowest):
+        words = f"lowest: {value:.2f} {chart.unit} {chart.points[index][0]}, column {index + 1} of {len(chart.points)}"
         drawn.append(f'<text x="{left}" y="{foot + 18 + 16 * row}">{escape(words)}</text>')
     return _svg(_WIDTH, foot + 10 + 16 * len(lowest), chart.title, drawn)
 

@@ -98,13 +98,13 @@ def _one_line(text: str) -> str:
     return printable(text.replace("\n", "⏎"), 10_000)
 
 
-def weights_text(found: Sequence[WeightError]) -> str:
+def weights_text(errors: Sequence[WeightError]) -> str:
     """One line a tensor that changes, those that lose most last."""
-    if not found:
+    if not errors:
         return "no tensor changes: give a cast that takes some, such as --cast '*=float16'"
     head = ("tensor", "cast", "SQNR", "max |Δ|", "mean |Δ|", "→ inf", "clipped", "→ 0", "subnormal", "not finite")
     rows: list[tuple[str, ...]] = [head]
-    for error in sorted(found, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
+    for error in sorted(errors, key=lambda error: math.inf if error.sqnr_db is None else -error.sqnr_db):
         counts = (error.overflowed, error.saturated, error.underflowed, error.subnormal, error.nonfinite)
         rows.append(
             (
@@ -119,12 +119,12 @@ def weights_text(found: Sequence[WeightError]) -> str:
     return "\n".join(table_lines(rows, range(2, len(head))))
 
 
-def skipped_text(found: Sequence[SkippedTensor]) -> str:
+def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
     """One line on the tensors that no cast was tried on."""
-    if not found:
+    if not skipped:
         return ""
-    first = found[0]
-    count = "1 tensor" if len(found) == 1 else f"{len(found)} tensors"
+    first = skipped[0]
+    count = "1 tensor" if len(skipped) == 1 else f"{len(skipped)} tensors"
     return f"left out   {count}, first {printable(first.name, 100)}: {first.why}"
 
 

@@ -38,37 +38,37 @@ def floor_lines(floor: NoiseFloor, output: OutputDrift) -> list[str]:
     return lines
 
 
-def nonfinite_lines(found: NonFiniteDiagnosis) -> list[str]:
+def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
     """What happened, where, with which values, and what mends it."""
-    lines = [f"not finite {first_sentence(found)}"]
-    values = value_sentence(found)
+    lines = [f"not finite {first_sentence(diagnosis)}"]
+    values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
-    if found.remedy is not None:
-        lines.append(f"remedy     {printable(found.remedy, 300)}: tried, the output is finite with it")
+    if diagnosis.remedy is not None:
+        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, the output is finite with it")
     else:
-        lines.append(f"remedy     none: {printable(found.reason, 400)}")
+        lines.append(f"remedy     none: {printable(diagnosis.reason, 400)}")
     return lines
 
 
-def first_sentence(found: NonFiniteDiagnosis) -> str:
+def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
     """Where it begins and at which operation."""
-    module = printable(found.module or found.first_module, 300) or "the model itself"
-    if not found.operation:
+    module = printable(diagnosis.module or diagnosis.first_module, 300) or "the model itself"
+    if not diagnosis.operation:
         return f"first in {module}"
-    operation = f"a cast to {found.dtype}" if found.operation == "to" else printable(found.operation, 60)
-    return f"first in {module}: {operation}" + (f" in {found.dtype}" if found.operation != "to" else "")
+    operation = f"a cast to {diagnosis.dtype}" if diagnosis.operation == "to" else printable(diagnosis.operation, 60)
+    return f"first in {module}: {operation}" + (f" in {diagnosis.dtype}" if diagnosis.operation != "to" else "")
 
 
-def value_sentence(found: NonFiniteDiagnosis) -> str:
+def value_sentence(diagnosis: NonFiniteDiagnosis) -> str:
     """The values that passed the dtype's range."""
-    if found.limit is None or found.largest is None:
+    if diagnosis.limit is None or diagnosis.largest is None:
         return ""
-    limit = f"{found.dtype} holds up to {found.limit:.5g}"
-    if found.kind == "weight":
-        names = ", ".join(printable(name, 200) for name in found.weights)
-        return f"{names} has values up to {found.largest:.4g}; {limit}"
-    given = f"its inputs reach {found.largest:.4g}"
-    gives = f", its result in the reference {found.largest_reference:.4g}" if found.largest_reference else ""
+    limit = f"{diagnosis.dtype} holds up to {diagnosis.limit:.5g}"
+    if diagnosis.kind == "weight":
+        names = ", ".join(printable(name, 200) for name in diagnosis.weights)
+        return f"{names} has values up to {diagnosis.largest:.4g}; {limit}"
+    given = f"its inputs reach {diagnosis.largest:.4g}"
+    gives = f", its result in the reference {diagnosis.largest_reference:.4g}" if diagnosis.largest_reference else ""
     return f"{given}{gives}; {limit}"
 
 
@@ -129,6 +129,6 @@ def _label(contribution: Contribution) -> str:
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
 
 
-def verdict_lines(found: Sequence[Verdict]) -> list[str]:
+def verdict_lines(verdicts: Sequence[Verdict]) -> list[str]:
     """One line a limit."""
-    return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in found]
+    return [f"{'pass' if verdict.passed else 'FAIL'}       {verdict}" for verdict in verdicts]

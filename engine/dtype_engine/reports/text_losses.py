@@ -48,17 +48,17 @@ def _of(count: int, loss: ValueLoss) -> str:
 
 def headline(losses: Sequence[ValueLoss]) -> str:
     """`64 values became infinite and 12 zero, in 2 tensors`; "" where nothing is lost but by rounding."""
-    found = severe(losses)
-    if not found:
+    lost = severe(losses)
+    if not lost:
         return ""
-    overflowed, vanished = sum(loss.overflowed for loss in found), sum(loss.vanished for loss in found)
-    saturated = sum(loss.saturated for loss in found)
+    overflowed, vanished = sum(loss.overflowed for loss in lost), sum(loss.vanished for loss in lost)
+    saturated = sum(loss.saturated for loss in lost)
     parts = [f"{overflowed:,} value{'' if overflowed == 1 else 's'} became infinite"] if overflowed else []
     if vanished:
         parts.append(f"{vanished:,} {'' if parts else 'value ' if vanished == 1 else 'values '}became zero")
     if saturated:
         parts.append(f"{saturated:,} {'' if parts else 'value ' if saturated == 1 else 'values '}clipped")
-    return f"{', '.join(parts)}, in {len(found):,} tensor{'' if len(found) == 1 else 's'}"
+    return f"{', '.join(parts)}, in {len(lost):,} tensor{'' if len(lost) == 1 else 's'}"
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
@@ -77,41 +77,41 @@ def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
 
 def severe_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:
     """A sentence for each tensor that loses more than rounding takes, `most` of them, and how many more there are."""
-    found = severe(losses)
-    lines = [loss_sentence(loss) for loss in found[:most]]
-    return [*lines, f"and {len(found) - most:,} more tensors lose values"] if len(found) > most else lines
+    lost = severe(losses)
+    lines = [loss_sentence(loss) for loss in lost[:most]]
+    return [*lines, f"and {len(lost) - most:,} more tensors lose values"] if len(lost) > most else lines
 
 
 def loss_lines(losses: Sequence[ValueLoss]) -> list[str]:
     """Lines of a report for a terminal; none where nothing is lost."""
-    return [f"{'lost' if not place else '':<10} {line}" for place, line in enumerate(loss_sentences(losses))]
+    return [f"{'lost' if not index else '':<10} {line}" for index, line in enumerate(loss_sentences(losses))]
 
 
 def loss_notice(losses: Sequence[ValueLoss]) -> str:
     """One line for standard error or a notice; "" where nothing is lost but by rounding."""
-    found = severe(losses)
-    if not found:
+    lost = severe(losses)
+    if not lost:
         return ""
-    more = f"; {len(found) - 1:,} more tensors lose values" if len(found) > 1 else ""
-    return f"{loss_sentence(found[0])}{more}"
+    more = f"; {len(lost) - 1:,} more tensors lose values" if len(lost) > 1 else ""
+    return f"{loss_sentence(lost[0])}{more}"
 
 
-def remedy_lines(found: LossRemedy | None) -> list[str]:
+def remedy_lines(remedy: LossRemedy | None) -> list[str]:
     """What keeps the values, and the drift without and with it."""
-    if found is None:
+    if remedy is None:
         return ["suggest    nothing: no cast loses values, but for rounding"]
-    lines = [f"suggest    {' '.join(f'--cast {_quoted(rule)}' for rule in found.rules)}"]
-    lines.append(f"           {remedy_words(found)}")
+    lines = [f"suggest    {' '.join(f'--cast {_quoted(rule)}' for rule in remedy.rules)}"]
+    lines.append(f"           {remedy_words(remedy)}")
     return lines
 
 
-def remedy_words(found: LossRemedy) -> str:
+def remedy_words(remedy: LossRemedy) -> str:
     """`tried: SQNR 3.33 dB → 47.10 dB, planned 42.43 MiB → 42.43 MiB`."""
-    size = f"planned {human_bytes(found.planned_bytes_before)} → {human_bytes(found.planned_bytes)}"
-    if found.before is None or found.after is None:
-        return f"not tried: {printable(found.reason, 400)}; {size}"
-    worse = "" if found.improves else " (no better)"
-    return f"tried: {_drift(found.before)} → {_drift(found.after).removeprefix('SQNR ')}{worse}, {size}"
+    size = f"planned {human_bytes(remedy.planned_bytes_before)} → {human_bytes(remedy.planned_bytes)}"
+    if remedy.before is None or remedy.after is None:
+        return f"not tried: {printable(remedy.reason, 400)}; {size}"
+    worse = "" if remedy.improves else " (no better)"
+    return f"tried: {_drift(remedy.before)} → {_drift(remedy.after).removeprefix('SQNR ')}{worse}, {size}"
 
 
 def _drift(output: OutputDrift) -> str:

@@ -16,10 +16,10 @@ def versions() -> dict[str, str]:
     (`2.13.0+cpu`), and two builds may differ in the last digits of a figure. The installed package of the same build may
     say `2.13.0` alone; that is taken only when the library has not been imported.
     """
-    found = {"dtype_engine": __version__}
+    named = {"dtype_engine": __version__}
     for name in ("torch", "transformers"):
         try:
-            found[name] = str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
+            named[name] = str(getattr(sys.modules.get(name), "__version__", None) or metadata.version(name))
         except metadata.PackageNotFoundError:
             continue
-    return found | {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}
+    return named | {"python": platform.python_version(), "platform": f"{platform.system()} {platform.machine()}"}

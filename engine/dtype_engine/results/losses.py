@@ -61,8 +61,8 @@ class ValueLoss:
 
 def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
     """Those that are more than rounding: infinite values first, then by how large a share of the tensor is lost."""
-    found = [loss for loss in losses if not loss.is_rounding]
-    return sorted(found, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))
+    lost = [loss for loss in losses if not loss.is_rounding]
+    return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ class Generation:
         """How many tokens from the start are the same."""
         pairs = zip(self.reference.ids, self.candidate.ids, strict=False)
         return next(
-            (place for place, (one, other) in enumerate(pairs) if one != other),
+            (index for index, (one, other) in enumerate(pairs) if one != other),
             min(len(self.reference.ids), len(self.candidate.ids)),
         )
 

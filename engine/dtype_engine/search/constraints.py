@@ -20,10 +20,10 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*|%)\s*")
 
 def parse_bytes(text: str, whole: int) -> int:
     """`12GiB`, `500MB`, `4096`, or `45%` of `whole` bytes. Raises UserError."""
-    found = _SIZE.fullmatch(text)
-    if found is None or (found[2] != "%" and found[2].lower() not in _UNITS):
+    size_and_unit = _SIZE.fullmatch(text)
+    if size_and_unit is None or (size_and_unit[2] != "%" and size_and_unit[2].lower() not in _UNITS):
         raise UserError(f"can't read the budget {printable(text)!r}: write a size like 12GiB, 500MB or 45%")
-    size = float(found[1]) * (whole / 100 if found[2] == "%" else _UNITS[found[2].lower()])
+    size = float(size_and_unit[1]) * (whole / 100 if size_and_unit[2] == "%" else _UNITS[size_and_unit[2].lower()])
     if not math.isfinite(size):
         raise UserError(f"the budget {printable(text)} is larger than any model")
     return int(size)

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import explain_no_match, select, tensor_bytes
+from dtype_engine.core.tree import Tree, ancestors
+from dtype_engine.recipe import Selection, explain_no_match, select, tensor_bytes
 from dtype_engine.results.scan import FrontPoint
 
 _MOST_STATES = 20_000
@@ -79,8 +79,8 @@ def make_items(
             raise UserError(f"{dtype} was not scanned: scan with it, or choose among {', '.join(sorted(scanned))}")
     allowed: dict[str, frozenset[str]] = {}
     for pattern, only in constraints.only:
-        allowed |= dict.fromkeys(_taken(tree, pattern), frozenset(only))
-    kept = {name for pattern in constraints.keep for name in _taken(tree, pattern)}
+        allowed |= dict.fromkeys(_taken(tree, pattern).tensors, frozenset(only))
+    kept = {name for pattern in constraints.keep for name in _taken(tree, pattern).tensors}
     general = frozenset(constraints.dtypes or scanned) | {dtypes.STORED}
     items = []
     for group in _groups(tree, weights, constraints.groups):
@@ -99,11 +99,11 @@ def make_items(
     return items
 
 
-def _taken(tree: Tree, pattern: str) -> tuple[str, ...]:
+def _taken(tree: Tree, pattern: str) -> Selection:
     taken = select(tree, pattern)
     if not taken:
         raise UserError(explain_no_match(tree, pattern, taken))
-    return taken.tensors
+    return taken
 
 
 def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozenset[str]) -> bool:
@@ -124,16 +124,14 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
         return name
 
     for pattern in patterns:
-        taken = select(tree, pattern)
-        if not taken:
-            raise UserError(explain_no_match(tree, pattern, taken))
+        taken = _taken(tree, pattern)
         first: dict[str, str] = {}
         for name in taken.tensors:
             if name not in leader:
                 continue
             outermost = name
             for alias in tree.tensors[name].names:
-                inside = [module for module in _above(alias) if module in taken.modules]
+                inside = [module for module in ancestors(alias) if module and module in taken.modules]
                 outermost = inside[-1] if inside else outermost
             parent = outermost.rpartition(".")[0]
             leader[find(name)] = find(first.setdefault(parent, name))
@@ -141,12 +139,6 @@ def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list
     for name in weights:
         groups.setdefault(find(name), []).append(name)
     return [tuple(group) for group in groups.values()]
-
-
-def _above(name: str) -> list[str]:
-    """The modules above a name, nearest first."""
-    parts = name.split(".")
-    return [".".join(parts[:count]) for count in range(len(parts) - 1, 0, -1)]
 
 
 def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
@@ -171,22 +163,22 @@ class ParetoFront:
 
     def __post_init__(self) -> None:
         steps: list[tuple[float, int, int]] = []
-        for place, item in enumerate(self.items):
+        for index, item in enumerate(self.items):
             hull = _hull(item.choices)
             steps += [
-                (_slope(item.choices[low], item.choices[high]), place, high) for low, high in itertools.pairwise(hull)
+                (_slope(item.choices[low], item.choices[high]), index, high) for low, high in itertools.pairwise(hull)
             ]
         # Within one item slopes fall along its hull, so that this order never goes back.
         steps.sort(key=lambda step: -step[0])
-        self._steps = [(place, choice) for _, place, choice in steps]
+        self._steps = [(index, choice) for _, index, choice in steps]
         self._slopes = [slope for slope, _, _ in steps]
         chosen = [0] * len(self.items)
         size, scores = self._size(chosen), [item.choices[0].score for item in self.items]
         self.points = [FrontPoint(size, math.fsum(scores))]
         total = self.points[0].predicted
-        for place, choice in self._steps:
-            before, after = self.items[place].choices[chosen[place]], self.items[place].choices[choice]
-            chosen[place] = choice
+        for index, choice in self._steps:
+            before, after = self.items[index].choices[chosen[index]], self.items[index].choices[choice]
+            chosen[index] = choice
             size += after.bytes - before.bytes
             total += after.score - before.score
             self.points.append(FrontPoint(size, max(0.0, total)))
@@ -197,24 +189,24 @@ class ParetoFront:
 
     def best_within(self, budget: int) -> Solution | None:
         """The lowest score at no more than `budget` bytes; None when even the smallest is larger."""
-        place = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
-        if place < 0:
+        index = bisect.bisect_right(self.points, budget, key=lambda point: point.bytes) - 1
+        if index < 0:
             return None
-        start = self._chosen(place)
-        if place < len(self._steps):
+        start = self._chosen(index)
+        if index < len(self._steps):
             table = [[(choice.score, float(choice.bytes)) for choice in item.choices] for item in self.items]
-            start = knapsack(table, float(budget), self._slopes[place], start)
+            start = knapsack(table, float(budget), self._slopes[index], start)
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
         """The fewest bytes at a score of no more than `most`; None when even the best is worse."""
-        place = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
-        if place == len(self.points):
+        index = bisect.bisect_left(range(len(self.points)), True, key=lambda at: self._score(self._chosen(at)) <= most)
+        if index == len(self.points):
             return None
-        start = self._chosen(place)
-        if place > 0 and self._slopes[place - 1] > 0:
+        start = self._chosen(index)
+        if index > 0 and self._slopes[index - 1] > 0:
             table = [[(float(choice.bytes), choice.score) for choice in item.choices] for item in self.items]
-            start = knapsack(table, most, 1 / self._slopes[place - 1], start)
+            start = knapsack(table, most, 1 / self._slopes[index - 1], start)
         return self.solution(start)
 
     def _size(self, chosen: Sequence[int]) -> int:
@@ -225,8 +217,8 @@ class ParetoFront:
 
     def _chosen(self, steps: int) -> list[int]:
         chosen = [0] * len(self.items)
-        for place, choice in self._steps[:steps]:
-            chosen[place] = choice
+        for index, choice in self._steps[:steps]:
+            chosen[index] = choice
         return chosen
 
     def solution(self, chosen: Sequence[int]) -> Solution:
@@ -247,12 +239,12 @@ def _slope(low: Choice, high: Choice) -> float:
 def _hull(choices: Sequence[Choice]) -> list[int]:
     """Places of the choices on the lower convex hull of score over bytes."""
     hull: list[int] = []
-    for place in range(len(choices)):
+    for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(
-            choices[hull[-1]], choices[place]
+            choices[hull[-1]], choices[index]
         ):
             hull.pop()
-        hull.append(place)
+        hull.append(index)
     return hull
 
 
@@ -278,48 +270,48 @@ def knapsack(
     exact unless over 20 000 partial solutions stay open at once; then it is the best of those nearest to the bound.
     """
     least = [min(cost + price * weight for cost, weight in row) for row in table]
-    best_cost = math.fsum(row[place][0] for row, place in zip(table, start, strict=True))
+    best_cost = math.fsum(row[index][0] for row, index in zip(table, start, strict=True))
     gap = (best_cost + price * limit - math.fsum(least)) * (1 + 1e-9) + 1e-300
     open_rows: list[tuple[int, list[tuple[float, int]]]] = []
     chosen = list(start)
     fixed_weight = fixed_cost = 0.0
-    for place, row in enumerate(table):
+    for index, row in enumerate(table):
         left = [
-            (max(0.0, cost + price * weight - least[place]), choice)
+            (max(0.0, cost + price * weight - least[index]), choice)
             for choice, (cost, weight) in enumerate(row)
-            if cost + price * weight - least[place] <= gap
+            if cost + price * weight - least[index] <= gap
         ]
         if len(left) <= 1:
-            choice = left[0][1] if left else start[place]
-            chosen[place] = choice
+            choice = left[0][1] if left else start[index]
+            chosen[index] = choice
             fixed_cost += row[choice][0]
             fixed_weight += row[choice][1]
         else:
-            open_rows.append((place, left))
-    lightest = [min(table[place][choice][1] for _, choice in left) for place, left in open_rows]
+            open_rows.append((index, left))
+    lightest = [min(table[index][choice][1] for _, choice in left) for index, left in open_rows]
     remaining = math.fsum(lightest)
     states = [_State(fixed_weight, fixed_cost, 0.0, -1, None)]
-    for (place, left), light in zip(open_rows, lightest, strict=True):
+    for (index, left), light in zip(open_rows, lightest, strict=True):
         remaining -= light
         grown = [
-            _State(state.weight + table[place][choice][1], state.cost + table[place][choice][0], used, choice, state)
+            _State(state.weight + table[index][choice][1], state.cost + table[index][choice][0], used, choice, state)
             for state in states
             for reduced, choice in left
             if (used := state.used + reduced) <= gap
-            and state.weight + table[place][choice][1] + remaining <= limit * (1 + 1e-12)
+            and state.weight + table[index][choice][1] + remaining <= limit * (1 + 1e-12)
         ]
         states = _pareto(grown)
         if len(states) > _MOST_STATES:
             states = sorted(states, key=lambda state: state.used)[:_MOST_STATES]
     for end in sorted(states, key=lambda state: state.cost):
-        found, state = list(chosen), end
-        for place, _ in reversed(open_rows):
-            found[place] = state.choice
+        candidate, state = list(chosen), end
+        for index, _ in reversed(open_rows):
+            candidate[index] = state.choice
             assert state.before is not None
             state = state.before
-        if math.fsum(table[place][choice][1] for place, choice in enumerate(found)) <= limit:
-            cost = math.fsum(table[place][choice][0] for place, choice in enumerate(found))
-            return found if cost < best_cost else list(start)
+        if math.fsum(table[index][choice][1] for index, choice in enumerate(candidate)) <= limit:
+            cost = math.fsum(table[index][choice][0] for index, choice in enumerate(candidate))
+            return candidate if cost < best_cost else list(start)
     return list(start)
 
 

@@ -119,7 +119,7 @@ def last(patterns: Sequence[str]) -> int:
 
 def exact_first(patterns: Sequence[str]) -> int:
     """An exact name goes before expressions, whatever the order."""
-    return next((place for place, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
+    return next((index for index, pattern in enumerate(patterns) if not pattern.startswith("re:")), 0)
 
 
 class UnsupportedList:
@@ -148,10 +148,10 @@ class Split:
 
     def by_dtype(self) -> dict[str, list[str]]:
         """The weights to quantise, per dtype, in the model's order."""
-        found: dict[str, list[str]] = {}
+        names_by_dtype: dict[str, list[str]] = {}
         for name, dtype in self.low.items():
-            found.setdefault(dtype, []).append(name)
-        return found
+            names_by_dtype.setdefault(dtype, []).append(name)
+        return names_by_dtype
 
 
 def split(
@@ -174,8 +174,8 @@ def split(
                 low[tensor.name] = dtype
             else:
                 refused[tensor.name] = why
-    base = common_dtype(tensor for tensor in context.in_scope() if tensor.persistent and tensor.name not in low)(
-        planned
+    base = _common_dtype(
+        [tensor for tensor in context.in_scope() if tensor.persistent and tensor.name not in low], planned
     )
     for tensor in context.in_scope():
         if tensor.name in low:
@@ -216,22 +216,16 @@ def _refusal(
     return None
 
 
-def common_dtype(tensors: Iterable[TensorInfo]) -> Callable[[Mapping[str, str]], str]:
+def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> str:
     """The computed dtype that most elements are planned in; where none is, the one that most are stored in."""
-    listed = list(tensors)
-
-    def under(planned: Mapping[str, str]) -> str:
-        for dtype_of in (lambda tensor: planned[tensor.name], lambda tensor: tensor.dtype):
-            sums: dict[str, int] = {}
-            for tensor in listed:
-                dtype = dtype_of(tensor)
-                if dtype in dtypes.COMPUTE_DTYPES:
-                    sums[dtype] = sums.get(dtype, 0) + tensor.numel
-            if sums:
-                return max(sums, key=lambda dtype: (sums[dtype], -dtypes.COMPUTE_DTYPES.index(dtype)))
-        return "float32"
-
-    return under
+    for dtype_by_name in (planned, {tensor.name: tensor.dtype for tensor in tensors}):
+        elements = dict.fromkeys(dtypes.COMPUTE_DTYPES, 0)
+        for tensor in tensors:
+            if (dtype := dtype_by_name[tensor.name]) in elements:
+                elements[dtype] += tensor.numel
+        if any(elements.values()):
+            return max(elements, key=elements.__getitem__)  # of equals the first in the table
+    return "float32"
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
@@ -244,12 +238,12 @@ def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
 
 def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
     """The weight that quantisers would take of every module of some classes: module name to canonical tensor name."""
-    found: dict[str, str] = {}
+    weights: dict[str, str] = {}
     for name, module in context.tree.modules.items():
         weight = module.tensors.get("weight")
         if weight is not None and weight.castable and context.is_kind(module, kinds):
-            found[name] = weight.name
-    return found
+            weights[name] = weight.name
+    return weights
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:

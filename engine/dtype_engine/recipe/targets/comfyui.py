@@ -53,8 +53,8 @@ def convert(context: Context) -> Conversion:
 
 
 def match(context: Context, pattern: str) -> Match:
-    found = weights_of(context, KINDS).get(pattern)
-    return Match(frozenset((found,)) if found else frozenset(), None if found else "layers are named one by one")
+    taken = weights_of(context, KINDS).get(pattern)
+    return Match(frozenset((taken,)) if taken else frozenset(), None if taken else "layers are named one by one")
 
 
 TARGET = Target(NAME, "exact layer names", None, convert, weights_in(KINDS), match)

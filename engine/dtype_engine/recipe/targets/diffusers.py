@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.tree import Module, Tree
+from dtype_engine.core.tree import Module, ancestors
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -37,7 +37,7 @@ def convert(context: Context) -> Conversion:
     cast = _to_cast(context, leaves, storage, base)
     outcome = _outcome(context, leaves, cast, storage, base)
     losses = _losses(context, outcome)
-    skipped = _outermost(context.tree, leaves, cast) if cast else []
+    skipped = _outermost(leaves, cast) if cast else []
     modules = [name for name in context.tree.modules if name]
     patterns = [f"^{regex}$" for regex in regexes(skipped, modules)]
     notes = (
@@ -54,15 +54,15 @@ def convert(context: Context) -> Conversion:
 
 def _leaves(context: Context) -> dict[str, list[str]]:
     """The modules that would be cast as they are, with the tensors below each that could be."""
-    found: dict[str, list[str]] = {}
+    leaves: dict[str, list[str]] = {}
     stack: list[Module] = [context.tree.root]
     while stack:
         module = stack.pop()
         if context.is_kind(module, KINDS):
-            found[module.name] = [tensor.name for tensor in context.tree.below(module.name) if tensor.castable]
+            leaves[module.name] = [tensor.name for tensor in context.tree.below(module.name) if tensor.castable]
         else:
             stack.extend(reversed(module.children.values()))
-    return found
+    return leaves
 
 
 def _planned(context: Context, tensor: str) -> str:
@@ -133,19 +133,16 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
     return losses
 
 
-def _outermost(tree: Tree, leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
+def _outermost(leaves: Mapping[str, list[str]], cast: set[str]) -> list[str]:
     """The modules to pass over: as far up as nothing below is to be cast, for patterns that are few and readable."""
     holding: set[str] = set()
     for leaf in cast:
-        parts = leaf.split(".")
-        holding.update(".".join(parts[:count]) for count in range(len(parts) + 1))
+        holding.update((leaf, *ancestors(leaf)))
     skipped: dict[str, None] = {}
     for leaf in leaves:
-        if leaf in cast:
-            continue
-        parts = leaf.split(".")
-        above = (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-        skipped[next(name for name in above if name not in holding)] = None
+        if leaf not in cast:
+            clear = [name for name in (leaf, *ancestors(leaf)) if name not in holding]
+            skipped[clear[-1]] = None
     return list(skipped)
 
 
@@ -181,13 +178,12 @@ def match(context: Context, pattern: str) -> Match:
     if pattern.startswith("type:"):
         return Match(frozenset(), "classes go into skip_modules_classes, not into a pattern")
     search = matcher(pattern.removeprefix("re:"), pattern, "search")
-    found: set[str] = set()
+    taken: set[str] = set()
     for leaf, tensors in _leaves(context).items():
-        parts = leaf.split(".")
         # The root's own name is the empty text, and it is looked at too.
-        if any(search(".".join(parts[:count])) for count in range(len(parts) + 1)):
-            found.update(tensors)
-    return Match(frozenset(found))
+        if any(map(search, (leaf, *ancestors(leaf)))):
+            taken.update(tensors)
+    return Match(frozenset(taken))
 
 
 TARGET = Target(NAME, "re.search in the names of modules, from the root down", None, convert, matchable, match)

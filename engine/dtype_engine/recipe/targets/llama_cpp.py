@@ -123,8 +123,8 @@ def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str
         suffix = ".weight"
     else:
         keys, suffix = (tensor.name,), ""
-    found = [lookup(key) for key in keys]
-    return tuple(name + suffix for name in found if name) if all(found) else ()
+    looked_up = [lookup(key) for key in keys]
+    return tuple(name + suffix for name in looked_up if name) if all(looked_up) else ()
 
 
 def matchable(context: Context) -> frozenset[str]:
@@ -143,8 +143,8 @@ def match(context: Context, pattern: str) -> Match:
         return Match(frozenset(), "a line ends at the first space")
     search = matcher(pattern.removeprefix("re:").lower(), pattern, "search")
     tensors = gguf_tensors(context)
-    found = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
-    return Match(found, None if found else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
+    taken = frozenset(tensor for tensor, names in tensors.items() if any(map(search, names)))
+    return Match(taken, None if taken else "it is searched for in GGUF names, such as blk.0.attn_q.weight")
 
 
 TARGET = Target(NAME, "regex_search in GGUF tensor names, in lower case", first, convert, matchable, match)

@@ -65,12 +65,12 @@ def match(context: Context, pattern: str) -> Match:
         return Match(frozenset(tensor for module, tensor in weights.items() if matches(module)))
     # A rule by class has a counterpart there: the bare class name.
     name = pattern.removeprefix("type:")
-    found = frozenset(
+    taken = frozenset(
         tensor
         for module, tensor in weights.items()
         if module == name or context.is_kind(context.tree.modules[module], (name,))
     )
-    return Match(found, None if found else "without 're:' it is a module name or a class name, not a pattern")
+    return Match(taken, None if taken else "without 're:' it is a module name or a class name, not a pattern")
 
 
 TARGET = Target(

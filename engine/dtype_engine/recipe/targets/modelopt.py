@@ -57,8 +57,8 @@ def match(context: Context, pattern: str) -> Match:
         return Match(frozenset(), "patterns are globs; expressions and classes are not known")
     matches = re.compile(fnmatch.translate(pattern)).match
     weights = weights_of(context, KINDS)
-    found = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))
-    return Match(found, None if found else "it must match the quantizer's name, which ends in .weight_quantizer")
+    taken = frozenset(tensor for module, tensor in weights.items() if matches(f"{module}.weight_quantizer"))
+    return Match(taken, None if taken else "it must match the quantizer's name, which ends in .weight_quantizer")
 
 
 TARGET = Target(NAME, "fnmatch on quantizer names", last, convert, weights_in(KINDS), match)

@@ -21,44 +21,44 @@ Product = tuple[Choice, ...]
 def products(wanted: Iterable[str], universe: Collection[str]) -> list[Product]:
     """Products of choices that cover `wanted` and nothing else of `universe`."""
     names = list(dict.fromkeys(wanted))
-    found: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
-    longest = max(map(len, found), default=0)
+    covered: list[Product] = [tuple(frozenset((part,)) for part in name.split(".")) for name in names]
+    longest = max(map(len, covered), default=0)
     # Numbers are merged first, so that layers come together before projections do: that reads best.
     for numbers in (True, False):
-        for place in reversed(range(longest)):
-            found = _merged(found, place, numbers)
+        for index in reversed(range(longest)):
+            covered = _merged(covered, index, numbers)
     others: dict[int, list[list[str]]] = {}
     chosen = set(names)
     for name in universe:
         if name not in chosen:
             parts = name.split(".")
             others.setdefault(len(parts), []).append(parts)
-    return [_widened(product, others.get(len(product), [])) for product in found]
+    return [_widened(product, others.get(len(product), [])) for product in covered]
 
 
-def _merged(found: list[Product], place: int, numbers: bool) -> list[Product]:
+def _merged(unmerged: list[Product], index: int, numbers: bool) -> list[Product]:
     """Products that differ in one place only, put together."""
     groups: dict[object, set[str]] = {}
     whole: dict[object, Product] = {}
-    for product in found:
-        choice = product[place] if place < len(product) else None
+    for product in unmerged:
+        choice = product[index] if index < len(product) else None
         if choice is None or all(is_number(text) for text in choice) is not numbers:
             key: object = product
         else:
-            key = (place, product[:place], product[place + 1 :])
+            key = (index, product[:index], product[index + 1 :])
             groups.setdefault(key, set()).update(choice)
         whole.setdefault(key, product)
     return [
-        (*product[:place], frozenset(groups[key]), *product[place + 1 :]) if key in groups else product
+        (*product[:index], frozenset(groups[key]), *product[index + 1 :]) if key in groups else product
         for key, product in whole.items()
     ]
 
 
 def _widened(product: Product, others: list[list[str]]) -> Product:
     """With any number in place of a list of numbers, wherever that takes no further name."""
-    for place, choice in enumerate(product):
+    for index, choice in enumerate(product):
         if choice is not None and len(choice) > 1 and all(is_number(text) for text in choice):
-            wider = (*product[:place], None, *product[place + 1 :])
+            wider = (*product[:index], None, *product[index + 1 :])
             if not any(_covers(wider, parts) for parts in others):
                 product = wider
     return product
@@ -91,17 +91,17 @@ def globs(wanted: Iterable[str], universe: Collection[str]) -> list[str]:
     would.
     """
     names = list(dict.fromkeys(wanted))
-    found: list[str] = []
+    patterns: list[str] = []
     for product in products(names, universe):
         mine = {name for name in names if name.count(".") + 1 == len(product) and _covers(product, name.split("."))}
         for choices in itertools.product(*map(_as_globs, product)):
             pattern = ".".join(choices)
             matches = re.compile(fnmatch.translate(pattern)).match
             if None in product and any(matches(name) for name in universe if name not in mine):
-                found += [_literal(name) for name in names if name in mine and matches(name)]
+                patterns += [_literal(name) for name in names if name in mine and matches(name)]
             else:
-                found.append(pattern)
-    return found
+                patterns.append(pattern)
+    return patterns
 
 
 def _as_globs(choice: Choice) -> list[str]:

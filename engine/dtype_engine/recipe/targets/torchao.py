@@ -111,10 +111,10 @@ def _config(dtype: str) -> dict[str, Any]:
 def match(context: Context, pattern: str) -> Match:
     is_regex = pattern.startswith("re:")
     matches = matcher(pattern[3:], pattern, "fullmatch") if is_regex else pattern.__eq__
-    found = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
-    found |= {tensor.name for tensor in context.in_scope() for name in tensor.names if matches(name)}
-    why = None if found or is_regex else "without 're:' it is a name, not a pattern"
-    return Match(frozenset(found), why)
+    taken = {tensor for module, tensor in weights_of(context, KINDS).items() if matches(module)}
+    taken |= {tensor.name for tensor in context.in_scope() for name in tensor.names if matches(name)}
+    why = None if taken or is_regex else "without 're:' it is a name, not a pattern"
+    return Match(frozenset(taken), why)
 
 
 TARGET = Target(
