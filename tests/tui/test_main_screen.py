@@ -5,7 +5,7 @@ import re
 
 import pytest
 from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
-from tests.helpers.screen_text import lines, notices, screen
+from tests.helpers.screen_text import lines, notices, screen, until
 from textual.binding import Binding
 from textual.widgets import Input
 
@@ -94,7 +94,7 @@ async def test_digits_cast_the_node_at_once(app: DtypeApp, key: str, dtype: str)
 async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
-        assert "1.35 MiB" in screen(app)
+        await until(pilot, lambda: "1.35 MiB" in screen(app))
         tree_of(app).go_to("model.layers.3")
         await pilot.press("3")
         await pilot.press("u")
@@ -118,11 +118,11 @@ async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: Dtyp
         field = app.query_one("#cast-input", Input)
         assert field.value == "model.layers.3.mlp=bf16"
         await pilot.pause(0.1)
-        assert "takes 3 tensors · 73.7 k parameters · 288.00 KiB → 144.00 KiB" in screen(app)
+        await until(pilot, lambda: "takes 3 tensors · 73.7 k parameters · 288.00 KiB → 144.00 KiB" in screen(app))
         await pilot.press("tab")
         assert field.value == "model.layers.*.mlp=bf16"
         await pilot.pause(0.1)
-        assert "takes 18 tensors" in screen(app)
+        await until(pilot, lambda: "takes 18 tensors" in screen(app))
         assert tree_of(app).preview is not None
         assert "model.layers.5.mlp" in tree_of(app).preview.modules
         await pilot.press("tab")
@@ -148,7 +148,7 @@ async def test_the_cast_prompt_says_what_is_wrong_as_it_is_typed(app: DtypeApp) 
         }.items():
             field.value = text
             await pilot.pause(0.1)
-            assert says in screen(app)
+            await until(pilot, lambda says=says: says in screen(app))
         field.value = "*=bf17"
         await pilot.press("enter")
         assert engine(app).recipes == []
@@ -164,13 +164,13 @@ async def test_a_rule_that_takes_nothing_is_not_put_in_force(app: DtypeApp) -> N
         field.value = "model.layer=bf16"
         await pilot.press("enter")
         await pilot.pause(0.1)
-        assert "matches nothing in this model; the nearest is model.layers" in screen(app)
+        await until(pilot, lambda: "matches nothing in this model; the nearest is model.layers" in screen(app))
         assert field.has_focus
         await pilot.press("escape", "colon")
         app.query_one("#command-input", Input).value = "cast *.nope bf16"
         await pilot.press("enter")
         await pilot.pause(0.1)
-        assert "matches nothing in this model" in screen(app)
+        await until(pilot, lambda: "matches nothing in this model" in screen(app))
         await pilot.press("escape")
         app.controller.add_rule(Rule.make("*.nowhere", "bf16"))
         await pilot.pause()
@@ -298,7 +298,7 @@ async def test_which_rule_decides_a_node_and_which_lose(app: DtypeApp) -> None:
         assert "mlp: rule 1 loses" in text
         tree_of(app).go_to("model.layers.3")
         await pilot.pause()
-        assert "3: rule 1 decides 6 of 9" in screen(app)
+        await until(pilot, lambda: "3: rule 1 decides 6 of 9" in screen(app))
 
 
 async def test_totals_are_mixes_and_changed_tensors_say_from_what(app: DtypeApp) -> None:
@@ -332,7 +332,7 @@ async def test_the_live_tree_takes_the_place_of_the_headers_one(app: DtypeApp) -
         assert "one weight is new" in notices(app)
         tree_of(app).go_to("lm_head.weight")
         await pilot.pause()
-        assert "= model" in screen(app)
+        await until(pilot, lambda: "= model" in screen(app))
 
 
 async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None:
@@ -372,7 +372,7 @@ async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
         app.controller.experiment.tree.modules["model.norm"].island = "declared"
         app.main.show_all()
         await pilot.pause()
-        assert "keep f32" in screen(app)
+        await until(pilot, lambda: "keep f32" in screen(app))
         await pilot.press("2")
         assert "model.norm should stay in float32" in notices(app)[-1]
 
@@ -393,7 +393,7 @@ async def test_a_screen_too_small_says_what_it_needs_and_comes_back(app: DtypeAp
         assert "needs 60 x 15" in " ".join(screen(app).split())
         await pilot.resize_terminal(*SMALL)
         await pilot.pause()
-        assert "embed_tokens" in screen(app)
+        await until(pilot, lambda: "embed_tokens" in screen(app))
         assert "needs 60" not in screen(app)
 
 
@@ -584,7 +584,7 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
         )
         await pilot.press("comma", "right", "down", "right")
         await pilot.pause()
-        assert "[bf16]" in screen(app)
+        await until(pilot, lambda: "[bf16]" in screen(app))
         assert "[follow the model]" in screen(app)
         await pilot.press("enter")
         await pilot.pause()

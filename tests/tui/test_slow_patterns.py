@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.helpers.recording_engine import make_app
-from tests.helpers.screen_text import screen
+from tests.helpers.screen_text import screen, until
 from textual.widgets import Input
 
 from dtype_engine.recipe import Rule
@@ -22,7 +22,7 @@ async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
         await pilot.press("c")
         app.query_one("#cast-input", Input).value = f"{SLOW}=bf16"
         await pilot.pause(0.3)
-        assert "takes too long to match" in screen(app)
+        await until(pilot, lambda: "takes too long to match" in screen(app))
         await pilot.press("escape")
         assert not app.query_one(CastPrompt).has_class("open")
         assert app.controller.experiment.recipe == before

@@ -49,7 +49,7 @@ async def test_a_path_can_be_typed_and_one_that_is_not_there_is_said() -> None:
     async with app.run_test() as pilot:
         await pilot.press("tab", *"nowhere/x", "enter")
         await pilot.pause()
-        assert "nowhere/x: no such folder or file" in screen(app)
+        await until(pilot, lambda: "nowhere/x: no such folder or file" in screen(app))
         app.query_one(Input).value = "demo"
         await pilot.press("enter")
     assert app.return_value == "demo"

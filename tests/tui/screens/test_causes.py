@@ -62,7 +62,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         assert engine(app).commands[-1] == "causes"
         await say(app, pilot, events.WorkingProgress(BF16, "running each module as cast by itself", 12, 48))
         await pilot.pause(0.3)
-        assert "25 %" in screen(app)
+        await until(pilot, lambda: "25 %" in screen(app))
         assert "●" in screen(app)
         await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
         await pilot.pause(0.3)
@@ -207,4 +207,4 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         assert causes_headline(app.controller.experiment.causes)[:40] in screen(app)
         await pilot.press("escape", "H")
         await pilot.pause()
-        assert "not finite" in screen(app)
+        await until(pilot, lambda: "not finite" in screen(app))

@@ -70,7 +70,7 @@ async def test_many_calls_scroll_and_the_line_stays_on_the_screen(size: tuple[in
         assert rows.scroll_y == 9
         rows.scroll_end(animate=False)
         await pilot.pause()
-        assert "and 5 more" in screen(app)
+        await until(pilot, lambda: "and 5 more" in screen(app))
         assert line.has_focus
 
 
@@ -136,7 +136,7 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         assert after is not None
         assert after.inputs.startswith("1 sequence of your prompts")
         assert after.output.positions is not None
-        assert f"outputs compared at {after.output.positions}" in screen(app)
+        await until(pilot, lambda: f"outputs compared at {after.output.positions}" in screen(app))
         app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
         await pilot.press("enter")
         await until(pilot, lambda: "stay in force" in screen(app))

@@ -58,7 +58,7 @@ async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple
         await cast(app, pilot, LOST)
         app.clear_notifications()
         await pilot.pause()
-        assert SENTENCE in pane(app)
+        await until(pilot, lambda: SENTENCE in pane(app))
         assert "⚠ 64 values became infinite" in flat(app)  # the status line
         app.query_one(ModuleTree).go_to(DOWN)
         await pilot.pause()

@@ -31,7 +31,7 @@ async def test_the_class_of_a_node_is_not_awaited() -> None:
     async with planning() as (app, pilot):
         await pilot.press("enter")
         await pilot.pause()
-        assert "class       not known: nothing says which architecture this is" in screen(app)
+        await until(pilot, lambda: "class       not known: nothing says which architecture this is" in screen(app))
         assert "parameters  68 " in screen(app)
         assert "(68)" not in screen(app)
 
@@ -41,7 +41,7 @@ async def test_until_the_model_is_there_the_class_is_awaited() -> None:
     async with running(app, (80, 24)) as pilot:
         await pilot.press("enter")
         await pilot.pause()
-        assert "known when the model is loaded" in screen(app)
+        await until(pilot, lambda: "known when the model is loaded" in screen(app))
 
 
 async def test_shares_of_dtypes_are_said_to_be_of_bytes() -> None:
@@ -50,7 +50,7 @@ async def test_shares_of_dtypes_are_said_to_be_of_bytes() -> None:
         assert "f32 89 % · i64 11 %" in screen(app)
         await pilot.press("enter")
         await pilot.pause()
-        assert "288 B  f32 89 % · i64 11 % of the bytes" in screen(app)
+        await until(pilot, lambda: "288 B  f32 89 % · i64 11 % of the bytes" in screen(app))
 
 
 async def test_every_preset_that_needs_classes_says_so_on_its_own_line() -> None:

@@ -141,7 +141,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         engine(app).emit(events.SavingProgress(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
         await pilot.pause()
         await pilot.pause()
-        assert "exporting, 310.00 MiB/s  30 %" in screen(app)
+        await until(pilot, lambda: "exporting, 310.00 MiB/s  30 %" in screen(app))
         await pilot.press("escape")
         assert engine(app).commands[-1] == "cancel"
         await pilot.press("q")
@@ -163,7 +163,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
         engine(app).emit(events.ExportPlanned(Recipe(), None, "packed of several tensors"))
         await pilot.pause()
         await pilot.pause()
-        assert "packed of several tensors" in screen(app)
+        await until(pilot, lambda: "packed of several tensors" in screen(app))
         await pilot.press("escape")
         await pilot.pause()
         assert engine(app).wishes == []

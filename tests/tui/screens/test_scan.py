@@ -158,7 +158,7 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
     async with running(app) as pilot:
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
-        assert "predicted" in screen(app)
+        await until(pilot, lambda: "predicted" in screen(app))
         app.controller.experiment.inputs = "another text"
         app.main.show_all()
         await pilot.pause()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.helpers.recording_engine import make_app
-from tests.helpers.screen_text import screen
+from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import DEMO
 from dtype_engine.recipe import Recipe, Rule
@@ -24,7 +24,7 @@ async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:
         await pilot.pause()
         await pilot.press("H")
         await pilot.pause()
-        assert "*.mlp" in screen(app)
+        await until(pilot, lambda: "*.mlp" in screen(app))
         await pilot.press("enter")
         await pilot.pause()
         assert app.controller.experiment.recipe.rules == (Rule("*.mlp", "float16"),)

@@ -6,7 +6,7 @@ import base64
 
 import pytest
 from tests.helpers.recording_engine import make_app, report, say
-from tests.helpers.screen_text import notices, screen
+from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.core.tree import TensorInfo, Tree
@@ -162,4 +162,4 @@ async def test_the_line_of_keys_says_what_comes_next() -> None:
         await measured(app, pilot)
         assert "w worst module" in screen(app)
         await pilot.press("slash", *"proj", "enter")
-        assert "n next match" in screen(app)
+        await until(pilot, lambda: "n next match" in screen(app))
