@@ -333,6 +333,11 @@ def is_number(part: str) -> bool:
     return part.isdecimal()
 
 
+def numbered_parts(name: str) -> list[int]:
+    """Indices of the parts of a dotted name that count layers, experts or the like: [2] of `model.layers.3.mlp`."""
+    return [index for index, part in enumerate(name.split(".")) if is_number(part)]
+
+
 def ancestors(name: str) -> Iterator[str]:
     """The modules above a dotted name, nearest first, the root ("") last."""
     while name:

@@ -56,6 +56,16 @@ def decibels(value: float | None) -> str:
     return f"{value:.2f} dB"
 
 
+def percent_with_error(share: float, error: float | None) -> str:
+    """`99.12 ± 0.08 %`."""
+    return f"{100 * share:.2f}" + (f" ± {100 * error:.2f} %" if error is not None else " %")
+
+
+def plural(count: int, noun: str) -> str:
+    """`1 tensor`, `1,200 tensors`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def with_error(value: float, error: float | None) -> str:
     """`1.69e-07 ± 2.1e-08`."""
     return f"{value:.4e}" + (f" ± {error:.1e}" if error is not None else "")

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.tree import Tree, ancestors, is_number
+from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe.pattern import generalisations
 from dtype_engine.recipe.plan import make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -148,12 +148,12 @@ def _kinds(name: str) -> dict[tuple[str, str], int]:
     numbers: dict[tuple[str, str], int] = {}
     for whole in (name, *ancestors(name)):
         parts = whole.split(".")
-        for index, part in enumerate(parts):
-            if is_number(part) and str(int(part)) == part and index:
+        for index in numbered_parts(whole):
+            if index and str(int(parts[index])) == parts[index]:
                 before = ".".join(parts[:index])
                 rest = "".join("." + ("*" if is_number(other) else other) for other in parts[index + 1 :])
                 if not any(character in before + rest.replace("*", "") for character in "*?[]{},"):
-                    numbers[before, rest] = int(part)
+                    numbers[before, rest] = int(parts[index])
     return numbers
 
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from math import prod
 
 from dtype_engine.core.errors import PatternError
-from dtype_engine.core.tree import ancestors, is_number
+from dtype_engine.core.tree import ancestors, numbered_parts
 from dtype_engine.recipe.number_range import range_regex
 from dtype_engine.recipe.regexes import compile_regex, limited, shortened
 
@@ -234,7 +234,7 @@ def generalisations(name: str, class_name: str | None = None) -> list[str]:
         return ["*"] + ([f"type:{class_name}"] if class_name else [])
     steps = [_literal(name)]
     parts = name.split(".")
-    numbered = [index for index, part in enumerate(parts) if is_number(part)]
+    numbered = numbered_parts(name)
     for keep_from in reversed(range(len(numbered))):
         starred = set(numbered[keep_from:])
         steps.append(".".join("*" if index in starred else _literal(part) for index, part in enumerate(parts)))

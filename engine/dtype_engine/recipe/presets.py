@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
-from dtype_engine.core.tree import Module, Tree, ancestors, is_number
+from dtype_engine.core.tree import Module, Tree, ancestors, numbered_parts
 from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import NO_CLASSES, make_plan, select
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -136,11 +136,7 @@ def heads(tree: Tree) -> list[str]:
     """Patterns for what makes the model's output."""
     return covering(
         tree,
-        [
-            name
-            for name in tree.modules
-            if name.rpartition(".")[2] in HEADS and not any(is_number(part) for part in name.split("."))
-        ],
+        [name for name in tree.modules if name.rpartition(".")[2] in HEADS and not numbered_parts(name)],
     )
 
 

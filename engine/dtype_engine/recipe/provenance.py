@@ -82,7 +82,6 @@ def _sums(losses: Sequence[ValueLoss] | None) -> dict[str, Figure]:
 
 
 def _takes(effect: RuleEffect) -> str:
-    taken = len(effect.tensors)
+    taken, size = len(effect.tensors), f"{human_bytes(effect.bytes_before)} -> {human_bytes(effect.bytes_after)}"
     decides = "" if effect.decides == taken else f", decides {effect.decides}"
-    plural = "" if taken == 1 else "s"
-    return f"{taken} tensor{plural}{decides}, {human_bytes(effect.bytes_before)} -> {human_bytes(effect.bytes_after)}"
+    return f"{taken} tensor{'' if taken == 1 else 's'}{decides}, {size}"

@@ -10,7 +10,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
-from dtype_engine.core.units import decibels, human_bytes, human_count, seconds_text, with_error
+from dtype_engine.core.units import (
+    decibels,
+    human_bytes,
+    human_count,
+    percent_with_error,
+    plural,
+    seconds_text,
+    with_error,
+)
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import mix_text, parameters_text
@@ -51,7 +59,7 @@ def build_report(
 def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] | None) -> str:
     words = f"{human_bytes(plan.stored_bytes)} stored"
     if plan.recipe.rules:
-        words += f", {human_bytes(plan.planned_bytes)} under {_count(len(plan.recipe), 'rule')}"
+        words += f", {human_bytes(plan.planned_bytes)} under {plural(len(plan.recipe), 'rule')}"
         words += f" ({_change(plan.stored_bytes, plan.planned_bytes)})"
     if drift is not None:
         words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference}"
@@ -84,10 +92,6 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
     left_out = len(ordered) - len(rows)
     more = (f"{left_out:,} more tensors are left out here.",) if left_out else ()
     return [Section(_LOST, (HELP, Table(head, rows, 2), *more))]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _change(before: int, after: int) -> str:
@@ -184,14 +188,10 @@ def _drift(drift: DriftReport | None, no_drift: str) -> Section:
     if output.kl_mean is not None:
         what = f"nats per position, {output.positions:,} positions, ± standard error"
         rows.append(("KL, mean", with_error(output.kl_mean, output.kl_mean_se), what))
-        tail = {
-            "median": output.kl_median, "p95": output.kl_p95, "p99": output.kl_p99, "p99.9": output.kl_p999,
-            "max": output.kl_max,
-        }  # fmt: skip
-        rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in tail.items() if value is not None]
+        rows += [(f"KL, {name}", f"{value:.4e}", "nats") for name, value in output.kl_tail.items()]
     if output.top1_agreement is not None:
-        error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
-        rows.append(("same top token", f"{100 * output.top1_agreement:.2f}{error} %", "of positions"))
+        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
+        rows.append(("same top token", top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         rows.append(
             (

@@ -8,7 +8,17 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes, human_count, percent, seconds_text, share_text, with_error
+from dtype_engine.core.units import (
+    decibels,
+    human_bytes,
+    human_count,
+    percent,
+    percent_with_error,
+    plural,
+    seconds_text,
+    share_text,
+    with_error,
+)
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import worst_modules
 
@@ -124,8 +134,7 @@ def skipped_text(skipped: Sequence[SkippedTensor]) -> str:
     if not skipped:
         return ""
     first = skipped[0]
-    count = "1 tensor" if len(skipped) == 1 else f"{len(skipped)} tensors"
-    return f"left out   {count}, first {printable(first.name, 100)}: {first.why}"
+    return f"left out   {plural(len(skipped), 'tensor')}, first {printable(first.name, 100)}: {first.why}"
 
 
 def speed_text(report: SpeedReport) -> str:
@@ -179,19 +188,10 @@ def drift_text(report: DriftReport) -> str:
         lines.append(
             f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions"
         )
-        percentiles = {
-            "median": output.kl_median,
-            "p95": output.kl_p95,
-            "p99": output.kl_p99,
-            "p99.9": output.kl_p999,
-            "max": output.kl_max,
-        }
-        lines.append(
-            "           " + ", ".join(f"{name} {value:.3e}" for name, value in percentiles.items() if value is not None)
-        )
+        lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in output.kl_tail.items()))
     if output.top1_agreement is not None:
-        error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
-        lines.append(f"same top   {100 * output.top1_agreement:.2f}{error} %")
+        top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
+        lines.append(f"same top   {top1}")
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         lines.append(
             f"perplexity {output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}, ln ratio "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes
+from dtype_engine.core.units import decibels, human_bytes, plural
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import LossRemedy, ValueLoss, severe
 
@@ -34,7 +34,7 @@ def loss_words(loss: ValueLoss) -> str:
         parts.append(f"{words} beyond its scale became the largest one")
     channels = ""
     if loss.channels and loss.vanished < loss.elements:
-        channels = f", {loss.channels:,} whole channel{'' if loss.channels == 1 else 's'} of them"
+        channels = f", {plural(loss.channels, 'whole channel')} of them"
     return f"{' and '.join(parts)} in {loss.dtype}{channels}"
 
 
@@ -53,12 +53,12 @@ def headline(losses: Sequence[ValueLoss]) -> str:
         return ""
     overflowed, vanished = sum(loss.overflowed for loss in lost), sum(loss.vanished for loss in lost)
     saturated = sum(loss.saturated for loss in lost)
-    parts = [f"{overflowed:,} value{'' if overflowed == 1 else 's'} became infinite"] if overflowed else []
+    parts = [f"{plural(overflowed, 'value')} became infinite"] if overflowed else []
     if vanished:
-        parts.append(f"{vanished:,} {'' if parts else 'value ' if vanished == 1 else 'values '}became zero")
+        parts.append(f"{f'{vanished:,}' if parts else plural(vanished, 'value')} became zero")
     if saturated:
-        parts.append(f"{saturated:,} {'' if parts else 'value ' if saturated == 1 else 'values '}clipped")
-    return f"{', '.join(parts)}, in {len(lost):,} tensor{'' if len(lost) == 1 else 's'}"
+        parts.append(f"{f'{saturated:,}' if parts else plural(saturated, 'value')} clipped")
+    return f"{', '.join(parts)}, in {plural(len(lost), 'tensor')}"
 
 
 def loss_sentences(losses: Sequence[ValueLoss], most: int = 8) -> list[str]:

@@ -98,6 +98,18 @@ class OutputDrift:
     nonfinite_reference: int = 0
     """Elements that are NaN or +infinity in r itself (-infinity is how a mask is written)."""
 
+    @property
+    def kl_tail(self) -> dict[str, float]:
+        """The percentiles of KL over positions that are shown, in nats, by what they are called; those that are known."""
+        tail = {
+            "median": self.kl_median,
+            "p95": self.kl_p95,
+            "p99": self.kl_p99,
+            "p99.9": self.kl_p999,
+            "max": self.kl_max,
+        }
+        return {name: value for name, value in tail.items() if value is not None}
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.tree import Tree, ancestors, is_number
+from dtype_engine.core.tree import Tree, ancestors, is_number, numbered_parts
 from dtype_engine.recipe import Plan
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.scan import Prediction, ScanReport, WeightScore
@@ -112,11 +112,11 @@ def layer_map(tree: Tree, scores: Mapping[tuple[str, str], float], dtype: str) -
         score = scores.get((name, dtype))
         if score is None:
             continue
-        parts = name.split(".")
-        index = next((index for index, part in enumerate(parts) if is_number(part)), None)
-        if index is None or index == len(parts) - 1:
+        parts, numbered = name.split("."), numbered_parts(name)
+        if not numbered or numbered[0] == len(parts) - 1:
             rest.append((name, score))
             continue
+        index = numbered[0]
         layer = ".".join(parts[: index + 1])
         kind = ".".join("*" if is_number(part) else part for part in parts[index + 1 :]).removesuffix(".weight")
         layers[layer] = kinds[kind] = None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors, is_number
+from dtype_engine.core.tree import TensorInfo, Tree, ancestors, from_tensors, is_number, numbered_parts
 
 NAME = st.lists(st.sampled_from(["a", "b", "0", "1", "2", "w"]), min_size=1, max_size=4).map(
     lambda parts: ".".join(parts) + ".t"
@@ -72,3 +72,9 @@ def test_mixes_are_shares_of_the_bytes() -> None:
 )
 def test_what_counts_layers_is_a_decimal_number(part: str, counts: bool) -> None:
     assert is_number(part) is counts
+
+
+def test_the_parts_that_count_layers_and_experts() -> None:
+    assert numbered_parts("model.layers.3.mlp.experts.12.w1") == [2, 5]
+    assert numbered_parts("0.weight") == [0]
+    assert numbered_parts("lm_head") == numbered_parts("") == []

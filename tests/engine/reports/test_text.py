@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.units import human_bytes, human_count
+from dtype_engine.core.units import human_bytes, human_count, percent_with_error, plural
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import ModuleDrift, worst_modules
 
@@ -49,3 +49,8 @@ def test_the_worst_modules_come_first_and_those_that_agree_not_at_all() -> None:
     }
     drifts = [ModuleDrift(name, sqnr, 0.0, nonfinite) for name, (sqnr, nonfinite) in figures.items()]
     assert [each.name for each in worst_modules(drifts)] == ["many", "one", "zeros", "bad", "nothing left", "good"]
+
+
+def test_counts_of_things_and_shares_with_their_error() -> None:
+    assert [plural(count, "value") for count in (0, 1, 1200)] == ["0 values", "1 value", "1,200 values"]
+    assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]

@@ -14,7 +14,7 @@ from textual.containers import Vertical, VerticalScroll
 from textual.widgets import Static
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.tree import is_number
+from dtype_engine.core.tree import numbered_parts
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_drift import causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport
@@ -153,11 +153,10 @@ class CausesScreen(ModalScreen[None]):
 
 def _short(name: str) -> str:
     """The numbered part of a name where there is one, else its end: `layers.3`."""
-    parts = printable(name, 200).split(".")
-    for index, part in enumerate(parts):
-        if is_number(part) and index:
-            return f"{parts[index - 1]}.{part}"
-    return parts[-1][:14]
+    shown = printable(name, 200)
+    parts = shown.split(".")
+    counted = next((index for index in numbered_parts(shown) if index), None)
+    return f"{parts[counted - 1]}.{parts[counted]}" if counted else parts[-1][:14]
 
 
 def _table(report: AttributionReport) -> Table:

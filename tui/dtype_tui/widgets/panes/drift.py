@@ -11,7 +11,7 @@ from rich.text import Text
 from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels
+from dtype_engine.core.units import decibels, percent_with_error
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
@@ -96,8 +96,8 @@ class DriftPane(Pane):
         if guess := self.experiment.predicted():
             grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:
-            error = f" ± {100 * output.top1_agreement_se:.2f}" if output.top1_agreement_se is not None else ""
-            grid.add_row("same top", f"{100 * output.top1_agreement:.2f}{error} %")
+            top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
+            grid.add_row("same top", top1)
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
         if report.settings != str(RunSettings()):
