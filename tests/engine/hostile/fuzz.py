@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.helpers.mutations import STRANGE, changed
+
 MODULE = "tests.engine.hostile.fuzz"
 ROOT = Path(__file__).parents[3]
 KINDS = ("gguf", "pth", "recipe", "config", "session", "scan")
@@ -37,12 +39,6 @@ MOST_BYTES = 1_500_000_000
 _ADDRESS_SPACE = 12 << 30  # of which torch maps several without using them
 _A_WORKER = 250
 _EXTREMES = (0, 1, 2, 7, 255, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**62, 2**63, 2**64 - 1)
-_STRANGE: tuple[Any, ...] = (
-    None, True, False, -1, 0, 1, 2**31, 2**63, 10**30, 1.5, -0.0, float("inf"), "", "a", "\x1b[2J", "\u202e", "x" * 3000, [],
-    [0], [[[]]], {}, {"a": 1}, "../../etc/passwd", "/dev/zero", "a\x00b", "~nobody/x", "re:(.*)*(.*)*[YZ]", "re:((((",
-    "{0..99999999999999999}", "type:*", "{a,{b,{c,d}}}", "9999-99-99", "demo", "evil.py:Net", "\ufeff", "bf16", ".", "..",
-    "a" * 300 + ".py:Net",
-)  # fmt: skip
 _YAML = (
     "&a [1, 2]", "*a", "!!python/object/apply:os.system [id]", "!!int zz", "!!timestamp x", "2024-13-45", "9" * 5000,
     "0x" + "f" * 5000, "[" * 200, "{" * 60, "? ", "<<: {a: 1}", "!!binary ====", "!!set {a}", "---", "...", "%YAML 9.9", "\t",
@@ -204,7 +200,7 @@ def mutated(kind: str, good: list[bytes], seed: int) -> bytes:
     if kind in ("session", "scan") and chooser.random() < 0.7:
         value = json.loads(content)
         for _ in range(chooser.randrange(1, 3)):
-            value = _changed(value, chooser)
+            value = changed(value, chooser)
         return json.dumps(value).encode("utf-8", "surrogatepass")
     if kind in ("recipe", "config") and chooser.random() < 0.7:
         return _other_yaml(content, chooser)
@@ -254,32 +250,6 @@ def _other_bytes(content: bytes, good: list[bytes], chooser: random.Random) -> b
     return bytes(data)
 
 
-def _changed(value: Any, chooser: random.Random) -> Any:
-    """A copy of a JSON value with one part of it replaced, dropped, doubled, renamed or nested."""
-    if isinstance(value, dict) and value and chooser.random() < 0.9:
-        made = dict(value)
-        key = chooser.choice(list(made))
-        what = chooser.random()
-        if what < 0.08:
-            del made[key]
-        elif what < 0.2:
-            made[str(chooser.choice(_STRANGE))] = made[key]
-        else:
-            made[key] = _changed(made[key], chooser)
-        return made
-    if isinstance(value, list) and value and chooser.random() < 0.8:
-        copied = list(value)
-        place = chooser.randrange(len(copied))
-        copied[place] = _changed(copied[place], chooser)
-        return copied * chooser.choice((1, 1, 1, 1, 50)) if chooser.random() < 0.1 else copied
-    if chooser.random() < 0.05:
-        nested = value
-        for _ in range(chooser.choice((5, 60, 600))):
-            nested = [nested]
-        return nested
-    return chooser.choice(_STRANGE)
-
-
 def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
     """Values swapped for strange ones, or pieces of YAML put into the text."""
     import yaml
@@ -288,7 +258,7 @@ def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
     if chooser.random() < 0.5:
         value = yaml.safe_load(text)
         for _ in range(chooser.randrange(1, 4)):
-            value = _changed(value, chooser)
+            value = changed(value, chooser)
         as_json = json.dumps(value)
         with contextlib.suppress(RecursionError):  # yaml writes no lists as deep as json does
             return (as_json if chooser.random() < 0.5 else yaml.safe_dump(value)).encode("utf-8", "surrogatepass")
@@ -297,7 +267,7 @@ def _other_yaml(content: bytes, chooser: random.Random) -> bytes:
         spots = [found.end() for found in re.finditer(r": |\n|, |- |\{", text)]
         place = chooser.choice(spots) if spots else 0
         until = place if chooser.random() < 0.3 else place + len(re.match(r"[^,}\n]*", text[place:])[0])  # type: ignore[index]
-        text = text[:place] + chooser.choice((*_YAML, *map(str, _STRANGE))) + text[until:]
+        text = text[:place] + chooser.choice((*_YAML, *map(str, STRANGE))) + text[until:]
     return text.encode("utf-8", "surrogatepass")
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.mutations import changed
 
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.core.errors import UserError
@@ -25,10 +26,6 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 
 MUTATIONS = 20_000
 LONGEST_S = 1.0
-_STRANGE: list[Any] = [
-    None, True, -1, 0, 1, 2**31, 2**63, 2**64, 10**400, 1.5, "", "a", "\x1b[2J", "\u202e", "x" * 1000, [], [0], [[]], {}, {"a": 1},
-    [2**62, 2**62], [0, 2**63], "../../etc/passwd", "/dev/zero", "F32", "BF16", "\udcff", "a\x00b",
-]  # fmt: skip
 
 
 def header() -> dict[str, Any]:
@@ -43,27 +40,6 @@ def header() -> dict[str, Any]:
 
 def index() -> dict[str, Any]:
     return {"metadata": {"total_size": 40}, "weight_map": dict.fromkeys(list(header())[1:], "one.safetensors")}
-
-
-def mutated(value: Any, chooser: random.Random) -> Any:
-    """A copy of a JSON value with one part of it replaced, dropped, doubled or renamed."""
-    if isinstance(value, dict) and value and chooser.random() < 0.85:
-        made = dict(value)
-        key = chooser.choice(list(made))
-        what = chooser.random()
-        if what < 0.1:
-            del made[key]
-        elif what < 0.25:
-            made[str(chooser.choice(_STRANGE))] = made[key]
-        else:
-            made[key] = mutated(made[key], chooser)
-        return made
-    if isinstance(value, list) and value and chooser.random() < 0.7:
-        copied = list(value)
-        place = chooser.randrange(len(copied))
-        copied[place] = mutated(copied[place], chooser)
-        return copied
-    return chooser.choice(_STRANGE)
 
 
 def dumped(value: Any) -> bytes:
@@ -88,11 +64,11 @@ def flipped(content: bytes, chooser: random.Random) -> bytes:
 def one(folder: Path, seed: int) -> str:
     """Make one hostile folder and open it; the refusal, or nothing when it was read. Anything but UserError comes out."""
     chooser = random.Random(seed)
-    raw = dumped(mutated(header(), chooser) if chooser.random() < 0.7 else header())
+    raw = dumped(changed(header(), chooser) if chooser.random() < 0.7 else header())
     length = len(raw) if chooser.random() < 0.9 else chooser.choice([0, 1, len(raw) + 1, 2**31, 2**63, 2**64 - 1])
     content = length.to_bytes(8, "little") + raw + b"\0" * (40 if chooser.random() < 0.9 else chooser.randrange(100))
     (folder / "one.safetensors").write_bytes(flipped(content, chooser) if chooser.random() < 0.4 else content)
-    whole = dumped(mutated(index(), chooser)) if chooser.random() < 0.5 else dumped(index())
+    whole = dumped(changed(index(), chooser)) if chooser.random() < 0.5 else dumped(index())
     (folder / "model.safetensors.index.json").write_bytes(flipped(whole, chooser) if chooser.random() < 0.2 else whole)
     checkpoint, refusal = None, ""
     try:
