@@ -105,10 +105,10 @@ def _kernel_error(
 ) -> KernelError:
     """Name what is missing, and try which dtype would have worked."""
     floats = [tensor for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()]
-    asked = floats[0].dtype if floats else torch.float32
+    refused = floats[0].dtype if floats else torch.float32
     nearest = None
     for candidate in (torch.bfloat16, torch.float32, torch.float16, torch.float64):
-        if candidate == asked:
+        if candidate == refused:
             continue
         cast_args, cast_kwargs = replace_tensors(args, kwargs, {id(tensor): tensor.to(candidate) for tensor in floats})
         try:
@@ -118,7 +118,7 @@ def _kernel_error(
         nearest = dtype_name(candidate)
         break
     reason = str(error).split("\n")[0]
-    return KernelError(site.module, name, dtype_name(asked), str(site.device), nearest, reason)
+    return KernelError(site.module, name, dtype_name(refused), str(site.device), nearest, reason)
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Probes: random directions at the main output, whose mean outer product is its Fisher information.
+"""Probes: random vectors at the main output, whose mean outer product is its Fisher information.
 
-Distributions take random signs and not Gaussians, as Hutchinson's estimator of a trace (1990) does: they have the least variance.
+Distributions take random (Rademacher) signs and not Gaussians, as Hutchinson's estimator of a trace (1990) does: they have the
+least variance.
 
 Shapes: P positions (of all examples), C classes. Output [..., C]; a probe has the shape and dtype of the output.
 """
@@ -16,8 +17,8 @@ class OutputProbes:
     """Gradients at the main output whose mean outer product is what the drift's second order weighs errors by.
 
     For a distribution of C classes over P positions that is the Fisher information of the softmax, for any other output
-    the identity. `normalizer` is what sums are divided by: positions, or the output's energy Σr². Where few directions span it
-    they are all taken, and the result is exact (`complete`): their outer products then sum up to it.
+    the identity. `normalizer` is what sums are divided by: positions, or the output's energy Σr². Where few probes span it they
+    are all taken, and the result is exact (`complete`): their outer products then sum up to it.
     """
 
     def __init__(self, output: torch.Tensor, distribution: bool, num_probes: int, seed: int) -> None:
@@ -56,6 +57,6 @@ class OutputProbes:
         for position, row in enumerate(p):
             values, vectors = torch.linalg.eigh(torch.diag(row) - row[:, None] * row)
             for value, vector in zip(values[1:], vectors.T[1:], strict=True):
-                direction = torch.zeros_like(p)
-                direction[position] = value.clamp(min=0).sqrt() * vector
-                yield direction
+                probe = torch.zeros_like(p)
+                probe[position] = value.clamp(min=0).sqrt() * vector
+                yield probe

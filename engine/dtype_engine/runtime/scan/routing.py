@@ -5,7 +5,7 @@ one after it are near each other they change places, the token goes through anot
 mixture of experts that is most of the drift of small errors.
 
 It is estimated generically, for every `topk` of a pass over values that have a gradient. Two things are asked of a few of them
-per sequence. The margins between the k-th score and the next are carried back with random signs, as the output's directions
+per sequence. The margins between the k-th score and the next are carried back with random signs, as the output's probes
 are: (Σ g·Δ)² is a sample of the sum of squares of what a weight's error adds to the margins, and so gives its standard deviation
 σ. And the reference runs once more with the k-th and the next exchanged for the tokens of the least margins: what that costs in
 drift a token. A token of margin m then flips with probability Φ(-m/σ). Which tokens do is chance, and the error bar says so:
@@ -32,9 +32,9 @@ from dtype_engine.runtime.modes.dispatch import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]
-SELECTIONS = 16
+SAMPLED_CALLS = 16
 """How many calls are sampled, over all sequences."""
-_EXCHANGED = 8
+_SWAPPED = 8
 """One in so many tokens, those of the least margins, is exchanged to see what that costs."""
 
 
@@ -63,28 +63,28 @@ class TopKSample:
     independent: dict[Key, float] = field(default_factory=dict)
 
 
-def sample_calls(selections: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
+def sample_calls(calls: Sequence[TopKCall], sequence: int, sequences: int) -> list[TopKCall]:
     """The calls that are sampled in a sequence: others in the next, so that all have their turn."""
-    count = len(selections)
+    count = len(calls)
     if not count:
         return []
-    most = min(count, math.ceil(SELECTIONS / max(1, sequences)))
+    most = min(count, math.ceil(SAMPLED_CALLS / max(1, sequences)))
     # A step that has no divisor in common with the count comes by every index, spread over the depth.
     step = next(step for step in range(max(1, round(0.62 * count)), count + 1) if math.gcd(step, count) == 1)
-    return [selections[(sequence * most + turn) * step % count] for turn in range(most)]
+    return [calls[(sequence * most + turn) * step % count] for turn in range(most)]
 
 
 def record_topk(index: int, args: Arguments, kwargs: Mapping[str, Any]) -> TopKCall | None:
     """A call of `topk` with its margins; None for one that takes all, or has nothing to do with any weight."""
-    asked = _asked(args, kwargs)
-    if asked is None or not asked[0].requires_grad:
+    arguments = _topk_arguments(args, kwargs)
+    if arguments is None or not arguments[0].requires_grad:
         return None
-    scores, k = asked
+    scores, k = arguments
     best = scores.topk(k + 1, dim=-1).values
     return TopKCall(index, (best[..., k - 1] - best[..., k]).reshape(-1))
 
 
-def _asked(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
+def _topk_arguments(args: Arguments, kwargs: Mapping[str, Any]) -> tuple[torch.Tensor, int] | None:
     given = dict(zip(("input", "k", "dim", "largest"), args, strict=False)) | dict(kwargs)
     scores, k, dim = given.get("input"), given.get("k"), given.get("dim", -1)
     if not isinstance(scores, torch.Tensor) or not scores.is_floating_point() or not isinstance(k, int):
@@ -111,22 +111,22 @@ class SwapTopKMode(ReferenceMode):
         if name != "topk":
             return output
         self._seen += 1
-        asked = _asked(args, kwargs)
-        if self._seen - 1 != self.index or asked is None:
+        arguments = _topk_arguments(args, kwargs)
+        if self._seen - 1 != self.index or arguments is None:
             return output
-        scores, k = asked
+        scores, k = arguments
         best = scores.topk(k + 1, dim=-1)
         rows = self.rows.reshape(scores.shape[:-1])[..., None]
         last = torch.arange(k, device=scores.device) == k - 1
-        exchanged = [torch.where(rows & last, part[..., k:], part[..., :k]) for part in (best.values, best.indices)]
-        return torch.return_types.topk((exchanged[0], exchanged[1]))
+        swapped = [torch.where(rows & last, part[..., k:], part[..., :k]) for part in (best.values, best.indices)]
+        return torch.return_types.topk((swapped[0], swapped[1]))
 
 
 def tokens_to_swap(margins: torch.Tensor) -> torch.Tensor:
     """The tokens of the least margins, bool."""
     rows = torch.zeros(margins.shape, dtype=torch.bool, device=margins.device)
     finite = torch.where(torch.isfinite(margins), margins, math.inf)
-    rows[finite.argsort()[: max(1, len(margins) // _EXCHANGED)]] = True
+    rows[finite.argsort()[: max(1, len(margins) // _SWAPPED)]] = True
     return rows & torch.isfinite(margins)
 
 

@@ -38,7 +38,7 @@ class Fingerprint:
     settings: str
 
     @classmethod
-    def of(cls, model: LiveModel, inputs: Inputs, asked: Sequence[str], settings: RunSettings) -> Fingerprint:
+    def of(cls, model: LiveModel, inputs: Inputs, dtypes: Sequence[str], settings: RunSettings) -> Fingerprint:
         """Names, shapes and a sample of the values of every weight; every input."""
         weights, calls = hashlib.sha256(), hashlib.sha256()
         for name, weight in model.weights.items():
@@ -47,7 +47,7 @@ class Fingerprint:
             _digest(flat[:: max(1, flat.numel() // _SAMPLED)], weights)
         for batch in inputs.batches:
             _digest((batch.args, batch.kwargs), calls)
-        return cls(weights.hexdigest(), calls.hexdigest(), tuple(asked), str(settings))
+        return cls(weights.hexdigest(), calls.hexdigest(), tuple(dtypes), str(settings))
 
 
 def _digest(value: Any, into: Any) -> None:

@@ -1,8 +1,8 @@
 """The scan: how much every weight matters in every dtype, from a few backward passes.
 
 KL divergence is, to second order, half the square of the change of the logits weighed by their Fisher information
-F = diag(p) - ppᵀ, p the reference's softmax. For each sequence, directions v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, ξ
-random signs, so that E[vvᵀ] = F, and carried back: g is the gradient of v·logits with respect to a weighted operation's
+F = diag(p) - ppᵀ, p the reference's softmax. For each sequence, probes v = (diag(√p) - p√pᵀ) ξ are drawn at the logits, ξ random
+(Rademacher) signs, so that E[vvᵀ] = F, and carried back: g is the gradient of v·logits with respect to a weighted operation's
 output. Its product with the local error Δ of running just that operation in a candidate dtype, summed over the sequence and
 over all uses of the weight, is squared: ½ E[(Σ g·Δ)²] is the KL divergence. (Labels drawn from p give the same mean, since
 their log-likelihood has the same Fisher information; where p is nearly certain it hangs on the few unlikely ones.) Where the
@@ -60,9 +60,9 @@ def default_draws(sequences: int) -> int:
     return max(FEWEST_DRAWS, math.ceil(SAMPLES / max(1, sequences)))
 
 
-def scanned_dtypes(weight: Weight, asked: Sequence[str]) -> tuple[str, ...]:
+def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
     """The dtypes in which a weight is scored: those asked for, and its own, since the reference computes in float32."""
-    return tuple(dict.fromkeys((weight.info.dtype, *asked)))
+    return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
 @dataclass

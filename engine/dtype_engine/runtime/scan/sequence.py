@@ -77,9 +77,9 @@ class SequenceScan:
         distribution = is_distribution(name, main)
         probes = OutputProbes(main.detach(), distribution, self.num_probes, seed=index)
         self.unit = unit_for(distribution, main.ndim)
-        calls = sample_calls(mode.selections, index, sequences)
+        calls = sample_calls(mode.topk_calls, index, sequences)
         self._samples = [
-            TopKSample(each.index, len(mode.selections) / len(calls), each.margins.detach().tolist()) for each in calls
+            TopKSample(each.index, len(mode.topk_calls) / len(calls), each.margins.detach().tolist()) for each in calls
         ]
         self._backward(main, probes, calls, seed=index)
         reference = _Reference(main.detach(), distribution)
@@ -154,23 +154,23 @@ class SequenceScan:
         signs = torch.Generator().manual_seed(seed)
         for number, call in enumerate(calls):
             self._column = probes.count + number
-            direction = torch.randint(0, 2, call.margins.shape, generator=signs).mul_(2).sub_(1)
+            probe = torch.randint(0, 2, call.margins.shape, generator=signs).mul_(2).sub_(1)
             finite = torch.isfinite(call.margins.detach())
-            self._carry_back(call.margins, direction.to(call.margins) * finite, True)
+            self._carry_back(call.margins, probe.to(call.margins) * finite, True)
         held = sum(output.nbytes for operation in self._operations for output in operation.outputs)
         group = max(1, min(probes.count, 1 + self.budget // 2 // max(1, held)))
-        for number, direction in enumerate(probes):
+        for number, probe in enumerate(probes):
             self._last = number % group == group - 1 or number == probes.count - 1
             self._column = number
-            self._carry_back(main, direction, number < probes.count - 1)
+            self._carry_back(main, probe, number < probes.count - 1)
             if self._last:
                 for operation in self._operations:
                     if any(operation.gradients):
                         self._measure(operation)
 
-    def _carry_back(self, what: torch.Tensor, direction: torch.Tensor, again: bool) -> None:
+    def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
-            torch.autograd.backward(what, direction, retain_graph=again)
+            torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
             raise
         except (RuntimeError, NotImplementedError) as error:

@@ -77,7 +77,7 @@ class WeightOp:
 class WeightOpRecorder(ReferenceMode):
     """The reference, with a graph, and every weighted operation noted.
 
-    `selections` has every choice of the best of some scores, `dtype_read` the weights whose output's dtype was asked for.
+    `topk_calls` has every `topk` that a weight has a part in, `dtype_read` the weights whose output's dtype was read.
 
     wanted: names of the weights to note operations of. copies: indexes (in the order of the pass) of operations whose
     tensors are written to later: they get copies. on_gradient(operation, index of its output, gradient) is called on the way back.
@@ -96,11 +96,11 @@ class WeightOpRecorder(ReferenceMode):
         self.wanted = wanted
         self.on_gradient = on_gradient
         self.copies = copies
-        self.selections: list[TopKCall] = []
+        self.topk_calls: list[TopKCall] = []
         self.dtype_read: list[str] = []
         self._made: dict[int, tuple[torch.Tensor, WeightOrigin]] = {}
         self._given: dict[int, tuple[torch.Tensor, WeightOp]] = {}
-        self._selected = 0
+        self._topk_count = 0
         self._start = torch.zeros((), device=device, requires_grad=True)
 
     @property
@@ -129,9 +129,9 @@ class WeightOpRecorder(ReferenceMode):
                 given, given_kwargs = promote_floats(name, floats, given, given_kwargs)
         if not sources:
             if name == "topk":
-                selection = record_topk(self._selected, given, given_kwargs)
-                self.selections += [selection] if selection is not None else []
-                self._selected += 1
+                topk_call = record_topk(self._topk_count, given, given_kwargs)
+                self.topk_calls += [topk_call] if topk_call is not None else []
+                self._topk_count += 1
             return call_torch(func, name, given, given_kwargs, self)
         return self._weighted(func, name, args, kwargs, given, given_kwargs, sources)
 
