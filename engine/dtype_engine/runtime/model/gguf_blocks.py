@@ -9,7 +9,7 @@ from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
-_PIECE = 1 << 20
+_VALUES_AT_ONCE = 1 << 20
 """Values that are dequantized at once: the package makes several float32 arrays of that many on the way."""
 
 
@@ -24,7 +24,7 @@ def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
     tensor_type = GGMLQuantizationType[stored.dtype.upper()]
     block, width = GGML_QUANT_SIZES[tensor_type]
     values = np.empty(stored.nbytes // width * block, dtype=np.float32)
-    step = max(1, _PIECE // block)
+    step = max(1, _VALUES_AT_ONCE // block)
     try:
         with open(stored.file, "rb") as file, np.errstate(all="ignore"):
             file.seek(stored.start or 0)

@@ -21,11 +21,11 @@ import torch
 
 from dtype_engine.core import dtypes
 
-_PIECE = 1 << 19
+_BLOCK = 1 << 19
 """Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""
-_DEVICE_PIECE = 1 << 22
-"""The same on an accelerator, where starting the work on a small piece takes longer than the work."""
-_PIECES_WORTH_A_THREAD = 4
+_DEVICE_BLOCK = 1 << 22
+"""The same on an accelerator, where starting the work on a small block takes longer than the work."""
+_BLOCKS_WORTH_A_THREAD = 4
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 T = TypeVar("T")
@@ -53,13 +53,13 @@ def cast_or_quantize(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, to
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
-    whole = torch.empty(tensor.shape, dtype=target, device=tensor.device)
-    flat = whole.view(-1)
+    quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)
+    flat = quantized.view(-1)
 
     def keep(start: int, codes: torch.Tensor) -> None:
         flat[start : start + len(codes)] = codes
 
-    return whole, quantize_in_blocks(tensor, dtype, keep)
+    return quantized, quantize_in_blocks(tensor, dtype, keep)
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype) -> torch.Tensor:
@@ -71,7 +71,7 @@ def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype) -> torch.T
 
 
 class Rows(Protocol):
-    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are asked for, in several threads."""
+    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are read, in several threads."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -79,11 +79,11 @@ class Rows(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __getitem__(self, piece: slice, /) -> torch.Tensor: ...
+    def __getitem__(self, block: slice, /) -> torch.Tensor: ...
 
 
 class Values(Protocol):
-    """What of a tensor is asked of one that is still in its file."""
+    """The part of a tensor's interface that one still in its file has."""
 
     @property
     def shape(self) -> torch.Size: ...
@@ -97,52 +97,52 @@ class Values(Protocol):
 
 
 def quantize_in_blocks(
-    tensor: torch.Tensor | Values, dtype: str, take: Callable[[int, torch.Tensor], None]
+    tensor: torch.Tensor | Values, dtype: str, on_block: Callable[[int, torch.Tensor], None]
 ) -> torch.Tensor:
-    """Quantize a tensor a piece at a time; returns its scale, as `cast_or_quantize` has it.
+    """Quantize a tensor a block at a time; returns its scale, as `cast_or_quantize` has it.
 
-    `take(start, codes)` gets the index in the flattened tensor at which a piece begins, and its codes, flat, in memory that the
-    next piece uses again. It is called in several threads, in no order.
+    `on_block(start, codes)` gets the index in the flattened tensor at which a block begins, and its codes, flat, in memory that the
+    next block uses again. It is called in several threads, in no order.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
-    pieces = _pieces(rows)
-    whole = None
+    blocks = _blocks(rows)
+    tensor_scale = None
     if dtypes.BY_NAME[dtype].per_tensor:
         largest = torch.zeros(1, device=tensor.device)
-        for piece in pieces:
-            largest = torch.maximum(largest, finite_amax(rows[piece].to(torch.float32)).amax())
-        whole = amax_to_scale(largest, top)
+        for block in blocks:
+            largest = torch.maximum(largest, finite_amax(rows[block].to(torch.float32)).amax())
+        tensor_scale = amax_to_scale(largest, top)
 
-    def some(numbers: range) -> None:
-        shape = torch.Size((len(range(rows.shape[0])[pieces[0]]), rows.shape[1]))
+    def work(indices: range) -> None:
+        shape = torch.Size((len(range(rows.shape[0])[blocks[0]]), rows.shape[1]))
         buffers = Workspace.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
-        for piece in map(pieces.__getitem__, numbers):
-            source = rows[piece]
+        for block in map(blocks.__getitem__, indices):
+            source = rows[block]
             part = values[: len(source)].copy_(source)
             workspace = buffers.first(len(part))
-            scale = amax_to_scale(finite_amax(part), top) if whole is None else whole
-            scales[piece] = scale
-            take(piece.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
+            scale = amax_to_scale(finite_amax(part), top) if tensor_scale is None else tensor_scale
+            scales[block] = scale
+            on_block(block.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
 
-    _piece_by_piece(some, pieces, tensor.device)
-    return scales if whole is None else whole
+    _block_by_block(work, blocks, tensor.device)
+    return scales if tensor_scale is None else tensor_scale
 
 
-def _pieces(rows: Rows | torch.Tensor) -> list[slice]:
-    """A matrix in pieces of whole rows."""
-    most = _PIECE if rows.device.type == "cpu" else _DEVICE_PIECE
+def _blocks(rows: Rows | torch.Tensor) -> list[slice]:
+    """A matrix in blocks of whole rows."""
+    most = _BLOCK if rows.device.type == "cpu" else _DEVICE_BLOCK
     step = max(1, most // max(1, rows.shape[1]))
     return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
 
 
-def _piece_by_piece(work: Callable[[range], None], pieces: list[slice], device: torch.device) -> None:
+def _block_by_block(work: Callable[[range], None], blocks: list[slice], device: torch.device) -> None:
     if device.type == "cpu":
-        parallel_map(work, len(pieces))
-    elif pieces:
-        work(range(len(pieces)))
+        parallel_map(work, len(blocks))
+    elif blocks:
+        work(range(len(blocks)))
 
 
 def finite_amax(values: torch.Tensor) -> torch.Tensor:
@@ -162,7 +162,7 @@ def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
 
 @contextmanager
 def single_intraop_thread() -> Iterator[None]:
-    """Torch on one thread for a while. Pieces are small, and threads that wait for each other after every one of them take
+    """Torch on one thread for a while. Blocks are small, and threads that wait for each other after every one of them take
     ten times as long where other programs want the processors too.
     """
     before = torch.get_num_threads()
@@ -174,10 +174,10 @@ def single_intraop_thread() -> Iterator[None]:
 
 
 def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
-    """Run `work` on every n-th of `count` pieces in n threads, as many as torch has now, each with one intra-op thread, so that
-    a piece stays in one core's cache. The split is deterministic, and with it the sums.
+    """Run `work` on every n-th of `count` blocks in n threads, as many as torch has now, each with one intra-op thread, so that
+    a block stays in one core's cache. The split is deterministic, and with it the sums.
     """
-    threads = max(1, min(torch.get_num_threads(), count // _PIECES_WORTH_A_THREAD))
+    threads = max(1, min(torch.get_num_threads(), count // _BLOCKS_WORTH_A_THREAD))
     with single_intraop_thread():
         if threads == 1:
             return [work(range(count))] if count else []
@@ -188,23 +188,23 @@ def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
 
 @dataclass(slots=True)
 class Workspace:
-    """Buffers for the pieces of a large tensor, all of the same shape: without them, every temporary of every piece would be
+    """Buffers for the blocks of a large tensor, all of the same shape: without them, every temporary of every block would be
     memory fresh from the system, whose first touch takes longer than the arithmetic.
     """
 
-    kept: torch.Tensor
+    cast: torch.Tensor
     values: torch.Tensor
     half: torch.Tensor
 
     @classmethod
     def like(cls, shape: torch.Size, dtype: str, wide: torch.dtype, device: torch.device | str = "cpu") -> Workspace:
-        """For pieces up to this shape, cast to `dtype` and back to `wide`."""
+        """For blocks up to this shape, cast to `dtype` and back to `wide`."""
         made = partial(torch.empty, shape, device=device)
         return cls(made(dtype=torch_dtype(dtype)), made(dtype=wide), made(dtype=torch.int16))
 
     def first(self, count: int) -> Workspace:
-        """The same for a piece of only `count` rows (or elements)."""
-        return Workspace(self.kept[:count], self.values[:count], self.half[:count])
+        """The same for a block of only `count` rows (or elements)."""
+        return Workspace(self.cast[:count], self.values[:count], self.half[:count])
 
     def bits(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """The memory of the values as `count` integers, once these are not needed any more. Flat."""
@@ -223,21 +223,21 @@ def quantize_block(
         # Only here would NaN become any number at all; looking at the sum is one pass, replacing it two.
         if not math.isfinite(float(scaled.sum())):
             scaled.nan_to_num_(0.0)
-    return scaled.to(target) if workspace is None else workspace.kept.copy_(scaled)
+    return scaled.to(target) if workspace is None else workspace.cast.copy_(scaled)
 
 
-def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
+def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Workspace | None = None) -> torch.Tensor:
     """Codes as float32 values, times a scale that broadcasts over them.
 
     On the CPU torch converts float8 element by element. Both kinds are float16 with fewer bits, so moving the bits into place
     gives the same values ten times as fast: e5m2 is the upper byte, e4m3fn has an exponent that counts from 8 less.
     """
-    bits = kept.contiguous().view(torch.int8) if kept.element_size() == 1 else kept
-    slow = kept.device.type != "cpu" or kept.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
-    e4m3 = kept.dtype == torch.float8_e4m3fn
+    bits = codes.contiguous().view(torch.int8) if codes.element_size() == 1 else codes
+    slow = codes.device.type != "cpu" or codes.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2)
+    e4m3 = codes.dtype == torch.float8_e4m3fn
     # float16 has no code that e4m3fn's NaN could be moved to.
     if slow or (e4m3 and bits.numel() and int((bits & 0x7F).max()) == 0x7F):
-        values = kept.to(torch.float32) if workspace is None else workspace.values.copy_(kept)
+        values = codes.to(torch.float32) if workspace is None else workspace.values.copy_(codes)
         return values.mul_(scale)
     half = bits.to(torch.int16) if workspace is None else workspace.half.copy_(bits)
     half.bitwise_left_shift_(7 if e4m3 else 8)
@@ -249,24 +249,24 @@ def dequantize_block(kept: torch.Tensor, scale: torch.Tensor, workspace: Workspa
     return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
-def dequantize(kept: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of codes `kept`, in `dtype` and of the same shape; a piece at a time, so with no more memory than that.
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The values of `codes`, in `dtype` and of the same shape; a block at a time, so with no more memory than that.
 
     scale: float32 [channels] or [1], as `cast_or_quantize` has it.
     """
-    per_channel = kept.ndim >= 2 and len(scale) == kept.shape[0]
-    rows = as_rows(kept) if per_channel else kept.reshape(-1, 1)
-    values = torch.empty(rows.shape, dtype=dtype, device=kept.device)
-    pieces = _pieces(rows)
+    per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
+    rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
+    values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
+    blocks = _blocks(rows)
 
-    def some(numbers: range) -> None:
-        buffers = Workspace.like(rows[pieces[0]].shape, dtype_name(kept.dtype), torch.float32, kept.device)
-        for piece in map(pieces.__getitem__, numbers):
-            workspace = buffers.first(len(rows[piece]))
-            values[piece] = dequantize_block(rows[piece], (scale[piece] if per_channel else scale)[:, None], workspace)
+    def work(indices: range) -> None:
+        buffers = Workspace.like(rows[blocks[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
+        for block in map(blocks.__getitem__, indices):
+            workspace = buffers.first(len(rows[block]))
+            values[block] = dequantize_block(rows[block], (scale[block] if per_channel else scale)[:, None], workspace)
 
-    _piece_by_piece(some, pieces, kept.device)
-    return values.view(kept.shape)
+    _block_by_block(work, blocks, codes.device)
+    return values.view(codes.shape)
 
 
 @overload

@@ -139,17 +139,17 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, work
             dequantize_block(quantize_block(x, scale, dtype, workspace), scale, workspace)
         else:
             workspace.values.copy_(
-                dequantize_block(workspace.kept.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
+                dequantize_block(workspace.cast.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
             )
     else:
-        workspace.kept.copy_(x)
-        workspace.values.copy_(workspace.kept)
-    x, kept, delta = x.view(-1), workspace.kept.view(-1), workspace.values.sub_(x).view(-1)
+        workspace.cast.copy_(x)
+        workspace.values.copy_(workspace.cast)
+    x, cast, delta = x.view(-1), workspace.cast.view(-1), workspace.values.sub_(x).view(-1)
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     if not (math.isfinite(noise) and math.isfinite(energy)):
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
         before = torch.isfinite(x)
-        after = torch.isfinite(kept.to(x.dtype))
+        after = torch.isfinite(cast.to(x.dtype))
         back = torch.isfinite(delta)  # the largest float32 may come back from a code and its scale as infinite
         lost = int((before & ~back).sum())
         sums.overflowed += lost
@@ -165,7 +165,7 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, work
         delta.abs_()
         sums.total += float(delta.sum())
         sums.largest = max(sums.largest, float(delta.amax()))
-    small, gone = _small(x, kept, dtype, workspace)
+    small, gone = _small(x, cast, dtype, workspace)
     sums.subnormal += small
     sums.underflowed += gone
 
@@ -178,20 +178,20 @@ _BITS = {
 }
 
 
-def _small(x: torch.Tensor, kept: torch.Tensor, dtype: str, workspace: Workspace) -> tuple[int, int]:
+def _small(x: torch.Tensor, cast: torch.Tensor, dtype: str, workspace: Workspace) -> tuple[int, int]:
     """Values that become subnormal, and values that become zero. Those that were zero are neither.
 
     Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
     """
     row = dtypes.BY_NAME[dtype]
     if row.kind != "float":
-        zeros_after = kept.numel() - int(torch.count_nonzero(kept))
+        zeros_after = cast.numel() - int(torch.count_nonzero(cast))
         # NaN has no code among integers and is kept as zero: that is no underflow.
         nan = int(torch.isnan(x).sum()) if zeros_after else 0
         return 0, zeros_after - nan - (x.numel() - int(torch.count_nonzero(x))) if zeros_after else 0
-    view, mask = _BITS[kept.element_size()]
+    view, mask = _BITS[cast.element_size()]
     # The dequantized values are not needed any more: their memory is free for the bits.
-    bits = torch.bitwise_and(kept.view(view), mask, out=workspace.bits(kept.numel(), view))
+    bits = torch.bitwise_and(cast.view(view), mask, out=workspace.bits(cast.numel(), view))
     least = int(bits.amin())
     if least >> row.mantissa:
         return 0, 0

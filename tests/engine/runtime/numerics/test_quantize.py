@@ -95,7 +95,7 @@ def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, ta
 def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = of_every_size(600).reshape(30, 20)
     kept, scale = cast_or_quantize(weight, dtype)
-    monkeypatch.setattr(storage, "_PIECE", 70)
+    monkeypatch.setattr(storage, "_BLOCK", 70)
     in_parts, scale_in_parts = cast_or_quantize(weight, dtype)
     assert scale is not None
     assert scale_in_parts is not None
