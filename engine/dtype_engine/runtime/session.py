@@ -272,7 +272,7 @@ class Session(CastModel):
         draws: int | None = None,
         exact: bool = False,
         save: Path | None = None,
-        on_progress: OnScan = lambda what, done, total: None,
+        on_progress: OnScan = lambda step, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:

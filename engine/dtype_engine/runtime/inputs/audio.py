@@ -182,5 +182,5 @@ def _normalised(wave: Wave, channels: int) -> torch.Tensor:
 
 
 def _about(wave: Wave, rate: int, name: str) -> str:
-    what = printable(name, 60) if name else "a synthetic tone"
-    return f"{what}, {len(wave) / rate:.1f} s"
+    title = printable(name, 60) if name else "a synthetic tone"
+    return f"{title}, {len(wave) / rate:.1f} s"

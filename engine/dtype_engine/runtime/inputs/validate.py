@@ -1,4 +1,4 @@
-"""Whether given tensors fit a model's forward pass, said before anything is run."""
+"""Whether given tensors fit a model's forward pass, checked before anything is run."""
 
 from __future__ import annotations
 

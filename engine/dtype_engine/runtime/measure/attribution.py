@@ -34,7 +34,7 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.passes.trace import Trace
+from dtype_engine.runtime.passes.trace import ForwardTrace
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160
@@ -55,7 +55,7 @@ class _Base:
     name: str
     output: torch.Tensor
     modules: dict[tuple[str, int], KeptOutput]
-    trace: Trace
+    trace: ForwardTrace
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Attribution:
         budget = _BUDGET
         positions = 0
         for batch in self.inputs.batches:
-            trace = Trace({}, "reference", budget // 2)
+            trace = ForwardTrace({}, "reference", budget // 2)
             recorder = OutputRecorder(budget // 2)
             output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
             self._passes += 1

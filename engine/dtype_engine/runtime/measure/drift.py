@@ -31,7 +31,7 @@ from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
-from dtype_engine.runtime.passes.trace import Trace
+from dtype_engine.runtime.passes.trace import ForwardTrace
 
 OnProgress = Callable[[str, int, int | None], None]
 WHOLE_SHARE = 50
@@ -124,7 +124,7 @@ class DriftMeter:
     budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
     reuse: bool = True
     _first_use: dict[str, int] = field(default_factory=dict)
-    _traces: dict[int, Trace] = field(default_factory=dict)
+    _traces: dict[int, ForwardTrace] = field(default_factory=dict)
     _records: dict[int, _Record] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
 

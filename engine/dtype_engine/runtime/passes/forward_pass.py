@@ -13,7 +13,7 @@ from torch import nn
 from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
-from dtype_engine.runtime.passes.trace import Trace, clone_output, record_call
+from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, record_call
 
 
 class ModuleObserver(Protocol):
@@ -50,9 +50,9 @@ class ForwardPass:
         self,
         mode: WeightMode | None,
         observer: ModuleObserver,
-        trace: Trace | None,
+        trace: ForwardTrace | None,
         reusable_calls: dict[tuple[str, int], int],
-        earlier: Trace | None,
+        earlier: ForwardTrace | None,
     ) -> None:
         self.mode = mode
         self.observer = observer

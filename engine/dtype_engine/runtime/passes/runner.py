@@ -26,7 +26,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.trace import Trace
+from dtype_engine.runtime.passes.trace import ForwardTrace
 
 Result = TypeVar("Result")
 
@@ -78,7 +78,7 @@ class ForwardRunner:
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch)
 
     def candidate(
-        self, batch: Batch, observer: ModuleObserver, budget: int, earlier: Trace | None = None, whole: int = 0
+        self, batch: Batch, observer: ModuleObserver, budget: int, earlier: ForwardTrace | None = None, whole: int = 0
     ) -> CandidateRun:
         """Run the model as it is cast now; outputs of `earlier` are reused for what is the same. Keeps up to `budget` bytes
         of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
@@ -96,11 +96,11 @@ class ForwardRunner:
         now = {name: weight.dtype for name, weight in model.weights.items()}
         as_rules = f"rules, {self.settings}"
         if uniform is None or key in model.requires_mixed_mode:
-            return self._candidate(batch, rules, observer, Trace(now, as_rules, budget, whole), earlier)
+            return self._candidate(batch, rules, observer, ForwardTrace(now, as_rules, budget, whole), earlier)
         if key in model.mixed_mode_is_noop:
-            return self._candidate(batch, None, observer, Trace(now, as_rules, budget, whole), earlier)
+            return self._candidate(batch, None, observer, ForwardTrace(now, as_rules, budget, whole), earlier)
         as_plain = f"plain {uniform}, {self.settings}"
-        ran = self._candidate(batch, None, observer, Trace(now, as_plain, budget, whole), earlier)
+        ran = self._candidate(batch, None, observer, ForwardTrace(now, as_plain, budget, whole), earlier)
         if key not in model.mixed_mode_differs and not ran.reused:
             under_rules, _ = self._run(self._module_on(batch), rules, NullObserver(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
@@ -128,8 +128,8 @@ class ForwardRunner:
         batch: Batch,
         mode: MixedDtypeMode | None,
         observer: ModuleObserver,
-        trace: Trace,
-        earlier: Trace | None,
+        trace: ForwardTrace,
+        earlier: ForwardTrace | None,
     ) -> CandidateRun:
         reusable_calls: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
@@ -232,8 +232,8 @@ class ForwardRunner:
         drifting: frozenset[int],
         inside: Callable[[str], bool],
         observer: ModuleObserver,
-        trace: Trace | None = None,
-        earlier: Trace | None = None,
+        trace: ForwardTrace | None = None,
+        earlier: ForwardTrace | None = None,
         prefix: int = 0,
     ) -> tuple[Any, PartialCastMode]:
         """The reference, with the weighted operations of the modules that `inside` takes as cast; see `PartialCastMode`.
@@ -267,9 +267,9 @@ class ForwardRunner:
         call: Callable[[], Result],
         mode: WeightMode | None,
         observer: ModuleObserver,
-        trace: Trace | None,
+        trace: ForwardTrace | None,
         reusable_calls: dict[tuple[str, int], int],
-        earlier: Trace | None = None,
+        earlier: ForwardTrace | None = None,
         autocast: torch.dtype | None = None,
         within: AutocastCastRecorder | None = None,
     ) -> tuple[Result, float]:
@@ -340,7 +340,7 @@ class CandidateRun:
 
     output: Any
     seconds: float
-    trace: Trace
+    trace: ForwardTrace
     reused: bool
 
 

@@ -51,7 +51,7 @@ def record_call(module: str, call: int, began_after: int, output: Any, reading: 
 
 
 @dataclass(slots=True)
-class Trace:
+class ForwardTrace:
     """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
 
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was

@@ -35,7 +35,7 @@ def exact_sensitivities(
     inputs: Inputs,
     dtypes: tuple[str, ...],
     settings: RunSettings,
-    on_progress: OnProgress = lambda what, done, total: None,
+    on_progress: OnProgress = lambda step, done, total: None,
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
 ) -> ScanReport:

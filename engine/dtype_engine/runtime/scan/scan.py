@@ -109,7 +109,7 @@ class Scan:
 
     def run(
         self,
-        on_progress: OnProgress = lambda what, done, total: None,
+        on_progress: OnProgress = lambda step, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:

@@ -17,7 +17,7 @@ from dtype_engine.core.text import printable
 @dataclass(slots=True)
 class ExportedValues:
     """The tensors of an export by name, and its files' metadata. Where an index names another file than a tensor's,
-    `misplaced` has that tensor and what is said of it.
+    `misplaced` has that tensor and where the index has it.
     """
 
     handles: dict[str, tuple[Any, str]] = field(default_factory=dict)

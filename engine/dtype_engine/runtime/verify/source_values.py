@@ -123,5 +123,5 @@ def _of_gguf(files: tuple[Path, ...]) -> SourceValues:
         return torch.from_numpy(values).reshape([int(extent) for extent in reversed(tensor.shape.tolist())])
 
     blocks = any(tensor.tensor_type.name not in {*plain, "BF16"} for tensor in tensors.values())
-    said = "blocks were dequantized by the gguf package here, as they were for the export; no other program was asked"
-    return SourceValues(frozenset(tensors), read, (said,) if blocks else ())
+    caveat = "blocks were dequantized by the gguf package here, as they were for the export; no other program was asked"
+    return SourceValues(frozenset(tensors), read, (caveat,) if blocks else ())

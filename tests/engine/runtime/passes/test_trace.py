@@ -13,7 +13,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.numerics.metrics import OutputComparison
-from dtype_engine.runtime.passes.trace import Trace, record_call
+from dtype_engine.runtime.passes.trace import ForwardTrace, record_call
 
 
 def meter(session: Any, reuse: bool) -> DriftMeter:
@@ -148,7 +148,7 @@ def test_nothing_is_left_on_the_modules() -> None:
 
 
 def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
-    trace = Trace({}, "plain", budget=1 << 20, whole=3)
+    trace = ForwardTrace({}, "plain", budget=1 << 20, whole=3)
     shared = torch.zeros(100)
     trace.add(record_call("block.up", 0, 0, torch.zeros(400), None))
     trace.add(record_call("block.down", 0, 1, shared, None))
