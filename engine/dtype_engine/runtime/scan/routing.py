@@ -12,7 +12,7 @@ drift a token. A token of margin m then flips with probability Φ(-m/σ). Which 
 where most likely none does (less than ln 2 are expected) none is counted, else as many as are expected.
 
 This derivation is our own; we know of no publication that has it. It was checked against drawing the changes of the margins at
-random, and against measuring every weight of mixtures of experts alone (tests/engine/runtime/scan/test_leaps.py).
+random, and against measuring every weight of mixtures of experts alone (tests/engine/runtime/scan/test_routing.py).
 
 Shapes: margins [tokens], those of all sequences and positions in a row; flips [dtypes of all weights, tokens].
 """

@@ -77,9 +77,9 @@ def is_whole(source: Path, out: Path) -> bool:
     return compare(contents, of_files(checkpoint.files, names, trust=False), out) == ()
 
 
-def pieces(place: Path) -> list[Path]:
+def pieces(parent: Path) -> list[Path]:
     """Unfinished exports, but for those that were killed before they had begun: empty folders."""
-    return [folder for folder in place.glob(".out.partial-*") if set(os.listdir(folder)) - {f"{CLAIM}.new"}]
+    return [folder for folder in parent.glob(".out.partial-*") if set(os.listdir(folder)) - {f"{CLAIM}.new"}]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
@@ -130,15 +130,15 @@ def test_kill_9_at_random_moments(source: Path, tmp_path: Path, replacing: bool)
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A disk of 40 MiB, where the tests may mount one."""
-    place = tmp_path / "disk"
-    place.mkdir()
+    parent = tmp_path / "disk"
+    parent.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(place)], capture_output=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(parent)], capture_output=True, check=False
     )
     if done.returncode:
         pytest.skip(f"no tmpfs can be mounted here: {done.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+    yield parent
+    subprocess.run(["umount", "-l", str(parent)], check=True)
 
 
 def test_a_disk_that_others_fill_up_meanwhile(source: Path, small_disk: Path) -> None:
@@ -412,13 +412,13 @@ for line in sys.stdin:
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
 def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_path: Path) -> None:
     """30 moments; hang-up, interrupt and a plain kill clear up after themselves, kill -9 leaves that to the next export."""
-    folder, place = tmp_path / "pickled", tmp_path / "place"
+    folder, parent = tmp_path / "pickled", tmp_path / "place"
     folder.mkdir()
-    place.mkdir()
+    parent.mkdir()
     tensors = {name: tensor for name, tensor in load_file(source / "model.safetensors").items() if int(name[6:-7]) < 12}
     torch.save({"state_dict": tensors}, folder / "pytorch_model.bin")
     before = contents_of(folder)
-    out = place / "out"
+    out = parent / "out"
     casts = [f"{rule.pattern}={rule.dtype}" for rule in RECIPE.rules]
     arguments = [str(folder), "-o", str(out), "--force", "--max-shard-size", "12MB"]
     arguments += [part for cast in casts for part in ("--cast", cast)]
@@ -433,7 +433,7 @@ def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_
         assert program.stdout is not None
         whole = math.inf
         for moment in range(-2, 30):
-            there = set(place.glob(".out.*"))
+            there = set(parent.glob(".out.*"))
             program.stdin.write("go\n")
             program.stdin.flush()
             child = int(program.stdout.readline())
@@ -454,7 +454,7 @@ def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_
             if out.exists():
                 assert is_whole(folder, out)
                 shutil.rmtree(out)
-            left = set(place.glob(".out.*")) - there
+            left = set(parent.glob(".out.*")) - there
             if number == signal.SIGKILL:
                 assert len(left) <= 1
             elif code == 128 + number:
@@ -463,8 +463,8 @@ def test_every_way_of_being_killed_while_a_pickle_is_exported(source: Path, tmp_
     for number in signals[1:]:
         assert set(ended[number]) <= {0, 128 + number, -number}
         assert 128 + number in ended[number]
-    for entry in place.glob(".out.*"):
+    for entry in parent.glob(".out.*"):
         os.utime(entry, (0, 0))  # those that are empty go when they are old
     export(folder, out)
     assert is_whole(folder, out)
-    assert [entry.name for entry in place.iterdir()] == ["out"]
+    assert [entry.name for entry in parent.iterdir()] == ["out"]

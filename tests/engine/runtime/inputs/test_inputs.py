@@ -46,10 +46,10 @@ MODALITIES = {
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """A function that gives a saved folder, written once."""
-    place = tmp_path_factory.mktemp("models")
+    models = tmp_path_factory.mktemp("models")
 
     def folder(name: str, processed: bool = True) -> Path:
-        path = place / f"{name}-{processed}"
+        path = models / f"{name}-{processed}"
         return path if path.exists() else checkpoint_folders.save(name, path, processed)
 
     return folder
@@ -64,9 +64,9 @@ def opened(folder: Path, **options: Any) -> de.Session:
     return de.open(str(folder), options=de.Options(**options))
 
 
-def kwargs_of(session: de.Session, place: int = 0) -> dict[str, Any]:
+def kwargs_of(session: de.Session, index: int = 0) -> dict[str, Any]:
     assert session.inputs is not None
-    return session.inputs.batches[place].kwargs
+    return session.inputs.batches[index].kwargs
 
 
 @pytest.mark.parametrize("name", MODALITIES)
@@ -289,7 +289,7 @@ def test_tensor_files_of_every_kind_give_the_same_calls(saved: Callable[..., Pat
         session = opened(saved("llama"), tensors=tmp_path / f"calls{suffix}")
         session.cast("*", "bfloat16")
         found = session.drift().output
-        assert [kwargs_of(session, place)["input_ids"].tolist() for place in (0, 1)] == [
+        assert [kwargs_of(session, index)["input_ids"].tolist() for index in (0, 1)] == [
             first.tolist(),
             second.tolist(),
         ]

@@ -145,7 +145,7 @@ def test_every_command_plans_what_an_export_writes(
     model = models(make_llama, tmp_path, name)
     preset = "norms-head-fp32" if name == "mixtral" else "fp8-linears"  # packed experts are not exported with scales
     head = {"bert": "*decoder.weight", "blip": "*predictions.decoder", "python file": "lm_head"}.get(name, "lm_head")
-    for place, (what, template) in enumerate(RECIPES.items()):
+    for index, (what, template) in enumerate(RECIPES.items()):
         rules = [text.replace("{head}", head).replace("{preset}", preset) for text in template]
         if what == "tied name" and name in ("base model",):
             continue
@@ -153,7 +153,7 @@ def test_every_command_plans_what_an_export_writes(
             rules = ["--cast", "*=f16", "--cast", "layers.0=f32"]
         inspected = answer(capsys, "inspect", model, *rules, "--json")
         drift = answer(capsys, "drift", model, *rules, "--json")
-        out = tmp_path / f"out{place}"
+        out = tmp_path / f"out{index}"
         written = answer(capsys, "export", model, *rules, "-o", str(out), "--json")
         stored_once = what != "nothing" or name != "stored twice"
         assert drift["memory"]["planned_bytes"] == bytes_in(out) == written["nbytes"], what

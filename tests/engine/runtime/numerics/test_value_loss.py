@@ -475,13 +475,13 @@ def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_valu
     recorded.wait_for(events.Idle)
     recorded.worker.close()
     of_recipe = [event for event in recorded.events if getattr(event, "recipe", None) == recipe]
-    places = {type(event): place for place, event in enumerate(of_recipe)}
-    assert places[events.CastDone] < places[events.Measured] < places[events.LossRemedyFound]
-    done = of_recipe[places[events.CastDone]]
+    order = {type(event): index for index, event in enumerate(of_recipe)}
+    assert order[events.CastDone] < order[events.Measured] < order[events.LossRemedyFound]
+    done = of_recipe[order[events.CastDone]]
     assert isinstance(done, events.CastDone)
     assert done.lost is not None
     assert counts(done.lost) == by_hand(Net().state_dict(), torch.float16)
-    found = of_recipe[places[events.LossRemedyFound]]
+    found = of_recipe[order[events.LossRemedyFound]]
     assert isinstance(found, events.LossRemedyFound)
     assert found.found.improves
 
