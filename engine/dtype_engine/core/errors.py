@@ -51,7 +51,16 @@ class TooSlow(PatternError):
 
 
 class NoForward(UserError):
-    """There is no forward pass for this model here; the message says why and what would give one."""
+    """There is no forward pass for this model here; the message says why and what would give one.
+
+    Example:
+        >>> import torch
+        >>> try:
+        ...     de.open(torch.nn.Linear(2, 2)).drift()
+        ... except de.NoForward as error:
+        ...     print(str(error)[:23])
+        Linear: no forward pass
+    """
 
 
 class KernelError(UserError):
@@ -61,6 +70,10 @@ class KernelError(UserError):
         module, operation: The module that was running, and torch's name of what it called.
         dtype, device: Those that have no kernel.
         nearest: A dtype that works there; None where none was found.
+
+    Example:
+        >>> print(de.KernelError("mlp", "linear", "float64", "mps", "float32", "not implemented"))
+        mlp: linear has no float64 kernel on mps; float32 works there (not implemented)
     """
 
     def __init__(self, module: str, operation: str, dtype: str, device: str, nearest: str | None, reason: str) -> None:
@@ -78,4 +91,12 @@ class OutOfReach(UserError):
 
 
 class Cancelled(Exception):
-    """The user, or a newer command, stopped what was under way."""
+    """The user, or a newer command, stopped what was under way.
+
+    Example:
+        >>> try:
+        ...     session.drift(cancelled=lambda: True)
+        ... except de.Cancelled:
+        ...     print("stopped")
+        stopped
+    """
