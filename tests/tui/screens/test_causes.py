@@ -61,11 +61,9 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         assert isinstance(app.screen, CausesScreen)
         assert engine(app).commands[-1] == "causes"
         await say(app, pilot, events.WorkingProgress(BF16, "running each module as cast by itself", 12, 48))
-        await pilot.pause(0.3)
         await until(pilot, lambda: "25 %" in screen(app))
         assert "●" in screen(app)
         await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
-        await pilot.pause(0.3)
         text = screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in text
         assert "add up to 1.500e-04" in text.replace("\n", " ")
@@ -202,7 +200,6 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await until(pilot, lambda: app.controller.experiment.floor is not None and not app.controller.activity.busy)
         await pilot.press("d")
         await until(pilot, lambda: app.controller.experiment.causes is not None)
-        await pilot.pause(0.3)
         assert app.controller.experiment.causes is not None
         assert causes_headline(app.controller.experiment.causes)[:40] in screen(app)
         await pilot.press("escape", "H")

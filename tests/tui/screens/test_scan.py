@@ -206,11 +206,11 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         view = app.screen
         assert isinstance(view, OptimiseScreen)
         assert view.front is not None
-        first = view.place
+        first = view.index
         await pilot.press("left", "left", "right")
-        assert view.place == first - 1
+        assert view.index == first - 1
         await pilot.press("home")
-        assert view.place == 0
+        assert view.index == 0
         await until(pilot, lambda: view.recipe is not None)
         assert view.recipe is not None
         planned = make_plan(app.controller.experiment.tree, view.recipe)
@@ -219,7 +219,6 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         await pilot.press("enter")
         assert engine(app).recipes[-1] == view.recipe == app.controller.experiment.recipe
         await say(app, pilot, events.Measured(view.recipe, report(view.recipe)))
-        view._refresh()
         await pilot.pause()
         text = screen(app)
         assert "measured 2.5e-04" in text

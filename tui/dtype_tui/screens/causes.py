@@ -26,7 +26,6 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
-_REFRESH_S = 0.2
 _TICKS = 8
 
 
@@ -82,7 +81,6 @@ class CausesScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).focus()
         self._plot()
         self._refresh_causes()
-        self.set_interval(_REFRESH_S, self._refresh_causes)
 
     def _refresh_causes(self) -> None:
         """Show the causes once they are measured, and until then the progress."""
@@ -142,13 +140,8 @@ class CausesScreen(ModalScreen[None]):
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
             case events.Refused(job="causes", message=why):
-                self.refused(why)
-
-    def refused(self, why: str) -> None:
-        """Show why the causes can't be measured."""
-        self._refusal = printable(why, 500)
-        if self.is_mounted:
-            self._refresh_causes()
+                self._refusal = printable(why, 500)
+        self._refresh_causes()
 
 
 def _short(name: str) -> str:

@@ -30,7 +30,6 @@ from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
 
-_REFRESH_S = 0.2
 _RESTS_S = 0.05
 _DECADES = 6
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
@@ -63,7 +62,7 @@ class OptimiseScreen(ModalScreen[None]):
         self._undo = undo
         self.view = experiment.scan
         self.front: ParetoFront | None = None
-        self.place = 0
+        self.index = 0
         self.within: Solution | None = None
         """The best within the budget, which may lie between two points of the front; while the cursor is on it."""
         self._fixed = 0
@@ -82,12 +81,11 @@ class OptimiseScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self._make(self.view.limits)
-        self.set_interval(_REFRESH_S, self._refresh)
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw)
 
-    def _refresh(self) -> None:
+    def on_engine_event(self) -> None:
         """Draw again when the scan's estimates have changed or a point was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
@@ -103,17 +101,17 @@ class OptimiseScreen(ModalScreen[None]):
             self._warn(str(error))
             return False
         tree = self.experiment.tree
-        at = self.front.points[self.place].bytes if self.front is not None else None
+        at = self.front.points[self.index].bytes if self.front is not None else None
         moved = self.front is None or limits != before
         self.front = front
         self._fixed = fixed_bytes(front, tree)
         sizes = [point.bytes for point in front.points]
         middle = tree.stored_bytes // 2 - self._fixed
-        self.place = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
+        self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
         if moved or self.within is not None:
             self.within = front.best_within(limits.budget - self._fixed) if limits.budget is not None else None
             if self.within is not None:
-                self.place = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
+                self.index = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
             elif limits.budget is not None:
                 self._warn(f"nothing fits: the smallest is {human_bytes(sizes[0] + self._fixed)}")
         self._draw()
@@ -122,7 +120,7 @@ class OptimiseScreen(ModalScreen[None]):
     @property
     def solution(self) -> Solution | None:
         """The plan under the cursor."""
-        return self.within or (self.front.solution_at(self.place) if self.front is not None else None)
+        return self.within or (self.front.solution_at(self.index) if self.front is not None else None)
 
     @property
     def recipe(self) -> Recipe | None:
@@ -156,7 +154,7 @@ class OptimiseScreen(ModalScreen[None]):
         limits = "  ".join(printable(line, 40) for line in self.view.limits.lines) or "no limits: / types one"
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Pareto front ", style="bold")
-        title.append(f"point {self.place + 1} of {len(self.front.points)}", style="dim")
+        title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
         if self.within is not None:
             title.append("  best within the budget", style="bold")
         title.append(f"  {limits}", style="dim")
@@ -254,7 +252,7 @@ class OptimiseScreen(ModalScreen[None]):
     def action_walk(self, step: int) -> None:
         if self.front is not None:
             self.within = None
-            self.place = max(0, min(len(self.front.points) - 1, self.place + step))
+            self.index = max(0, min(len(self.front.points) - 1, self.index + step))
             self._draw()
 
     def action_end(self, direction: int) -> None:

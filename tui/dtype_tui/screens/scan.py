@@ -25,7 +25,6 @@ from dtype_tui.state.scan import figure
 
 MOST_ROWS = 1000
 _SHADES = " ·░▒▓█"
-_REFRESH_S = 0.2
 
 
 class ScanScreen(ModalScreen[str | None]):
@@ -82,7 +81,9 @@ class ScanScreen(ModalScreen[str | None]):
         yield Static(id="scan-keys", markup=False)
 
     def on_mount(self) -> None:
-        self.set_interval(_REFRESH_S, self._refresh)
+        self._refresh()
+
+    def on_engine_event(self) -> None:
         self._refresh()
 
     def on_resize(self) -> None:
@@ -202,7 +203,7 @@ class ScanScreen(ModalScreen[str | None]):
         if report is not None:
             index = report.dtypes.index(self.view.dtype) + step
             self._all = False
-            self.view.look_at(self.experiment.tree, report.dtypes[index % len(report.dtypes)])
+            self.view.show_dtype(self.experiment.tree, report.dtypes[index % len(report.dtypes)])
             self._refresh()
 
     def action_sort(self) -> None:

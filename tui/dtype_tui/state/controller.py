@@ -265,10 +265,10 @@ class Controller:
         """Put a preset in force, in place of all rules. Raises UserError."""
         from dtype_engine.recipe.presets import preset
 
-        found = preset(name)
+        chosen = preset(name)
         if not self.experiment.has_tree:
             raise UserError("a preset is made for a model: it is not there yet")
-        self.replace_rules(found.recipe(self.experiment.tree))
+        self.replace_rules(chosen.recipe(self.experiment.tree))
 
     def go_back_to(self, measured: measurement_log.MeasuredRecipe) -> None:
         """Put a recipe in force that was measured before; the settings stay."""
@@ -360,7 +360,7 @@ class Controller:
             return "wait"
         if experiment.scan_is_of_other_inputs:
             self.notify("the inputs are others than those of the scan: scan anew", "information")
-            scan.forget()
+            scan.clear()
             return "choose"
         if self.resume_scan() or scan.report is not None:
             return "show" if scan.report is not None else "wait"
@@ -383,7 +383,7 @@ class Controller:
         if scan.paused:
             self.pause_scan()
         if dtypes != scan.asked:
-            scan.forget()
+            scan.clear()
         scan.asked, scan.running, scan.finished = dtypes, True, False
         self.engine.scan(dtypes)
         self._expect("scan")

@@ -136,7 +136,7 @@ class Experiment:
             case events.FloorMeasured():
                 self.floor = event.floor
             case events.ScanUpdated():
-                self.scan.put(self.tree, event.report, event.finished)
+                self.scan.set_report(self.tree, event.report, event.finished)
             case events.Memory():
                 self.memory = event.reading
             case events.CastDone():
@@ -246,10 +246,10 @@ class Experiment:
         here = set(self.tensor_names(node))
         inside: list[int] = []
         beyond: list[int] = []
-        for place, taken in enumerate(self.plan.selections):
+        for index, taken in enumerate(self.plan.selections):
             touched = set(taken.tensors)
             if touched & here:
-                (inside if touched <= here else beyond).append(place)
+                (inside if touched <= here else beyond).append(index)
         return inside, beyond
 
     def explain(self, node: str) -> list[RuleEffect]:
@@ -311,16 +311,16 @@ class Experiment:
         more = "; the model is still loading, and may have other names than its files" if loading else ""
         return explain_no_match(self.tree, rule.pattern, taken) + more
 
-    def broken_islands(self, place: int) -> list[str]:
-        """Modules that the model wants kept in float32 and that the rule at `place` now holds in less."""
-        names = set(self.plan.selections[place].tensors)
+    def broken_islands(self, index: int) -> list[str]:
+        """Modules that the model wants kept in float32 and that the rule at `index` now holds in less."""
+        names = set(self.plan.selections[index].tensors)
         return [
             module.name
             for module in self.tree.modules.values()
             if module.island
             and any(
                 tensor.name in names
-                and self.plan.decided_by.get(tensor.name) == place
+                and self.plan.decided_by.get(tensor.name) == index
                 and self.plan.dtypes[tensor.name] not in ("float32", "float64", tensor.dtype)
                 for tensor in module.tensors.values()
             )

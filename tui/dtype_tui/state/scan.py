@@ -1,4 +1,4 @@
-"""What the app keeps of a scan: the estimates so far, the dtype that is looked at, what was predicted and what measured."""
+"""What the app keeps of a scan: the estimates so far, the dtype that is shown, what was predicted and what measured."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ class ScanView:
     _scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
-    def put(self, tree: Tree, report: ScanReport, finished: bool) -> None:
+    def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
         """New estimates."""
         self.report, self.finished, self.running = report, finished, not finished
         self._scores = report.scores()
         if self.dtype not in report.dtypes:
             self.dtype = report.dtypes[0]
-        self.look_at(tree, self.dtype)
+        self.show_dtype(tree, self.dtype)
 
-    def look_at(self, tree: Tree, dtype: str) -> None:
+    def show_dtype(self, tree: Tree, dtype: str) -> None:
         """Show the sensitivity in this dtype."""
         self.dtype = dtype
         from dtype_engine.search.sensitivity import aggregate_by_node
@@ -67,7 +67,7 @@ class ScanView:
         self.nodes = aggregate_by_node(tree, self._scores, dtype)
         self.version += 1
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """A scan of other dtypes or inputs takes its place."""
         self.report, self.asked, self.nodes, self._scores = None, (), {}, {}
         self.measured.clear()
@@ -104,10 +104,10 @@ class ScanView:
             from dtype_engine.search.sensitivity import predict
 
             try:
-                found = predict(tree, plan, self.report, self._scores)
+                prediction = predict(tree, plan, self.report, self._scores)
             except UserError:
-                found = None
-            self._predicted = (plan, self.version, found)
+                prediction = None
+            self._predicted = (plan, self.version, prediction)
         return self._predicted[2]
 
     def front(self, tree: Tree) -> ParetoFront:
@@ -128,7 +128,7 @@ class ScanView:
         self.version += 1
 
     def cell(self, node: str) -> tuple[str, str, float]:
-        """(score, bar, heat from 0 to 1) of a node in the dtype looked at; heat is its share of the whole by powers of ten."""
+        """(score, bar, heat from 0 to 1) of a node in the dtype shown; heat is its share of the whole by powers of ten."""
         score = self.nodes.get(node)
         if score is None:
             return "", "", 0.0
