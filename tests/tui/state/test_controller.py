@@ -1,367 +1,131 @@
-"""The app with the real worker: what a key asks for, what Esc stops, and what stays on the screen whatever happens."""
+"""The controller without a screen: what it makes of events, asks of the engine and says."""
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import re
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+import dataclasses
 
 import pytest
-import torch
-from tests.helpers.screen_text import notices, screen, until
-from textual.pilot import Pilot
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, report
 
-from dtype_engine import Options
-from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
-from dtype_engine.worker.worker import Worker
-from dtype_tui.app import DtypeApp
-from dtype_tui.screens.causes import CausesScreen
-from dtype_tui.screens.overlay import Overlay
-from dtype_tui.screens.save import SaveScreen
+from dtype_tui.state.controller import Controller
+from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
 
-LAYERS = 12
-# A model whose every layer takes as long as a variable of the environment says, so that a pass lasts as long as a test needs.
-CODE = f"""
-import os, time
-import torch
-from torch import nn
+BF16 = Recipe((Rule("*", "bfloat16"),))
+OTHER = Recipe((Rule("*", "float16"),))
 
-class Layer(nn.Linear):
-    def forward(self, x):
-        time.sleep(float(os.environ.get("LAYER_SECONDS", "0")))
-        return super().forward(x)
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(64, 64) for _ in range({LAYERS}))
-        self.norm = nn.BatchNorm1d(64)
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.norm(x)
+class Alone:
+    """A controller on the demo's headers, with all that it says and how often it has something drawn."""
 
-def make():
-    return Net()
-"""
-INPUTS = "\ndef example_inputs():\n    return (torch.linspace(-1, 1, 256).reshape(4, 64),)\n"
+    def __init__(self) -> None:
+        self.said: list[tuple[str, str]] = []
+        self.drawn = 0
+        self.engine = RecordingEngine(lambda event: None)
+        self.experiment = Experiment("demo", demo_tree())
+        self.controller = Controller(self.experiment, self.engine, lambda *said: self.said.append(said), self._draw)
+
+    def _draw(self) -> None:
+        self.drawn += 1
+
+    def opened(self) -> None:
+        ready = events.ModelReady(self.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+        assert self.controller.handle(ready)
+        assert self.controller.handle(events.Idle())
 
 
 @pytest.fixture
-def net(tmp_path: Path) -> Path:
-    path = tmp_path / "net.py"
-    path.write_text(CODE + INPUTS)
-    return path
+def alone() -> Alone:
+    return Alone()
 
 
-@pytest.fixture(autouse=True)
-def _at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAYER_SECONDS", "0")
+@pytest.mark.parametrize(
+    "event",
+    [
+        events.Memory(OTHER, MemoryStats()),
+        events.CastingProgress(OTHER, 1, 2),
+        events.MeasuringProgress(OTHER, "candidate", 1, 2),
+        events.WorkingProgress(OTHER, "timing", 1, 2),
+        events.ModulesMeasured(OTHER, (ModuleDrift("model.norm", 1.0, 1.0, 0),)),
+        events.Measured(OTHER, report(OTHER)),
+        events.CastDone(OTHER, ()),
+        events.Failed(OTHER, "no kernel"),
+        events.Generated(OTHER, ()),
+    ],
+    ids=lambda event: type(event).__name__,
+)
+def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: events.Event) -> None:
+    alone.opened()
+    alone.controller.put_in_force(BF16)
+    before = dataclasses.replace(alone.experiment)
+    activity = dict(vars(alone.controller.activity))
+    said = list(alone.said)
+    assert not alone.controller.handle(event)
+    assert alone.experiment == before
+    assert vars(alone.controller.activity) == activity
+    assert alone.said == said
+    assert alone.controller.handle(event._replace(recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
 
 
-def slow(seconds: float = 0.15) -> None:
-    os.environ["LAYER_SECONDS"] = str(seconds)
+def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone) -> None:
+    alone.controller.put_in_force(BF16)
+    assert alone.controller.handle(events.SavingProgress(OTHER, "exporting", 1, 4))
+    assert alone.controller.activity.now() == ("exporting", 0.25)
+    assert alone.controller.handle(events.Saved(OTHER, True, "wrote it"))
+    assert alone.controller.handle(events.Stopped(OTHER, "speed"))
+    assert [sentence for sentence, _ in alone.said] == ["wrote it", "stopped: timing; t times again"]
 
 
-def module_of(path: Path) -> Any:
-    """The class of the model file, imported by Python itself."""
-    spec = importlib.util.spec_from_file_location("own_import", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.Net
+def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
+    alone.opened()
+    late = events.Measured(Recipe(), report(Recipe()))
+    alone.controller.set_settings(RunSettings(autocast="bfloat16"))
+    assert not alone.controller.handle(late)
+    assert alone.experiment.report is None
 
 
-def app_on(model: str, options: Options | None = None, **more: Any) -> DtypeApp:
-    """As the command line opens it."""
-    options = options or Options()
-    source = locate(model, options.trust_pickle)
-    tree, whole = source.peek()
-    launch = Launch(source.title, tree, partial=not whole, **more)
-    return DtypeApp(launch, lambda emit: Worker(source, options, emit, read_headers=not whole))
+def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_not(alone: Alone) -> None:
+    alone.opened()
+    alone.controller.add_rule(Rule("*", "bfloat16"))
+    assert alone.engine.recipes == [BF16]
+    assert (alone.drawn, alone.said, alone.controller.activity.now()) == (1, [], ("casting", None))
+    alone.controller.add_rule(Rule("*.nowhere", "bfloat16"))
+    assert alone.engine.recipes == [BF16]
+    assert (alone.drawn, alone.said[0][1]) == (1, "warning")
 
 
-@asynccontextmanager
-async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    """The app with its model open, measured, and the engine at rest."""
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.controller.experiment.live and not app.controller.activity.busy)
-        try:
-            yield pilot
-        finally:
-            slow(0)
+def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> None:
+    assert alone.controller.may_quit()
+    alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
+    assert not alone.controller.may_quit()
+    assert alone.controller.may_quit()
+    alone.controller.handle(events.Saved(Recipe(), True, "wrote it"))
+    alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
+    assert not alone.controller.may_quit(), "asked anew for what is written anew"
 
 
-# -- a model that has no headers -----------------------------------------------------------------------------------
+def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:
+    saved = SavedSession(None, "demo", recipes=(Recipe(), BF16), at=1)
+    alone.controller.begin(Launch("demo", recipe=OTHER, saved=saved))
+    assert alone.experiment.recipe == Recipe((*BF16.rules, *OTHER.rules))
+    assert alone.engine.recipes[-1] == alone.experiment.recipe
+    alone.controller.undo()
+    assert alone.experiment.recipe == BF16
 
 
-def expected_of(path: Path) -> tuple[int, int]:
-    """Parameters, and bytes of all tensors of the model, by torch."""
-    module = module_of(path)()
-    tensors = [*module.parameters(), *module.buffers()]
-    return sum(p.numel() for p in module.parameters()), sum(t.numel() * t.element_size() for t in tensors)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
-async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
-    way: str, net: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(str(net.parent))
-    monkeypatch.chdir(net.parent)
-    options, model = Options(), f"{net}:Net"
-    if way == "function":
-        model = f"{net}:make"
-    elif way == "module":
-        model = "net:Net"
-    elif way == "weights":
-        torch.save(module_of(net)().state_dict(), net.parent / "net.pth")
-        options = Options(weights=net.parent / "net.pth")
-    elif way == "no inputs":
-        net.write_text(CODE)
-    recipe = Recipe((Rule("layers.*", "bfloat16"),))
-    more: dict[str, dict[str, Any]] = {
-        "cast": {"recipe": recipe},
-        "resume": {"saved": SavedSession(model, "net", recipes=(Recipe(), recipe), at=1)},
-    }
-    app = app_on(model, options, **more.get(way, {}))
-    parameters, stored = expected_of(net)
-    halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
-    async with opened(app) as pilot:
-        assert not app.controller.experiment.partial
-        assert app.controller.experiment.totals[""].parameters == parameters
-        assert app.controller.experiment.plan.stored_bytes == stored
-        await until(pilot, lambda: re.search(rf"stored +{stored / 1024:.2f} KiB", screen(app)))
-        text = screen(app)
-        assert "when all headers are read" not in text
-        if way in ("cast", "resume"):
-            assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
-        # The columns of the tree's root and of its first child.
-        assert re.search(
-            rf"❯.*{parameters / 1000:.1f} k +{app.controller.experiment.plan.planned_bytes / 1024:.1f}", text
-        ), text
-        await pilot.press("2")
-        await until(pilot, lambda: not app.controller.activity.busy)
-        assert "when all headers are read" not in screen(app)
-
-
-# -- what is refused takes nothing off the screen --------------------------------------------------------------------
-
-
-async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        report = app.controller.experiment.report
-        await until(pilot, lambda: "w worst module" in screen(app).splitlines()[-1])
-        hints = screen(app).splitlines()[-1]
-        heard: list[events.Event] = []
-        app.controller.engine._emit = lambda event, emit=app.controller.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
-        assert app.main.tree_view.go_to("norm.num_batches_tracked")
-        for key, words in (("g", "does not generate text"), ("v", "")):
-            count = len(notices(app))
-            await pilot.press(key)
-            await until(pilot, lambda count=count: len(notices(app)) > count)  # type: ignore[misc]
-            await until(pilot, lambda: not app.controller.activity.busy)
-            assert words in notices(app)[-1]
-            assert app.controller.experiment.failure is None
-            assert app.controller.experiment.report is report
-            assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
-            assert screen(app).splitlines()[-1] == hints
-        assert not [
-            event for event in heard if isinstance(event, (events.MeasuringProgress, events.Measured, events.Failed))
-        ]
-
-
-async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_does_not_hide_it(
-    tmp_path: Path,
-) -> None:
-    path = tmp_path / "fails.py"
-    body = CODE.replace(
-        "x = layer(x).relu()", "assert layer.weight.dtype != torch.float16, 'not in half'; x = layer(x)"
-    )
-    path.write_text(body + INPUTS)
-    app = app_on(f"{path}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("3")
-        await until(pilot, lambda: app.controller.experiment.failure)
-        await until(pilot, lambda: not app.controller.activity.busy)
-        await until(pilot, lambda: "not in half" in screen(app))
-        await pilot.press("g")
-        await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
-        assert "not in half" in str(app.controller.experiment.failure)
-
-
-# -- Esc ---------------------------------------------------------------------------------------------------------------
-
-WINDOWS = {
-    "e": SaveScreen,
-    "i": None,
-    "comma": None,
-    "p": None,
-    "H": None,
-    "question_mark": Overlay,
-    "enter": Overlay,
-    "s": None,
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("key", WINDOWS)
-async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        slow()
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.what.startswith("measuring: candidate"))
-        await pilot.press(key)
-        await until(pilot, lambda: len(app.screen_stack) == 2)
-        await pilot.press("escape")
-        await until(pilot, lambda: len(app.screen_stack) == 1)
-        slow(0)
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        assert not any("stopped" in words for words in notices(app))
-
-
-async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        report = app.controller.experiment.report
-        slow()
-        await pilot.press("t")
-        await until(pilot, lambda: app.controller.activity.what.startswith("timing"))
-        await pilot.press("d")
-        assert isinstance(app.screen, CausesScreen)
-        await until(pilot, lambda: "the causes come next, after: timing" in screen(app))
-        await pilot.press("escape")
-        await until(pilot, lambda: app.controller.activity.running == "speed" and app.controller.activity.waiting == ())
-        slow(0)
-        await until(pilot, lambda: isinstance(app.screen, Overlay))  # the times, told to the end
-        await pilot.press("escape")
-        await until(pilot, lambda: not app.controller.activity.busy)
-        slow()
-        await pilot.press("d")
-        await until(pilot, lambda: app.controller.activity.running == "causes")
-        await pilot.press("escape")
-        slow(0)
-        await until(pilot, lambda: not app.controller.activity.busy)
-        assert app.controller.experiment.causes is None
-        assert app.controller.experiment.report is report
-        assert notices(app)[-1] == "stopped: running each module as cast by itself; d runs them again"
-        assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
-
-
-async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        for keys, said in (
-            (("t",), "stopped: timing; t times again"),
-            (("t", "f"), "stopped: timing; t times again. Not begun: tracing casts"),
-            (("m",), "stopped: measuring; m measures again"),
-        ):
-            slow()
-            await pilot.press(*keys)
-            running = {"t": "speed", "m": "measure"}[keys[0]]
-            await until(pilot, lambda running=running: app.controller.activity.running == running)  # type: ignore[misc]
-            await pilot.pause(0.3)
-            await pilot.press("escape")
-            await until(pilot, lambda: not app.controller.activity.busy)
-            await until(pilot, lambda said=said: notices(app)[-1:] == [said], 20)  # type: ignore[misc]
-            assert (app.controller.experiment.report is not None) == (keys != ("m",))
-
-
-async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        assert app.controller.experiment.memory is not None
-        before = app.controller.experiment.memory.resident_bytes
-        slow()
-        await pilot.press("t")
-        # The model is in float32 now, and is seen to be.
-        await until(
-            pilot,
-            lambda: (
-                app.controller.experiment.memory
-                and (app.controller.experiment.memory.resident_bytes or 0) > (before or 0)
-            ),
-        )
-        await pilot.press("escape")
-        await until(pilot, lambda: not app.controller.activity.busy)
-        assert app.controller.experiment.memory.resident_bytes == before
-
-
-# -- what waits ------------------------------------------------------------------------------------------------------
-
-
-async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app, (80, 24)) as pilot:
-        slow()
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
-        await pilot.press("t", "f", "t")
-        await until(pilot, lambda: app.controller.activity.waiting == ("flow", "speed"))
-        await until(pilot, lambda: "then: tracing casts, timing" in screen(app))
-        # A newer recipe goes first; nothing that was asked for is lost.
-        await pilot.press("3")
-        await until(
-            pilot,
-            lambda: (
-                app.controller.activity.running == "measure" and app.controller.activity.waiting == ("flow", "speed")
-            ),
-        )
-        slow(0)
-        await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.activity.busy)
-        assert app.controller.activity.waiting == ()
-
-
-async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        slow()
-        await pilot.press("t")
-        await until(pilot, lambda: app.controller.activity.running == "speed")
-        await pilot.pause(0.3)
-        await pilot.press("3")
-        await until(
-            pilot,
-            lambda: (now := app.controller.activity).running == "measure" and now.waiting == ("speed",),
-        )
-        slow(0)
-        await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.activity.busy)
-        await until(pilot, lambda: "f16" in screen(app))
-
-
-async def test_what_an_export_would_write_is_told_while_it_measures(net: Path) -> None:
-    app = app_on(f"{net}:Net")
-    async with opened(app) as pilot:
-        slow(0.5)
-        await pilot.press("2")
-        await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
-        await pilot.press("e")
-        await until(pilot, lambda: "tensors: bf16" in screen(app), 20)
-        assert app.controller.activity.running == "measure"
-        await pilot.press("escape")
-
-
-@pytest.fixture(autouse=True)
-def _no_slow_layers_left() -> Iterator[None]:
-    yield
-    os.environ.pop("LAYER_SECONDS", None)
+def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
+    alone.opened()
+    controller = alone.controller
+    assert controller.next_of_scan() == "choose"
+    controller.start_scan(("bfloat16",))
+    assert controller.next_of_scan() == "wait"
+    assert "first estimates" in alone.said[-1][0]
+    controller.handle(events.Idle())
+    assert controller.next_of_scan() == "wait"
+    assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"
