@@ -109,7 +109,7 @@ class DtypeApp(BaseApp[None]):
     def _save_session(self) -> None:
         cursor = self.main.cursor
         if self.saver is not None and cursor is not None:
-            self.saver.note(self.controller.experiment, cursor)
+            self.saver.update(self.controller.experiment, cursor)
 
     def on_unmount(self) -> None:
         self._save_session()
@@ -119,7 +119,7 @@ class DtypeApp(BaseApp[None]):
         resume_gc()
 
     def on_resize(self, event: textual_events.Resize) -> None:
-        self.main.fit(event.size)
+        self.main.lay_out(event.size)
 
     async def action_quit(self) -> None:
         if self.controller.may_quit():

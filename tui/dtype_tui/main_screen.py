@@ -87,7 +87,7 @@ class MainScreen(Screen[None]):
         return self.query_one(SidePanes)
 
     def on_mount(self) -> None:
-        self.fit(self.app.size)
+        self.lay_out(self.app.size)
         # A prompt that a key opened before this must not lose the focus again; and at once, unlike focus(), for one right after.
         if not isinstance(self.focused, Input):
             self.set_focus(self._tree)
@@ -106,7 +106,7 @@ class MainScreen(Screen[None]):
         for field in self.query(Input):
             field.cursor_blink = False  # every blink goes over the wire
 
-    def fit(self, size: Size) -> None:
+    def lay_out(self, size: Size) -> None:
         """Lay out for a terminal of this size."""
         if not self.query("#too-small"):
             return  # on_mount asks for the size

@@ -37,7 +37,7 @@ class Command:
     @property
     def usage(self) -> str:
         least = len(self.arguments) if self.needs is None else self.needs
-        words = [kind.upper() if place < least else f"[{kind.upper()}]" for place, kind in enumerate(self.arguments)]
+        words = [kind.upper() if index < least else f"[{kind.upper()}]" for index, kind in enumerate(self.arguments)]
         return " ".join((self.name, *words))
 
 
@@ -108,10 +108,10 @@ class Completer:
         command = self.commands.get(words[0])
         if command is None or not command.arguments:
             return []
-        place = min(len(words) - 2, len(command.arguments) - 1)
-        first = place + 1 if command.arguments[place] in PATHS else len(words) - 1
+        index = min(len(words) - 2, len(command.arguments) - 1)
+        first = index + 1 if command.arguments[index] in PATHS else len(words) - 1
         before, begun = " ".join(words[:first]), " ".join(words[first:])
-        return [f"{before} {word}" for word in self._words(command.arguments[place], begun)][:MOST_COMPLETIONS]
+        return [f"{before} {word}" for word in self._words(command.arguments[index], begun)][:MOST_COMPLETIONS]
 
     def _words(self, kind: str, begun: str) -> list[str]:
         if kind == "dtype":
@@ -128,16 +128,16 @@ class Completer:
 def _next_parts(names: Sequence[str], begun: str) -> list[str]:
     """Names one part further than what is typed: `model.la` gives `model.layers`, `model.layers.` its children."""
     length = len(begun)
-    found: dict[str, None] = {}
+    parts: dict[str, None] = {}
     for name in names:
         if name.startswith(begun):
             end = name.find(".", length + 1) if length else name.find(".")
-            found[name if end < 0 else name[:end]] = None
-            if len(found) >= MOST_COMPLETIONS:
+            parts[name if end < 0 else name[:end]] = None
+            if len(parts) >= MOST_COMPLETIONS:
                 break
-    found.pop(begun, None)
-    found.pop("", None)
-    return list(found)
+    parts.pop(begun, None)
+    parts.pop("", None)
+    return list(parts)
 
 
 def _paths(begun: str, only_folders: bool = False) -> list[str]:
@@ -146,7 +146,7 @@ def _paths(begun: str, only_folders: bool = False) -> list[str]:
     last = begun[len(head) :]
     try:
         with os.scandir(Path(head).expanduser()) as entries:
-            found = [
+            names = [
                 entry.name + ("/" if entry.is_dir() else "")
                 for entry in entries
                 if entry.name.startswith(last) and entry.name.isprintable()
@@ -155,6 +155,6 @@ def _paths(begun: str, only_folders: bool = False) -> list[str]:
         return []
     return [
         head + name
-        for name in sorted(found)
+        for name in sorted(names)
         if (name.endswith("/") or not only_folders) and (last.startswith(".") or not name.startswith("."))
     ]

@@ -72,14 +72,14 @@ def remember(history: list[MeasuredRecipe], new: MeasuredRecipe) -> None:
     """Add a measurement; one of the same recipe, settings and inputs takes the place of the earlier, and keeps its pin and,
     where it was timed only in part, its time.
     """
-    for place, earlier in enumerate(history):
+    for index, earlier in enumerate(history):
         if earlier.key == new.key:
             seconds = earlier.seconds if new.seconds is None else new.seconds
-            history[place] = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
+            history[index] = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
             return
     history.append(new)
 
 
-def toggle_pin(history: list[MeasuredRecipe], place: int) -> None:
-    """Pin the measurement at a place, or let it go again."""
-    history[place] = dataclasses.replace(history[place], pinned=not history[place].pinned)
+def toggle_pin(history: list[MeasuredRecipe], index: int) -> None:
+    """Pin the measurement at an index, or let it go again."""
+    history[index] = dataclasses.replace(history[index], pinned=not history[index].pinned)

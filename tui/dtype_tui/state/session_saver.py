@@ -24,8 +24,8 @@ _CLOSE_WAIT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
-    """What of the screen is kept."""
+class Snapshot:
+    """What of the session changes while the program runs."""
 
     recipes: tuple[Recipe, ...]
     at: int
@@ -34,8 +34,8 @@ class Shown:
     measured: tuple[MeasuredRecipe, ...]
 
 
-class Explored(Protocol):
-    """What is asked of an experiment."""
+class SessionState(Protocol):
+    """What a snapshot takes from an experiment."""
 
     history: RecipeHistory
     settings: RunSettings
@@ -43,33 +43,33 @@ class Explored(Protocol):
 
 
 class SessionSaver:
-    """Notes what is on the screen and writes it when it has changed. Nothing waits for the disk but `close`.
+    """Writes the session whenever it has changed. Nothing waits for the disk but `close`.
 
-    `say` hears once, in a sentence, when the session can't be written; the program goes on without.
+    `say` is called once, with a sentence, when the session can't be written; the program goes on without.
     """
 
     def __init__(self, model: str | None, title: str, path: Path | None, options: Options) -> None:
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._changed = threading.Condition()
-        self._now: Shown | None = None
-        self._written: Shown | None = None
+        self._now: Snapshot | None = None
+        self._written: Snapshot | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._trouble: str | None = None
         self.say: Callable[[str], None] = lambda trouble: None
 
-    def note(self, experiment: Explored, cursor: str) -> None:
+    def update(self, experiment: SessionState, cursor: str) -> None:
         """This is how things stand; called often, and cheap where nothing has changed."""
         recipes, at = experiment.history.kept
-        shown = Shown(recipes, at, experiment.settings, cursor, tuple(experiment.measured))
-        if shown == self._now or self._trouble is not None:
+        snapshot = Snapshot(recipes, at, experiment.settings, cursor, tuple(experiment.measured))
+        if snapshot == self._now or self._trouble is not None:
             if self._trouble:
                 self.say(self._trouble)
                 self._trouble = ""
             return
         with self._changed:
-            self._now = shown
+            self._now = snapshot
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
@@ -102,17 +102,17 @@ class SessionSaver:
                 return
             self._written = now
 
-    def _only_the_cursor_moved(self, now: Shown | None) -> bool:
+    def _only_the_cursor_moved(self, now: Snapshot | None) -> bool:
         before = self._written
         return now is not None and before is not None and dataclasses.replace(now, cursor=before.cursor) == before
 
-    def _as_saved(self, shown: Shown) -> SavedSession:
+    def _as_saved(self, snapshot: Snapshot) -> SavedSession:
         return dataclasses.replace(
             self._about,
-            options=dataclasses.replace(self._about.options, settings=shown.settings),
-            recipes=shown.recipes,
-            at=shown.at,
-            cursor=shown.cursor,
-            measured=shown.measured,
+            options=dataclasses.replace(self._about.options, settings=snapshot.settings),
+            recipes=snapshot.recipes,
+            at=snapshot.at,
+            cursor=snapshot.cursor,
+            measured=snapshot.measured,
             saved=datetime.now(UTC),
         )

@@ -48,7 +48,7 @@ class SavedSession:
     """One session as it was last.
 
     model: what to open it by, None for the demo. path: the files behind it, where there are some. folder: where the program
-    was started. recipes: those gone through, the one in force at place `at`. cursor: the node it stood on. measured: the
+    was started. recipes: those gone through, the one in force at index `at`. cursor: the node it stood on. measured: the
     history of what was measured.
     """
 
@@ -95,14 +95,14 @@ class RecentModel:
 
 def recent_models(most: int = 10) -> tuple[RecentModel, ...]:
     """The models that were open last, the newest first, each once. Files that can't be read are passed over."""
-    found: dict[str | None, RecentModel] = {}
+    models: dict[str | None, RecentModel] = {}
     for saved in _readable():
         if not saved.own and is_python(saved.model):
             continue
-        found.setdefault(saved.model, RecentModel(saved.title, saved.model, saved.path, saved.saved))
-        if len(found) == most:
+        models.setdefault(saved.model, RecentModel(saved.title, saved.model, saved.path, saved.saved))
+        if len(models) == most:
             break
-    return tuple(found.values())
+    return tuple(models.values())
 
 
 def newest_session(model: str | None = None, any_model: bool = True) -> SavedSession:
