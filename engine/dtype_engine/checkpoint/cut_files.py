@@ -125,6 +125,7 @@ def _missing_page(number: int, info: int, context: int) -> None:
     """The signal's handler: put empty memory where the page is missing, or give the signal to who had it before."""
     collects = gc.isenabled()
     gc.disable()
+    code = _BUS_ADRERR
     try:
         code = ctypes.c_int.from_address(info + 8).value
         address = ctypes.c_void_p.from_address(info + _ADDRESS_AT).value or 0
@@ -135,6 +136,8 @@ def _missing_page(number: int, info: int, context: int) -> None:
         gc.enable()
     if not mended:  # the instruction runs again, and the signal comes again
         _libc.sigaction(signal.SIGBUS, ctypes.addressof(_before), None)
+        if code <= 0:  # a process sent it, and no instruction runs again
+            os.kill(os.getpid(), number)
 
 
 def _mend(address: int) -> bool:

@@ -112,6 +112,20 @@ def test_a_file_that_is_no_checkpoint_ends_the_process_as_ever(tmp_path: Path) -
     assert done.stdout == "ours is mended\n"
 
 
+def test_a_signal_that_another_process_sends_ends_it_as_ever(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "from dtype_engine.checkpoint import FileIdentity, cut_files\n"
+        "from pathlib import Path\n"
+        "path = Path(sys.argv[1]) / 'ours'; path.write_bytes(bytes(1 << 16))\n"
+        "cut_files.watch([FileIdentity.of(path)])\n"
+        "os.kill(os.getpid(), signal.SIGBUS)\n"
+        "print('lives')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGBUS, "")
+
+
 # Where each command has begun to read, its source is cut to half: `CUT` names a function of the program, whose call does it first.
 CUTTING = """
 import importlib, os, sys
