@@ -97,7 +97,7 @@ def pane(app: DtypeApp) -> str:
 def point(app: DtypeApp) -> int:
     """Of the front; the last is -1."""
     view: Any = app.screen
-    return -1 if view.index == len(view.front.points) - 1 else view.place
+    return -1 if view.index == len(view.front.points) - 1 else view.index
 
 
 def on(page: Callable[[Any], Any]) -> Look:

@@ -15,9 +15,9 @@ from dtype_engine.cli.program import note, print_json, say, say_progress
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
-from dtype_engine.results.losses import LossRemedy, severe
+from dtype_engine.results.losses import severe
 from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
 

@@ -5,10 +5,9 @@ torch.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-if TYPE_CHECKING:
-    from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.drift import OutputDrift, drifts_less
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +96,26 @@ class NonFiniteDiagnosis:
     largest_reference: float | None
     remedy: str | None
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LossRemedy:
+    """Rules that keep the values of the weights that a recipe loses, to come after its own.
+
+    tensors: those that the rules take, each to the nearest dtype that holds its values. planned_bytes_before, planned_bytes: of
+    the whole model. before, after: the drift of the main output without and with the rules, measured over the same inputs; None
+    where the model can't be run, and `reason` says why.
+    """
+
+    rules: tuple[str, ...]
+    tensors: tuple[str, ...]
+    planned_bytes_before: int
+    planned_bytes: int
+    before: OutputDrift | None = None
+    after: OutputDrift | None = None
+    reason: str = ""
+
+    @property
+    def improves(self) -> bool:
+        """Whether it was tried and the output drifts less with it."""
+        return self.before is not None and self.after is not None and drifts_less(self.after, self.before)

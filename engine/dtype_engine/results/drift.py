@@ -193,3 +193,12 @@ def unit_for(distribution: bool, dimensions: int) -> str:
     if not distribution:
         return SQUARED
     return NATS if dimensions > 2 else NATS_PER_EXAMPLE
+
+
+def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
+    """Whether an output drifts less than another: by values that are not finite, then by mean KL, else by relative L2."""
+    if one.nonfinite != other.nonfinite:
+        return one.nonfinite < other.nonfinite
+    if one.kl_mean is not None and other.kl_mean is not None:
+        return one.kl_mean < other.kl_mean
+    return one.rel_l2 < other.rel_l2

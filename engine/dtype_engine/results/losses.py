@@ -4,12 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
-
-if TYPE_CHECKING:
-    from dtype_engine.results.drift import OutputDrift
 
 ROUNDING_SHARE = 0.01
 """Fewer of a tensor's values than this may become zero in a floating-point dtype, and it still is rounding."""
@@ -63,35 +59,3 @@ def severe(losses: Sequence[ValueLoss]) -> list[ValueLoss]:
     """Those that are more than rounding: infinite values first, then by how large a share of the tensor is lost."""
     lost = [loss for loss in losses if not loss.is_rounding]
     return sorted(lost, key=lambda loss: (-loss.overflowed / loss.elements, -loss.vanished / loss.elements))
-
-
-@dataclass(frozen=True, slots=True)
-class LossRemedy:
-    """Rules that keep the values of the weights that a recipe loses, to come after its own.
-
-    tensors: those that the rules take, each to the nearest dtype that holds its values. planned_bytes_before, planned_bytes: of
-    the whole model. before, after: the drift of the main output without and with the rules, measured over the same inputs; None
-    where the model can't be run, and `reason` says why.
-    """
-
-    rules: tuple[str, ...]
-    tensors: tuple[str, ...]
-    planned_bytes_before: int
-    planned_bytes: int
-    before: OutputDrift | None = None
-    after: OutputDrift | None = None
-    reason: str = ""
-
-    @property
-    def improves(self) -> bool:
-        """Whether it was tried and the output drifts less with it."""
-        return self.before is not None and self.after is not None and drifts_less(self.after, self.before)
-
-
-def drifts_less(one: OutputDrift, other: OutputDrift) -> bool:
-    """Whether an output drifts less than another: by values that are not finite, then by mean KL, else by relative L2."""
-    if one.nonfinite != other.nonfinite:
-        return one.nonfinite < other.nonfinite
-    if one.kl_mean is not None and other.kl_mean is not None:
-        return one.kl_mean < other.kl_mean
-    return one.rel_l2 < other.rel_l2

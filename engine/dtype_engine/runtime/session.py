@@ -14,10 +14,10 @@ from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import compress
-from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats
 from dtype_engine.results.inputs import InputsSummary
-from dtype_engine.results.losses import LossRemedy, ValueLoss
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import ScanReport, SearchReport
 from dtype_engine.runtime.cast_model import CastModel, reading_weights

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
-    from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
-    from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.memory import MemoryStats
     from dtype_engine.results.runs import Generation, SpeedReport
     from dtype_engine.results.scan import ScanReport

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from dtype_engine.results.drift import DriftReport
-    from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.drift import DriftReport
+from dtype_engine.results.losses import ValueLoss
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,8 @@ from tests.helpers.screen_text import screen, until
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.results.losses import LossRemedy, ValueLoss
+from dtype_engine.results.attribution import LossRemedy
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_engine.worker.worker import Worker

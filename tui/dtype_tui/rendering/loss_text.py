@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import ancestors
 from dtype_engine.reports.text_losses import headline, loss_sentences, remedy_words
-from dtype_engine.results.losses import LossRemedy, ValueLoss, severe
+from dtype_engine.results.attribution import LossRemedy
+from dtype_engine.results.losses import ValueLoss, severe
 
 _MOST_SENTENCES = 3
 

@@ -31,10 +31,10 @@ from dtype_tui.state.scan import ScanView, figure
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
-    from dtype_engine.results.attribution import AttributionReport, NoiseFloor, NonFiniteDiagnosis
+    from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.inputs import InputsSummary
-    from dtype_engine.results.losses import LossRemedy, ValueLoss
+    from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.memory import MemoryStats
     from dtype_tui.state.measurement_log import MeasuredRecipe
 

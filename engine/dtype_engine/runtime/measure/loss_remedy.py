@@ -13,8 +13,9 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, generalisations, make_plan, select
-from dtype_engine.results.drift import OutputDrift
-from dtype_engine.results.losses import LossRemedy, ValueLoss, drifts_less
+from dtype_engine.results.attribution import LossRemedy
+from dtype_engine.results.drift import OutputDrift, drifts_less
+from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.measure.drift import DriftMeter
 
 Count = Callable[[str, str], ValueLoss | None]
