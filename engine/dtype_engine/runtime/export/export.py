@@ -12,6 +12,7 @@ from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.export_lock import recover_stale
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import write_recipe
@@ -21,7 +22,6 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, of_checkpoint
 from dtype_engine.runtime.export.layout import Part
-from dtype_engine.runtime.export.lock import recover_stale
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file

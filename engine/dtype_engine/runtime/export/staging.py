@@ -13,9 +13,9 @@ from pathlib import Path
 from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling_dir
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.runtime.export.lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling_dir
 from dtype_engine.runtime.export.mark import missing_mark
 
 ALONG = (

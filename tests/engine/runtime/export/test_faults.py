@@ -25,11 +25,11 @@ from tests.helpers import preloaded
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
+from dtype_engine.core import export_lock as claim
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.export_lock import CLAIM
 from dtype_engine.runtime.export import export_checkpoint, write
-from dtype_engine.runtime.export import lock as claim
 from dtype_engine.runtime.export.contents import of_checkpoint
-from dtype_engine.runtime.export.lock import CLAIM
 from dtype_engine.runtime.measure.weight_errors import round_trips
 from dtype_engine.runtime.verify.source_values import of_files
 from dtype_engine.runtime.verify.verify import compare
