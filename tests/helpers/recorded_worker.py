@@ -11,19 +11,19 @@ from typing import TypeVar
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.worker import events
+from dtype_engine.worker.process import EngineCommand, EngineProcess
 from dtype_engine.worker.worker import Worker
 
 E = TypeVar("E", bound=events.Event)
 
 
-class RecordedWorker:
-    """`on_event` is called for every event on the thread that emits it, as soon as it is recorded."""
+class Recorder:
+    """Every event so far. `on_event` is called for every event on the thread that emits it, as soon as it is recorded."""
 
-    def __init__(self, source: Source, options: Options, read_headers: bool = False) -> None:
+    def __init__(self) -> None:
         self.events: list[events.Event] = []
         self.on_event: Callable[[events.Event], None] = lambda event: None
         self._arrived = threading.Condition()
-        self.worker = Worker(source, options, self._record, read_headers)
 
     def _record(self, event: events.Event) -> None:
         with self._arrived:
@@ -53,6 +53,29 @@ class RecordedWorker:
     def measured(self, recipe: Recipe, since: int = 0) -> events.Measured:
         """The first measurement of this recipe from index `since` on."""
         return self.wait_for(events.Measured, lambda event: event.recipe == recipe, since)
+
+
+class RecordedWorker(Recorder):
+    """A worker in this process."""
+
+    def __init__(self, source: Source, options: Options, read_headers: bool = False) -> None:
+        super().__init__()
+        self.worker = Worker(source, options, self._record, read_headers)
+
+
+class RecordedProcess(Recorder):
+    """An engine in a process of its own."""
+
+    def __init__(self, command: EngineCommand, model: str | None, options: Options) -> None:
+        super().__init__()
+        self.worker = EngineProcess(command, model, options, self._record)
+
+    @property
+    def child(self) -> int:
+        """The number of its process."""
+        number = self.worker.process_id
+        assert number is not None
+        return number
 
 
 @contextmanager

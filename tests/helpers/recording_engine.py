@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from textual.pilot import Pilot
 
@@ -16,15 +16,18 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Request
+from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.launch import Launch
 
 
 @dataclass
-class RecordingEngine:
+class RecordingEngine(Engine):
     """Remembers the commands; says what a test makes it say."""
 
+    can_restart: ClassVar[bool] = True
     emit: Callable[[events.Event], None]
     recipes: list[Recipe] = field(default_factory=list)
     commands: list[str] = field(default_factory=list)
@@ -34,6 +37,9 @@ class RecordingEngine:
 
     def start(self) -> None:
         self.commands.append("start")
+
+    def request(self, request: Request) -> None:
+        raise AssertionError(f"a request without a method: {request}")
 
     def set_recipe(self, recipe: Recipe) -> None:
         self.recipes.append(recipe)
@@ -65,9 +71,9 @@ class RecordingEngine:
     def plan_export(self) -> None:
         self.commands.append("plan export")
 
-    def save(self, wish: SaveRequest) -> None:
+    def save(self, request: SaveRequest) -> None:
         self.commands.append("save")
-        self.wishes.append(wish)
+        self.wishes.append(request)
 
     def scan(self, dtypes: tuple[str, ...]) -> None:
         self.commands.append(f"scan {','.join(dtypes)}")
@@ -80,6 +86,9 @@ class RecordingEngine:
 
     def cancel(self, name: str | None = None) -> None:
         self.commands.append("cancel" if name is None else f"cancel {name}")
+
+    def restart(self) -> None:
+        self.commands.append("restart")
 
     def close(self) -> None:
         self.commands.append("close")

@@ -145,6 +145,7 @@ IN_MAIN = (
         ),
     ),
     Walk(MAIN, measuring, (Key("escape", asked, "cancel"),)),
+    Walk(MAIN, measuring, (Key("R", asked, "restart"),)),
     Walk(MAIN, ready, (Key("q", lambda app: app._exit, True),)),
 )
 OTHER_PLACES = (

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGES = ("engine/dtype_engine", "tui/dtype_tui")
-PUBLIC = frozenset({"_replace", "_asdict", "_fields"})
+PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults"})
 """Documented in spite of their underscore: of named tuples."""
 ALL = re.compile("")
 MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {

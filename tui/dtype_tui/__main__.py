@@ -1,7 +1,10 @@
-"""Where `dtype-tui` begins: nothing but the garbage policy is imported before it."""
+"""Where `dtype-tui` begins: the engine's process is started before anything else is imported."""
 
 from __future__ import annotations
 
+import sys
+
+from dtype_tui.process.early_engine import start_early
 from dtype_tui.process.ending import exit_at_once
 from dtype_tui.process.gc_policy import pause_gc
 
@@ -9,6 +12,7 @@ from dtype_tui.process.gc_policy import pause_gc
 def main() -> None:
     """The `dtype-tui` program."""
     pause_gc()
+    start_early(sys.argv[1:])
     from dtype_tui.cli.command import main as run
 
     try:

@@ -16,14 +16,15 @@ from textual.screen import Screen
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.worker import events
+from dtype_engine.worker.engine import Engine
 from dtype_tui.base_app import BaseApp
 from dtype_tui.config.bindings import APP_KEYS, KEYS
 from dtype_tui.config.key_names import keys_of, on_keyboard
 from dtype_tui.main_screen import MainScreen
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.controller import Controller, Severity
-from dtype_tui.state.engine import Engine
+from dtype_tui.state.controller import Controller
+from dtype_tui.state.engine_life import Severity
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.launch import Launch
 
@@ -122,7 +123,7 @@ class DtypeApp(BaseApp[None]):
         self.main.lay_out(event.size)
 
     async def action_quit(self) -> None:
-        if self.controller.may_quit():
+        if self.controller.life.may_quit():
             await super().action_quit()
 
     # -- the palette ---------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.controller import Controller, Severity
+from dtype_tui.state.controller import Controller
+from dtype_tui.state.engine_life import Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
@@ -39,6 +40,8 @@ from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
+STOP_WAIT_S = 2.0
+"""What has not stopped so long after it was told to is offered to be ended with the engine."""
 
 
 class MainScreen(Screen[None]):
@@ -136,15 +139,13 @@ class MainScreen(Screen[None]):
 
     def _show_panes(self) -> None:
         node = self._tree.current.name if self._tree.rows else ""
-        self.side.show(self.controller.activity.now()[0], node)
+        life = self.controller.life
+        self.side.show(life.idle_words(False) if life.error else life.activity.now()[0], node)
 
     def _show_status(self) -> None:
         experiment, controller, width = self.experiment, self.controller, self.app.size.width
-        planning_only = controller.open_error is not None
-        self._put(
-            "#status",
-            status_line(experiment, controller.activity.now(), controller.activity.queue, planning_only, width),
-        )
+        activity, idle = controller.activity, controller.life.idle_words(controller.open_error is not None)
+        self._put("#status", status_line(experiment, activity.now(), activity.queue, idle, width))
         keys = next_keys(experiment, bool(self.tree_view.filter_text), controller.activity.busy, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
@@ -344,6 +345,10 @@ class MainScreen(Screen[None]):
             self.show_all()
         else:
             self.controller.stop()
+            self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
+
+    def action_restart_engine(self) -> None:
+        self.controller.restart_engine()
 
     async def action_filter(self) -> None:
         await self.ensure_prompts()

@@ -16,6 +16,11 @@ def printable(text: str, limit: int = 80) -> str:
     )
 
 
+def without_controls(text: str) -> str:
+    """`text` of several lines with all else escaped that `printable` escapes."""
+    return "\n".join(printable(line, len(line)) for line in text.split("\n"))
+
+
 def _escaped(character: str) -> str:
     code = ord(character)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -19,6 +19,11 @@ from dtype_engine.runtime.model.load import OnStep, load, pick_device
 from dtype_engine.runtime.session import Session
 
 
+def import_loaders() -> None:
+    """Import what most checkpoints are loaded with, ahead of `open_session`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
 def open_session(
     model: str | Source | nn.Module | None = None,
     options: Options | None = None,

@@ -256,6 +256,12 @@ class Idle(NamedTuple):
     """Nothing is under way."""
 
 
+class EngineEnded(NamedTuple):
+    """The engine's process is gone, with what it was doing; `message` says why. `Engine.restart` starts another."""
+
+    message: str
+
+
 Event = (
     LoadingProgress
     | HeadersRead
@@ -287,4 +293,5 @@ Event = (
     | Stopped
     | Memory
     | Idle
+    | EngineEnded
 )

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.worker import events
+from dtype_engine.worker.imports import finish_imports
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -91,6 +92,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
         if reason := shortfall(model.checkpoint):
             raise NoForward(f"{source.title}: {reason}")
     emit(events.LoadingProgress("importing torch"))
+    finish_imports()
     from dtype_engine.runtime.opening import open_session
 
     session = open_session(

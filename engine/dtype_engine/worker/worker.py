@@ -16,27 +16,11 @@ from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, KernelError, UserError, one_line
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import (
-    AttributeDrift,
-    Cancel,
-    Command,
-    FollowRecipe,
-    Generate,
-    InspectWeight,
-    Measure,
-    MeasureSpeed,
-    Pause,
-    Request,
-    Save,
-    Scan,
-    SetInputs,
-    SetRecipe,
-    SetSettings,
-    TraceCasts,
-)
+from dtype_engine.worker.commands import Command, Measure, Request, Save, Scan
+from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
@@ -63,7 +47,7 @@ def _lower_priority() -> None:
             os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
 
 
-class Worker:
+class Worker(Engine):
     """Opens `source` in the background, then runs what it is asked for. `emit` is called from its threads and the callers'.
 
     After opening it casts to the recipe that was set last (at first the empty one) and measures it. `read_headers`: the caller
@@ -93,7 +77,6 @@ class Worker:
         self._planning: list[threading.Thread] = []
 
     def start(self) -> None:
-        """Begin to open the model."""
         self._thread.start()
         self._memory.thread.start()
 
@@ -102,73 +85,16 @@ class Worker:
         """The recipe in force."""
         return self._queue.recipe
 
-    def set_recipe(self, recipe: Recipe) -> None:
-        """Cast to `recipe` and measure it; whatever runs for another recipe stops."""
-        self._request(SetRecipe(recipe))
-
-    def follow_recipe(self, recipe: Recipe) -> None:
-        """Take over another recipe that plans the same: it is measured only where the one in force has not been."""
-        self._request(FollowRecipe(recipe))
-
-    def measure(self) -> None:
-        """Measure the recipe in force once more."""
-        self._request(Measure(read_values=True))
-
-    def set_settings(self, settings: RunSettings) -> None:
-        """Run candidates with these settings from now on, and measure the recipe in force with them."""
-        self._request(SetSettings(settings))
-
-    def set_inputs(self, line: str) -> None:
-        """Run on other inputs from now on, as `input_args.typed` reads the line, and measure the recipe in force on them.
-
-        What runs for the old ones stops; it runs again where the new ones are refused.
-        """
-        self._request(SetInputs(line))
-
-    def flow(self) -> None:
-        """Trace the implicit casts of one forward pass under the recipe in force."""
-        self._request(TraceCasts())
-
-    def causes(self) -> None:
-        """Find which modules the drift of the recipe in force arises in."""
-        self._request(AttributeDrift())
-
-    def generate(self, tokens: int) -> None:
-        """Generate text with reference and candidate."""
-        self._request(Generate(tokens))
-
-    def speed(self) -> None:
-        """Time forward passes."""
-        self._request(MeasureSpeed())
-
-    def scan(self, dtypes: tuple[str, ...]) -> None:
-        """Scan in these dtypes, or resume that scan; a newer recipe is measured in between."""
-        self._request(Scan(dtypes))
-
-    def pause(self, waiting: bool) -> None:
-        """Hold a scan where it is, or resume it."""
-        self._request(Pause(waiting))
-
-    def look_at(self, name: str, targets: tuple[str, ...]) -> None:
-        """Read one tensor's values: exponents, and the error of a cast to each of `targets`."""
-        self._request(InspectWeight(name, targets))
+    def request(self, request: Request) -> None:
+        with self._changed:
+            self._replace_queue(merge(self._queue, request))
+            self._emit_jobs()
 
     def save(self, request: SaveRequest) -> None:
-        """Write what is requested, of the recipe in force now. Only `cancel` stops it."""
         with self._changed:
-            self._request(Save(request, self._queue.recipe))
-
-    def cancel(self, name: str | None = None) -> None:
-        """Stop the running command and drop what waits. The recipe stays; its casts are completed at the next command.
-
-        name: only commands of this name (see `commands.JobName`); everything else runs on or waits.
-        """
-        self._request(Cancel(name))
+            self.request(Save(request, self._queue.recipe))
 
     def plan_export(self) -> None:
-        """Emit what an export of the recipe in force would write. This is arithmetic: it waits for the model to be open and for
-        nothing else.
-        """
         self._planning = [thread for thread in self._planning if thread.is_alive()]
         thread = threading.Thread(target=self._plan_export, args=(self._queue,), name="dtype-engine-plan", daemon=True)
         self._planning.append(thread)
@@ -187,11 +113,6 @@ class Worker:
         for thread in (self._thread, self._memory.thread, *self._planning):
             if thread.is_alive() and threading.current_thread() is not thread:
                 thread.join(max(0.0, until - time.monotonic()))
-
-    def _request(self, request: Request) -> None:
-        with self._changed:
-            self._replace_queue(merge(self._queue, request))
-            self._emit_jobs()
 
     def _replace_queue(self, queue: Queue) -> None:
         """With the lock held: put a new queue in force, and report what it has to report."""

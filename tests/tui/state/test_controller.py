@@ -101,13 +101,13 @@ def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_no
 
 
 def test_quitting_while_something_is_written_takes_two_keys(alone: Alone) -> None:
-    assert alone.controller.may_quit()
+    assert alone.controller.life.may_quit()
     alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
-    assert not alone.controller.may_quit()
-    assert alone.controller.may_quit()
+    assert not alone.controller.life.may_quit()
+    assert alone.controller.life.may_quit()
     alone.controller.handle(events.Saved(Recipe(), True, "wrote it"))
     alone.controller.handle(events.SavingProgress(Recipe(), "exporting", 1, 4))
-    assert not alone.controller.may_quit(), "asked anew for what is written anew"
+    assert not alone.controller.life.may_quit(), "asked anew for what is written anew"
 
 
 def test_a_session_that_is_taken_up_comes_before_the_rules_of_the_command_line(alone: Alone) -> None:

@@ -24,6 +24,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.worker.events import Event
 
 if TYPE_CHECKING:
+    from dtype_engine.worker.engine import Engine
     from dtype_tui.config.config import Config
     from dtype_tui.state.session_saver import SessionSaver
 
@@ -32,8 +33,11 @@ if TYPE_CHECKING:
 @click.version_option(package_name="dtype-tui")
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
+@click.option(
+    "--in-process", is_flag=True, help="Run the engine in a thread of this program, not in a process of its own."
+)
 @threshold_options
-def command(request: RunRequest, in_ascii: bool, resume: bool, **limits: Any) -> int:
+def command(request: RunRequest, in_ascii: bool, resume: bool, in_process: bool, **limits: Any) -> int:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
@@ -62,12 +66,18 @@ def command(request: RunRequest, in_ascii: bool, resume: bool, **limits: Any) ->
     _need_a_terminal()
     if tree is not None:
         request.refuse_unmatched(source, tree)
-    from dtype_engine.worker.worker import Worker
     from dtype_tui.app import DtypeApp
     from dtype_tui.state.launch import Launch
 
-    def start_worker(emit: Callable[[Event], None]) -> Worker:
-        return Worker(source, options, emit, read_headers=not whole)
+    def make_engine(emit: Callable[[Event], None]) -> Engine:
+        if in_process:
+            from dtype_engine.worker.worker import Worker
+
+            return Worker(source, options, emit, read_headers=not whole)
+        from dtype_engine.worker.process import EngineCommand, EngineProcess
+        from dtype_tui.process.early_engine import take
+
+        return EngineProcess(EngineCommand(), model, options, emit, read_headers=not whole, process=take())
 
     def session_saver() -> SessionSaver:
         from dtype_tui.state.session_saver import SessionSaver
@@ -86,7 +96,7 @@ def command(request: RunRequest, in_ascii: bool, resume: bool, **limits: Any) ->
         saver=session_saver,
         config=config,
     )
-    app = DtypeApp(launch, start_worker)
+    app = DtypeApp(launch, make_engine)
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0

@@ -45,6 +45,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),
         Binding("escape", "stop", "Stop what the engine does"),
+        Binding("R", "restart_engine", "Start the engine again, with the same recipe"),
         Binding("question_mark", "help", "Help"),
     ]
 )

@@ -20,6 +20,10 @@ class Activity:
     """As the engine tells it, and as it will be once the engine has begun what it was asked for."""
 
     def __init__(self) -> None:
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """An engine has been started."""
         self.busy = True
         self.what = "opening"
         """In a few words; while it is busy."""

@@ -12,10 +12,10 @@ from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
+from dtype_engine.worker.engine import Engine
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state import measurement_log
-from dtype_tui.state.activity import Activity
-from dtype_tui.state.engine import Engine
+from dtype_tui.state.engine_life import EngineLife, Severity
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
 
-Severity = Literal["information", "warning", "error"]
 GENERATED_TOKENS = 48
 INSPECTED_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 """Dtypes that a tensor's values are compared in."""
@@ -47,10 +46,10 @@ class Controller:
         self.engine = engine
         self.notify = notify
         self._changed = changed
-        self.activity = Activity()
+        self.life = EngineLife(engine, experiment.scan, notify)
+        self.activity = self.life.activity
         self.open_error: str | None = None
         """Why there is no live model."""
-        self._quit_asked = False
         self._preset: str | None = None
         """The preset to begin with, until it is in force."""
         self._after_preset = Recipe()
@@ -75,8 +74,10 @@ class Controller:
                 | events.Jobs()
                 | events.Idle()
             ):
-                self.activity.follow(event)
+                self.life.follow(event)
                 self.experiment.take(event)
+            case events.EngineEnded():
+                self.life.end(event.message)
             case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
                 self._handle_end(event)
             case _:
@@ -116,7 +117,7 @@ class Controller:
             case events.InputsRefused() | events.Refused():
                 self.notify(event.message, "error")
             case events.Saved():
-                self.activity.saving = self._quit_asked = False
+                self.activity.saving = self.life.quit_asked = False
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
                 self.experiment.failure, self.experiment.failed_module = event.message, event.module
@@ -182,7 +183,7 @@ class Controller:
         else:
             self.engine.set_recipe(self.experiment.recipe)
             if self.open_error is None:
-                self.activity.begin("casting")
+                self.life.begin("casting")
         self._changed()
 
     def add_rule(self, rule: Rule) -> None:
@@ -279,7 +280,7 @@ class Controller:
     # -- what is asked of the engine -----------------------------------------------------------------------------
 
     def _expect(self, job: str) -> None:
-        self.activity.expect(job)
+        self.life.expect(job)
         self._changed()
 
     def measure(self) -> None:
@@ -336,17 +337,17 @@ class Controller:
         self._expect("write")
 
     def stop(self) -> None:
-        """Stop what the engine does."""
-        if self.activity.busy:
-            self.engine.cancel()
+        """Stop what the engine does; where it can't be stopped, end it and start another."""
+        if self.life.must_end:
+            self.restart_engine()
+        else:
+            self.life.stop()
 
-    def may_quit(self) -> bool:
-        """Whether nothing is being written; asked a second time, whether or not."""
-        if not self.activity.saving or self._quit_asked:
-            return True
-        self._quit_asked = True
-        self.notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
-        return False
+    def restart_engine(self) -> None:
+        """End the engine, whatever it does, and start another with the same recipe."""
+        if self.life.restart():
+            self.open_error = None
+            self._changed()
 
     # -- the scan ------------------------------------------------------------------------------------------------
 

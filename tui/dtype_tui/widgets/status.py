@@ -36,10 +36,8 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) ->
     return line if pairs else f" {ALWAYS}"
 
 
-def status_line(
-    experiment: Experiment, doing: tuple[str, float | None], waiting: str, planning_only: bool, width: int
-) -> Text:
-    """What the engine does, its progress and its queue; at the right as much as fits of model, class and device."""
+def status_line(experiment: Experiment, doing: tuple[str, float | None], waiting: str, idle: str, width: int) -> Text:
+    """What the engine does (`idle` while nothing), its progress and its queue; at the right what fits of model, class, device."""
     activity, share = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
     if activity:
@@ -51,7 +49,7 @@ def status_line(
             line.append(f" · then: {waiting}")
         line.append("  Esc stops", style="dim")
     else:
-        line.append("no engine: planning only" if planning_only else "ready")
+        line.append(idle)
     if lost := loss_status(experiment.lost or ()):
         line.append(f"  {lost}", style="bold")
     parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]

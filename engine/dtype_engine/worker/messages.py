@@ -1,0 +1,310 @@
+"""Commands and events as MessagePack, for an engine in another process.
+
+A message is an array: its name, then its fields in their order. Nothing that arrives is believed before msgspec has checked it
+against the types of its class. Two things are not sent as they are: a recipe, which the app made and numbered, goes as its
+number; a tree goes before its event, in parts of a few hundred tensors, so that none holds the interpreter for longer than a key
+may wait.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import without_controls
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe
+from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
+from dtype_engine.worker import commands, events, save_requests
+from dtype_engine.worker.frames import WireError
+
+PROTOCOL = 1
+"""Changes with every message that changes."""
+_TENSORS_A_PART = 400
+
+
+class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The engine's first message. missing: packages that it needs and does not have. requests: how many it has had, after `Open`.
+    is_open: it has a model from an earlier connection.
+    """
+
+    protocol: int
+    version: str
+    missing: tuple[str, ...] = ()
+    requests: int = 0
+    is_open: bool = False
+
+
+class Open(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The app's first message to a new engine: what `Worker` is made of. `model` as on the command line."""
+
+    model: str | None
+    options: Options
+    read_headers: bool
+
+
+class Resume(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The app's first message to an engine that it had before: how many events it has had of it."""
+
+    received: int
+
+
+class Opened(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """The engine's answer to `Open`: what MODEL means there, or why it means nothing."""
+
+    title: str
+    refusal: str = ""
+
+
+class Acknowledge(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """How many events the app has had: the engine need not keep these."""
+
+    received: int
+
+
+class SaveOf(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """`Engine.save`; `kind`: the request's class."""
+
+    kind: str
+    request: Any
+
+
+class PlanExport(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """`Engine.plan_export`."""
+
+
+class Close(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """End: nobody will come back."""
+
+
+class TreePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """Some of a tree's tensors, each as the fields of a TensorInfo without the defaults at its end, and some of its modules: name,
+    class, reason to stay in float32. with_classes: whether the tree knows the modules' classes.
+    """
+
+    with_classes: bool
+    tensors: tuple[Any, ...]
+    modules: tuple[tuple[str, str | None, str | None], ...]
+
+
+Request = commands.Request | Open | Resume | Acknowledge | SaveOf | PlanExport | Close
+Answer = events.Event | Hello | Opened
+_ENVELOPE = (Hello, Open, Resume, Opened, Acknowledge, SaveOf, PlanExport, Close, TreePart)
+_NAMES = {
+    name: value
+    for module in (attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands)
+    for name, value in vars(module).items()
+    if isinstance(value, type)
+} | {"Recipe": Recipe, "RunSettings": RunSettings, "Tree": None, "JobName": commands.JobName}
+_SAVES = {kind.__name__: kind for kind in typing.get_args(save_requests.SaveRequest)}
+
+
+def _wire_class(kind: type, names: dict[str, Any], tag: bool = True) -> Any:
+    """A struct with the fields of a named tuple or data class."""
+    hints = typing.get_type_hints(kind, localns=names)
+    if dataclasses.is_dataclass(kind):
+        own = [(field.name, field.default) for field in dataclasses.fields(kind) if field.init]
+    else:
+        defaults = kind._field_defaults  # type: ignore[attr-defined]
+        own = [(name, defaults.get(name, dataclasses.MISSING)) for name in hints]
+    fields = [
+        (name, hints[name]) if default is dataclasses.MISSING else (name, hints[name], default) for name, default in own
+    ]
+    return msgspec.defstruct(kind.__name__, fields, array_like=True, tag=tag, frozen=True)
+
+
+def _wire_classes(kinds: Iterable[type], names: dict[str, Any]) -> dict[str, tuple[Any, type]]:
+    return {kind.__name__: (_wire_class(kind, names), kind) for kind in kinds}
+
+
+_EVENTS = _wire_classes(typing.get_args(events.Event), _NAMES | {"Recipe": int})
+_COMMANDS = _wire_classes(
+    (
+        commands.SetRecipe,
+        commands.FollowRecipe,
+        commands.SetSettings,
+        commands.Pause,
+        commands.Cancel,
+        commands.SetInputs,
+        commands.Measure,
+        commands.TraceCasts,
+        commands.AttributeDrift,
+        commands.MeasureSpeed,
+        commands.Generate,
+        commands.Scan,
+        commands.InspectWeight,
+    ),
+    _NAMES,
+)
+_TENSOR = [(field.name, field.default) for field in dataclasses.fields(TensorInfo) if field.init]
+
+
+class RecipeNumbers:
+    """Recipes in the order in which the app asked for them; 0 is the empty one. Both ends number alike."""
+
+    def __init__(self) -> None:
+        self._recipes = [Recipe()]
+        self._numbers = {Recipe(): 0}
+
+    def note(self, request: object) -> None:
+        """Number the recipe of a request, if it has a new one."""
+        if isinstance(request, (commands.SetRecipe, commands.FollowRecipe)) and request.recipe not in self._numbers:
+            self._numbers[request.recipe] = len(self._recipes)
+            self._recipes.append(request.recipe)
+
+    def number(self, recipe: Recipe) -> int:
+        """The number of a recipe that was asked for."""
+        return self._numbers[recipe]
+
+    def recipe(self, number: int) -> Recipe:
+        """The recipe of a number. Raises WireError."""
+        if not 0 <= number < len(self._recipes):
+            raise WireError(f"there is no recipe {number}")
+        return self._recipes[number]
+
+
+def encode_request(request: Request) -> bytes:
+    """One message of the app."""
+    if isinstance(request, _ENVELOPE):
+        return _ENCODER.encode(request)
+    return _ENCODER.encode([type(request).__name__, *(getattr(request, name) for name in _fields(request))])
+
+
+def decode_request(data: bytes) -> Request:
+    """What `encode_request` was given. Raises WireError."""
+    try:
+        message = _REQUESTS.decode(data)
+        kind = _COMMANDS.get(type(message).__name__)
+        if isinstance(message, SaveOf):
+            return SaveOf(message.kind, msgspec.convert(message.request, _SAVES[message.kind], dec_hook=_path))
+        return typing.cast(Request, kind[1](*_values(message)) if kind else message)
+    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
+        raise WireError(str(error)) from None
+
+
+def encode_answer(answer: Answer, recipes: RecipeNumbers) -> Iterator[bytes]:
+    """The messages that one event takes: parts of a tree first, if it has one."""
+    if isinstance(answer, _ENVELOPE):
+        yield _ENCODER.encode(answer)
+        return
+    plain: list[object] = [type(answer).__name__]
+    for value in answer:
+        if isinstance(value, Tree):
+            yield from _tree_parts(value)
+            value = None
+        plain.append(recipes.number(value) if isinstance(value, Recipe) else value)
+    yield _ENCODER.encode(plain)
+
+
+class AnswerDecoder:
+    """Reads an engine's messages in their order, and believes nothing: types are checked, text is made safe to show."""
+
+    def __init__(self, recipes: RecipeNumbers) -> None:
+        self._recipes = recipes
+        self._tree = Tree(())
+        self._parts: list[TreePart] = []
+        self._tensors: list[TensorInfo] = []
+
+    def decode(self, data: bytes) -> Answer | None:
+        """What one message completes; None where more belongs to it. Raises WireError."""
+        try:
+            plain = msgspec.msgpack.decode(data)
+            if isinstance(plain, list) and plain and plain[0] == "TreePart":
+                self._take_part(msgspec.convert(plain, TreePart))
+                return None
+            return self._answer(msgspec.convert(self._safe(plain), _ANSWERS))
+        except (msgspec.MsgspecError, UserError, TypeError, ValueError, OverflowError, RecursionError) as error:
+            raise WireError(str(error)) from None
+
+    def _answer(self, message: Any) -> Answer:
+        _, kind = _EVENTS.get(type(message).__name__, (None, None))
+        if kind is None:
+            return typing.cast(Answer, message)
+        values = dict(zip(type(message).__struct_fields__, _values(message), strict=True))
+        if "recipe" in values:
+            values["recipe"] = self._recipes.recipe(values["recipe"])
+        if "tree" in values:
+            values["tree"] = self._tree = self._made_tree()
+        return typing.cast(Answer, kind(**values))
+
+    def _safe(self, value: Any) -> Any:
+        """`value` without characters that a terminal takes for commands, but for names of the tree, which are shown escaped."""
+        if isinstance(value, str):
+            known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
+            return value if known else without_controls(value)
+        if isinstance(value, list):
+            return [self._safe(item) for item in value]
+        if isinstance(value, dict):
+            return {self._safe(key): self._safe(item) for key, item in value.items()}
+        return value
+
+    def _take_part(self, part: TreePart) -> None:
+        self._parts.append(part)
+        for fields in part.tensors:
+            tensor = msgspec.convert(fields, _Tensor)
+            self._tensors.append(TensorInfo(*_values(tensor)))
+
+    def _made_tree(self) -> Tree:
+        parts, tensors = self._parts, self._tensors
+        self._parts, self._tensors = [], []
+        with_classes = any(part.with_classes for part in parts)
+        modules = [module for part in parts for module in part.modules]
+        tree = Tree(
+            tensors,
+            {name: self._safe(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
+            by_number=not with_classes,
+        )
+        for name, _, island in modules:
+            if island is not None and name in tree.modules:
+                tree.modules[name].island = self._safe(island)
+        assert tree.names  # listed here, so that the first frame of a filter need not
+        return tree
+
+
+def _tree_parts(tree: Tree) -> Iterator[bytes]:
+    tensors = [_trimmed(tensor) for tensor in tree.tensors.values()]
+    modules = [
+        (module.name, module.class_name, module.island)
+        for module in tree.modules.values()
+        if module.class_name is not None or module.island is not None
+    ]
+    for first in range(0, max(len(tensors), len(modules), 1), _TENSORS_A_PART):
+        part = slice(first, first + _TENSORS_A_PART)
+        yield _ENCODER.encode(TreePart(tree.has_classes, tuple(tensors[part]), tuple(modules[part])))
+
+
+def _trimmed(tensor: TensorInfo) -> list[object]:
+    values = [getattr(tensor, name) for name, _ in _TENSOR]
+    while values[-1] == _TENSOR[len(values) - 1][1]:
+        values.pop()
+    return values
+
+
+def _fields(request: Any) -> Sequence[str]:
+    return [field.name for field in dataclasses.fields(request)]
+
+
+def _values(message: Any) -> Iterator[Any]:
+    return (getattr(message, name) for name in message.__struct_fields__)
+
+
+def _path(kind: type, value: object) -> Path:
+    if kind is not Path or not isinstance(value, str):
+        raise ValueError(f"expected a path, got {type(value).__name__}")
+    return Path(value)
+
+
+_Tensor = _wire_class(TensorInfo, {}, tag=False)
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=str)
+_REQUESTS = msgspec.msgpack.Decoder(
+    typing.Union[(Open, Resume, Acknowledge, SaveOf, PlanExport, Close, *(made for made, _ in _COMMANDS.values()))],
+    dec_hook=_path,
+)
+_ANSWERS: Any = typing.Union[(Hello, Opened, *(made for made, _ in _EVENTS.values()))]

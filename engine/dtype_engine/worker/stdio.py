@@ -1,0 +1,168 @@
+"""The engine's end of a connection: a worker behind standard input and output.
+
+`python -m dtype_engine.worker.stdio` is what the app starts; `dtype-engine stdio` the same for people and for ssh.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dtype_engine.worker import events, imports
+
+if TYPE_CHECKING:
+    from dtype_engine.worker.frames import FrameReader, FrameWriter
+    from dtype_engine.worker.messages import Open, Request
+    from dtype_engine.worker.worker import Worker
+
+
+class EngineServer:
+    """A worker for whoever is connected. keep: the app may come back on another connection; events wait for it."""
+
+    def __init__(self, keep: bool = False) -> None:
+        from dtype_engine.worker.messages import RecipeNumbers
+        from dtype_engine.worker.outbox import Outbox
+
+        self._outbox = Outbox(keep)
+        self._recipes = RecipeNumbers()
+        self._requests = 0
+        """How many have come, after `Open`."""
+        self._worker: Worker | None = None
+
+    def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
+        """Answer one connection until it ends. True where the app has said that it is done, False where it was cut off."""
+        from dtype_engine.core.version import __version__
+        from dtype_engine.worker import messages
+        from dtype_engine.worker.frames import WireError
+
+        missing = tuple(name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None)
+        sending: threading.Thread | None = None
+        try:
+            writer.mark()
+            hello = messages.Hello(messages.PROTOCOL, __version__, missing, self._requests, self._worker is not None)
+            self._send(writer, hello)
+            while (data := reader.next()) is not None:
+                request = messages.decode_request(data)
+                if isinstance(request, messages.Close):
+                    return True
+                if isinstance(request, messages.Open | messages.Resume):
+                    if isinstance(request, messages.Open):
+                        if not self._open(request, writer):
+                            return True
+                        self._outbox.open()
+                    else:
+                        self._outbox.open(request.received)
+                    sending = threading.Thread(
+                        target=self._send_events, args=(writer,), name="dtype-engine-out", daemon=True
+                    )
+                    sending.start()
+                elif self._worker is not None:
+                    self._take(self._worker, request)
+        except (OSError, WireError) as error:
+            print(f"dtype-engine: the connection ended: {error}", file=sys.stderr)
+        finally:
+            self._outbox.shut()
+            if sending is not None:
+                sending.join(1.0)  # may be stuck in a write that nobody reads
+        return False
+
+    def close(self) -> None:
+        """Stop the worker; what it was writing is cleared away."""
+        if self._worker is not None:
+            self._worker.close()
+
+    def _open(self, request: Open, writer: FrameWriter) -> bool:
+        """Find the model and start the worker. False where the model means nothing here, which the app is told."""
+        from dtype_engine.checkpoint.source import locate
+        from dtype_engine.core.errors import UserError
+        from dtype_engine.worker.messages import Opened
+        from dtype_engine.worker.worker import Worker
+
+        try:
+            source = locate(request.model, request.options.trust_pickle, request.options.download)
+        except UserError as error:
+            self._send(writer, Opened("", str(error)))
+            return False
+        if source.kind == "checkpoint":
+            imports.add_transformers()
+        self._send(writer, Opened(source.title))
+        self._worker = Worker(source, request.options, self._emit, request.read_headers)
+        self._worker.start()
+        return True
+
+    def _emit(self, event: events.Event) -> None:
+        if isinstance(event, (events.ModelReady, events.OpenFailed)):
+            gc.collect()
+            gc.freeze()
+            gc.enable()
+        self._outbox.put(event)
+
+    def _take(self, worker: Worker, request: Request) -> None:
+        from dtype_engine.worker import messages
+
+        match request:
+            case messages.Acknowledge():
+                self._outbox.acknowledge(request.received)
+                return
+            case messages.SaveOf():
+                worker.save(request.request)
+            case messages.PlanExport():
+                worker.plan_export()
+            case _:
+                self._recipes.note(request)
+                worker.request(request)  # type: ignore[arg-type]
+        self._requests += 1
+
+    def _send(self, writer: FrameWriter, answer: object) -> None:
+        from dtype_engine.worker.messages import encode_answer
+
+        for message in encode_answer(answer, self._recipes):  # type: ignore[arg-type]
+            writer.put(message)
+
+    def _send_events(self, writer: FrameWriter) -> None:
+        with contextlib.suppress(OSError):  # whoever reads sees the end, too
+            while (event := self._outbox.take()) is not None:
+                self._send(writer, event)
+
+
+def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:
+    """Standard input and output for messages alone: what a model's code reads is empty, what it prints goes to standard error."""
+    incoming, outgoing = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    return lambda count: os.read(incoming, count), lambda data: write_all(outgoing, data)
+
+
+def write_all(file: int, data: bytes) -> None:
+    """Write all of `data` to a file descriptor. Raises OSError."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(file, rest) :]
+
+
+def main(compressed: bool = False) -> None:
+    """Serve one app on standard input and output, and end with it."""
+    gc.disable()  # until the model is there: what is imported and loaded is long-lived
+    imports.begin_imports()
+    from dtype_engine.worker.frames import FrameReader, FrameWriter
+
+    read, write = own_streams()
+    server = EngineServer()
+    reader, writer = FrameReader(read), FrameWriter(write, compressed)
+    try:
+        server.serve(reader, writer)
+        server.close()
+    finally:
+        os._exit(0)  # an import or a kernel may still run
+
+
+if __name__ == "__main__":
+    main("--compressed" in sys.argv[1:])

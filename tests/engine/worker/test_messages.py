@@ -1,0 +1,291 @@
+"""Commands and events cross to another process whole; what is no message of ours is refused, whatever it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.recorded_worker import recorded_worker
+from tests.helpers.recording_engine import report
+
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.checkpoint.source import locate
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
+from dtype_engine.worker import commands, events, frames, messages, save_requests
+from dtype_engine.worker.frames import FrameReader, FrameWriter, WireError
+
+RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
+REQUESTS: list[messages.Request] = [
+    messages.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
+    messages.Resume(7),
+    messages.Acknowledge(3),
+    messages.PlanExport(),
+    messages.Close(),
+    messages.SaveOf("ExportRequest", save_requests.ExportRequest(Path("out"), True)),
+    messages.SaveOf("RecipeRequest", save_requests.RecipeRequest(Path("r.yaml"), drift=report(RECIPE))),
+    messages.SaveOf("ReportRequest", save_requests.ReportRequest(Path("r.html"))),
+    messages.SaveOf("ConvertRequest", save_requests.ConvertRequest(Path("r.json"), "torchao")),
+    commands.SetRecipe(RECIPE),
+    commands.FollowRecipe(RECIPE),
+    commands.SetSettings(RunSettings("bfloat16")),
+    commands.Pause(True),
+    commands.Cancel("scan"),
+    commands.SetInputs("text a.txt"),
+    commands.Measure(True),
+    commands.TraceCasts(),
+    commands.AttributeDrift(),
+    commands.MeasureSpeed(),
+    commands.Generate(48),
+    commands.Scan(("int8", "bfloat16")),
+    commands.InspectWeight("a.weight", ("int8",)),
+]
+
+
+@pytest.mark.parametrize("request_", REQUESTS, ids=lambda request: type(request).__name__)
+def test_a_request_arrives_as_it_was_sent(request_: messages.Request) -> None:
+    arrived = messages.decode_request(messages.encode_request(request_))
+    assert arrived == request_
+    assert type(arrived) is type(request_)
+
+
+def crossed(event: events.Event, recipes: messages.RecipeNumbers) -> Any:
+    decoder = messages.AnswerDecoder(recipes)
+    *parts, arrived = [decoder.decode(data) for data in messages.encode_answer(event, recipes)]
+    assert set(parts) <= {None}
+    return arrived
+
+
+def described(tree: Tree) -> list[object]:
+    """All that a tree knows, written out without its own comparison."""
+    return [
+        tree.has_classes,
+        [dataclasses.astuple(tensor) for tensor in tree.tensors.values()],
+        [tensor.name for tensor in tree.order],
+        [
+            (
+                name,
+                module.class_name,
+                module.island,
+                list(module.children),
+                list(module.tensors),
+                module.first,
+                module.end,
+            )
+            for name, module in tree.modules.items()
+        ],
+    ]
+
+
+def assert_same(arrived: Any, sent: Any) -> None:
+    assert type(arrived) is type(sent)
+    for name, value in zip(sent._fields, sent, strict=True):
+        got = getattr(arrived, name)
+        if isinstance(value, Tree):
+            assert described(got) == described(value)
+        else:
+            assert repr(got) == repr(value), name  # nan is not equal to itself
+
+
+def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
+    """What a worker says while it opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
+    with recorded_worker() as recorded:
+        recorded.wait_for(events.Idle)
+        worker = recorded.worker
+        worker.set_recipe(RECIPE)
+        recorded.measured(RECIPE)
+        for ask in (
+            worker.flow,
+            worker.causes,
+            worker.speed,
+            lambda: worker.generate(2),
+            lambda: worker.scan(("int8",)),
+        ):
+            ask()
+        worker.look_at("lm_head.weight", ("int8",))
+        worker.plan_export()
+        recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
+        recorded.wait_for(events.ExportPlanned)
+        recorded.wait_for(events.WeightInspected)
+        recipes = messages.RecipeNumbers()
+        recipes.note(commands.SetRecipe(RECIPE))
+        told = list(recorded.events)
+    assert len({type(event) for event in told}) > 18
+    for event in told:
+        assert_same(crossed(event, recipes), event)
+
+
+def made_up(hint: Any) -> Any:
+    """Some value of a type, so that every event crosses, also those that the demo never gives."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Recipe:
+        return RECIPE
+    if hint is Tree:
+        return from_tensors(
+            [TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)), TensorInfo("d", (), "int8", fixed="why")]
+        )
+    if origin is typing.Literal:
+        return arguments[0]
+    if origin is tuple:
+        return tuple(made_up(one) for one in arguments if one is not ...)
+    if arguments:
+        return made_up(arguments[0])
+    if dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint, localns=messages_names())
+        return hint(**{field.name: made_up(hints[field.name]) for field in dataclasses.fields(hint)})
+    return {int: 3, float: float("inf"), str: "wörter\nzwei", bool: True}[hint]
+
+
+def messages_names() -> dict[str, Any]:
+    from dtype_engine.core import tree
+    from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
+
+    found: dict[str, Any] = {}
+    for module in (tree, attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands):
+        found |= vars(module)
+    return found | {"Recipe": Recipe}
+
+
+@pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)
+def test_an_event_of_every_type_crosses(kind: Any) -> None:
+    hints = typing.get_type_hints(kind, localns=messages_names())
+    event = kind(**{name: made_up(hint) for name, hint in hints.items()})
+    recipes = messages.RecipeNumbers()
+    recipes.note(commands.SetRecipe(RECIPE))
+    assert_same(crossed(event, recipes), event)
+
+
+def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None:
+    with recorded_worker() as recorded:
+        ready = recorded.wait_for(events.ModelReady)
+    assert ready.tree.has_classes
+    assert any(tensor.aliases for tensor in ready.tree.tensors.values())
+    assert_same(crossed(ready, messages.RecipeNumbers()), ready)
+
+
+def test_a_large_tree_comes_in_parts_that_are_small() -> None:
+    tree = from_tensors(
+        TensorInfo(f"layers.{i}.mlp.experts.{j}.w", (64, 64), "bfloat16") for i in range(40) for j in range(100)
+    )
+    parts = list(messages.encode_answer(events.HeadersRead(tree), messages.RecipeNumbers()))
+    assert len(parts) > 8
+    assert max(map(len, parts)) < 40_000
+    assert_same(crossed(events.HeadersRead(tree), messages.RecipeNumbers()), events.HeadersRead(tree))
+
+
+def test_text_that_would_drive_a_terminal_is_escaped_but_names_of_the_tree_stay() -> None:
+    name = "layer\x1b[2J.weight"
+    recipes = messages.RecipeNumbers()
+    decoder = messages.AnswerDecoder(recipes)
+    reading = made_up(typing.get_type_hints(events.WeightInspected, localns=messages_names())["reading"])
+    tree = from_tensors([TensorInfo(name, (1,), "float32")])
+    sent: list[events.Event] = [
+        events.HeadersRead(tree, ("a\x1b]0;title\x07b\nsecond line\u202e",)),
+        events.WeightInspected(Recipe(), name, reading),
+    ]
+    read: Any
+    read, inspected = [
+        answer for event in sent for data in messages.encode_answer(event, recipes) if (answer := decoder.decode(data))
+    ]
+    assert read.notices == ("a\\x1b]0;title\\x07b\nsecond line\\u202e",)
+    assert name in read.tree.tensors
+    assert inspected.name == name
+
+
+def test_a_recipe_that_nobody_asked_for_is_refused() -> None:
+    data = msgspec.msgpack.encode(["CastingProgress", 5, 1, 2])
+    with pytest.raises(WireError, match="no recipe 5"):
+        messages.AnswerDecoder(messages.RecipeNumbers()).decode(data)
+
+
+WORDS: list[Any] = [kind.__name__ for kind in typing.get_args(events.Event)] + [
+    "TreePart",
+    "Hello",
+    "Opened",
+    "Open",
+    "SaveOf",
+]
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**63)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=6), inner, max_size=4),
+    max_leaves=20,
+)
+
+
+@given(st.sampled_from(WORDS), st.lists(VALUES, max_size=8))
+@settings(max_examples=400, deadline=None)
+def test_a_made_up_message_is_an_event_or_a_wire_error(word: str, fields: list[Any]) -> None:
+    try:
+        data = msgspec.msgpack.encode([word, *fields])
+    except (OverflowError, ValueError):
+        return
+    for read in (messages.AnswerDecoder(messages.RecipeNumbers()).decode, messages.decode_request):
+        try:
+            read(data)
+        except WireError:
+            continue
+
+
+@given(st.binary(max_size=200), st.booleans())
+@settings(max_examples=300, deadline=None)
+def test_bytes_that_are_no_stream_of_messages_end_it(data: bytes, compressed: bool) -> None:
+    pieces: Iterator[bytes] = iter([frames.MARK + data])
+    reader = FrameReader(lambda count: next(pieces, b""))
+    try:
+        assert reader.find_mark(compressed)
+        while (message := reader.next()) is not None:
+            messages.AnswerDecoder(messages.RecipeNumbers()).decode(message)
+    except WireError:
+        pass
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+def test_messages_cross_a_stream_in_any_pieces(compressed: bool) -> None:
+    written = bytearray(b"Welcome to host!\r\nLast login: never\n")
+    writer = FrameWriter(written.extend, compressed)
+    sent = [b"", b"x" * 70_000, bytes(range(256))]
+    writer.mark()
+    for message in sent:
+        writer.put(message)
+    rest = iter(bytes(written[index : index + 7]) for index in range(0, len(written), 7))
+    reader = FrameReader(lambda count: next(rest, b""))
+    assert reader.find_mark(compressed)
+    assert [reader.next() for _ in sent] == sent
+    assert reader.next() is None
+
+
+def test_a_message_too_long_or_a_bomb_is_refused() -> None:
+    pieces = iter([frames.MARK + (frames.MOST_BYTES + 1).to_bytes(4, "big")])
+    reader = FrameReader(lambda count: next(pieces, b""))
+    assert reader.find_mark(False)
+    with pytest.raises(WireError, match="bytes"):
+        reader.next()
+    bomb = zlib.compress(bytes(8 * frames.MOST_BYTES))
+    assert len(bomb) < 200_000
+    pieces = iter([frames.MARK, bomb])
+    reader = FrameReader(lambda count: next(pieces, b""))
+    with pytest.raises(WireError, match="too much"):
+        _ = reader.find_mark(True) and [*iter(reader.next, None)]
+
+
+def test_a_stream_without_the_mark_is_given_up() -> None:
+    reader = FrameReader(lambda count: b"y" * count)
+    with pytest.raises(WireError, match="no mark"):
+        reader.find_mark(False)
+
+
+def test_the_demo_is_found_by_the_name_that_the_app_sends() -> None:
+    assert locate(None).title == locate("demo").title

@@ -1,0 +1,150 @@
+"""An engine in a process of its own: what it says arrives, its end is an event, and whatever answers instead does no harm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.recorded_worker import RecordedProcess
+
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.worker import events
+from dtype_engine.worker.process import EngineCommand
+from dtype_engine.worker.save_requests import RecipeRequest
+
+RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
+Start = Callable[..., RecordedProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts an engine of the command, the machine's own by default, and closes it in the end."""
+    started: list[RecordedProcess] = []
+
+    def begin(command: EngineCommand | None = None, model: str | None = "demo") -> RecordedProcess:
+        recorded = RecordedProcess(command or EngineCommand(), model, Options(device="cpu"))
+        started.append(recorded)
+        recorded.worker.start()
+        return recorded
+
+    yield begin
+    for recorded in started:
+        recorded.worker.close()
+
+
+def test_it_measures_what_was_asked_for_before_it_was_there_and_writes(start: Start, tmp_path: Path) -> None:
+    recorded = start()
+    recorded.worker.set_recipe(RECIPE)
+    measured = recorded.measured(RECIPE)
+    assert measured.report.rules == ("*.mlp=bfloat16",)
+    assert sum(isinstance(event, events.Measured) for event in recorded.events) == 1, (
+        "the empty recipe was not measured first"
+    )
+    recorded.worker.save(RecipeRequest(tmp_path / "r.yaml", drift=measured.report))
+    assert recorded.wait_for(events.Saved).done
+    assert "*.mlp" in (tmp_path / "r.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (signal.SIGKILL, "takes the last memory; it held"),
+        (signal.SIGBUS, "cut short"),
+        (signal.SIGSEGV, "a library crashed"),
+    ],
+    ids=["KILL", "BUS", "SEGV"],
+)
+def test_its_death_is_told_and_another_takes_its_place(start: Start, number: signal.Signals, words: str) -> None:
+    recorded = start()
+    recorded.worker.set_recipe(RECIPE)
+    recorded.wait_for(events.Memory)
+    os.kill(recorded.child, number)
+    ended = recorded.wait_for(events.EngineEnded)
+    assert words in ended.message
+    assert number.name in ended.message
+    recorded.worker.flow()  # there is no one to ask
+    since = len(recorded.events)
+    recorded.worker.restart()
+    assert recorded.measured(RECIPE, since).report.rules == ("*.mlp=bfloat16",)
+    assert not recorded.of(events.ImplicitCastsTraced)
+
+
+def test_it_is_started_again_while_it_imports(start: Start) -> None:
+    recorded = start()
+    recorded.wait_for(events.LoadingProgress)
+    first = recorded.child
+    recorded.worker.restart()
+    recorded.wait_for(events.Measured)
+    assert recorded.child != first
+    assert not recorded.of(events.EngineEnded)
+
+
+def test_it_ends_with_the_app(start: Start) -> None:
+    recorded = start()
+    recorded.wait_for(events.LoadingProgress)
+    child = recorded.child
+    begun = time.monotonic()
+    recorded.worker.close()
+    assert time.monotonic() - begun < 8
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+    assert not recorded.of(events.EngineEnded)
+
+
+def test_a_model_that_is_not_there_is_told(start: Start) -> None:
+    recorded = start(model="/nowhere/at/all")
+    assert "/nowhere/at/all" in recorded.wait_for(events.OpenFailed).message
+
+
+def python(program: str) -> EngineCommand:
+    return EngineCommand((sys.executable, "-c", program), name="host")
+
+
+HELLO = """
+import sys, msgspec
+def put(*message):
+    data = msgspec.msgpack.encode(message)
+    sys.stdout.buffer.write(len(data).to_bytes(4, "big") + data)
+    sys.stdout.buffer.flush()
+sys.stdout.buffer.write(b"motd\\n\\0dtype-engine\\0")
+"""
+HOSTILE = {
+    "ends": ("raise SystemExit('bash: dtype-engine: command not found')", "command not found"),
+    "garbage": (
+        HELLO + "put('Hello', 1, 'x', [], 0, False)\nsys.stdout.buffer.write(bytes(range(256)) * 999)",
+        "does not understand",
+    ),
+    "another version": (
+        HELLO + "put('Hello', 99, '9.9\\x1b[2J', [], 0, False)\nsys.stdin.read()",
+        "has dtype-tui 9.9\\x1b[2J",
+    ),
+    "without torch": (HELLO + "put('Hello', 1, 'x', ['torch'], 0, False)\nsys.stdin.read()", "torch can't be imported"),
+    "endless line": ("while True: print('y' * 100000, end='')", "no dtype-engine"),
+    "no message": (
+        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('Rm', '-rf')\nsys.stdin.read()",
+        "does not understand",
+    ),
+    "a bare event": (HELLO + "put('Idle')\nsys.stdin.read()", "dtype-engine"),
+    "an empty line": ("print()\nimport sys; sys.stdin.read()\nsys.exit(3)", "status"),
+}
+
+
+@pytest.mark.parametrize("name", list(HOSTILE))
+def test_whatever_answers_in_its_place_is_one_sentence(start: Start, name: str) -> None:
+    program, words = HOSTILE[name]
+    if name == "an empty line":
+        program = program.replace("sys.stdin.read()\n", "")
+    recorded = start(python(program))
+    ended = recorded.wait_for(events.EngineEnded, seconds=60)
+    assert words in ended.message
+    assert ended.message.isprintable()
+    assert len(ended.message) < 500
+
+
+def test_a_command_that_is_none_is_one_sentence(start: Start) -> None:
+    assert "No such file" in start(EngineCommand(("/nowhere/dtype-engine",))).wait_for(events.EngineEnded).message
