@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.worker import events, imports
 
+NICENESS = 5
+
 if TYPE_CHECKING:
     from dtype_engine.worker.frames import FrameReader, FrameWriter
     from dtype_engine.worker.messages import Open, Request
@@ -150,6 +152,7 @@ def write_all(file: int, data: bytes) -> None:
 
 def main(compressed: bool = False) -> None:
     """Serve one app on standard input and output, and end with it."""
+    os.nice(NICENESS)  # the screen comes first
     gc.disable()  # until the model is there: what is imported and loaded is long-lived
     imports.begin_imports()
     from dtype_engine.worker.frames import FrameReader, FrameWriter

@@ -33,18 +33,18 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.2
 _CLOSE_WAIT_S = 2.0
-_NICENESS = 5
+NICENESS = 5
 
 
 def _lower_priority() -> None:
-    """Raise this thread's niceness (torch's threads inherit it), so that the thread that answers keys is scheduled first.
+    """Raise this thread's niceness to 5 (torch's threads inherit it), so that the thread that answers keys is scheduled first.
 
     Linux has a niceness for every thread; other systems have none.
     """
     if sys.platform == "linux":
         own = threading.get_native_id()
         with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)
+            os.setpriority(os.PRIO_PROCESS, own, max(NICENESS, os.getpriority(os.PRIO_PROCESS, own)))
 
 
 class Worker(Engine):
