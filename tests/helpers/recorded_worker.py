@@ -11,7 +11,8 @@ from typing import TypeVar
 from dtype_engine import Options, Recipe
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.worker import events
-from dtype_engine.worker.process import EngineCommand, EngineProcess
+from dtype_engine.worker.connection import EngineCommand
+from dtype_engine.worker.process import EngineProcess
 from dtype_engine.worker.worker import Worker
 
 E = TypeVar("E", bound=events.Event)

@@ -14,7 +14,7 @@ from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
-from dtype_engine.worker.process import EngineCommand
+from dtype_engine.worker.connection import EngineCommand
 from dtype_engine.worker.save_requests import RecipeRequest
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))

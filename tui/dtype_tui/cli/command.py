@@ -74,7 +74,8 @@ def command(request: RunRequest, in_ascii: bool, resume: bool, in_process: bool,
             from dtype_engine.worker.worker import Worker
 
             return Worker(source, options, emit, read_headers=not whole)
-        from dtype_engine.worker.process import EngineCommand, EngineProcess
+        from dtype_engine.worker.connection import EngineCommand
+        from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take
 
         return EngineProcess(EngineCommand(), model, options, emit, read_headers=not whole, process=take())

@@ -17,7 +17,7 @@ def start_early(arguments: Sequence[str]) -> None:
     global _process
     if arguments[:1] == ["serve"] or any(argument.startswith(("ssh://", *_WITHOUT)) for argument in arguments):
         return
-    from dtype_engine.worker.process import COMMAND, start_process
+    from dtype_engine.worker.connection import COMMAND, start_process
 
     _process = start_process(COMMAND)
 
