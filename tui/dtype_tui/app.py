@@ -96,7 +96,7 @@ class DtypeApp(BaseApp[None]):
             from dtype_tui.process.terminal import exit_on_terminal_loss
 
             exit_on_terminal_loss(self.on_unmount)
-            self.saver = self.launch.saver()
+            self.saver = await asyncio.to_thread(self.launch.saver)  # its imports hold up no key
             self.saver.say = lambda trouble: self.main.say(trouble, "warning")
         pause_gc()
         self.controller.engine.start()
