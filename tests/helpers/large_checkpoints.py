@@ -83,6 +83,12 @@ def write(folder: Path) -> Path:
     return folder
 
 
+def sparse_file(path: Path, count: int) -> Path:
+    """Write `count` weights of 16 MiB, all zeros, that take no room on the disk. Nothing says what could run them."""
+    _write_shard(path, [(f"layers.{index}.mlp.weight", "F32", (2048, 2048)) for index in range(count)])
+    return path
+
+
 def _nbytes(spec: Spec) -> int:
     count = 1
     for extent in spec[2]:

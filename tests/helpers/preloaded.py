@@ -6,6 +6,7 @@ To signals, limits and its end such a process is one like any other. What is imp
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
@@ -14,33 +15,54 @@ import socket
 import subprocess
 import sys
 import tempfile
+from pathlib import Path
 
 COMMAND = "import sys; from dtype_engine.cli import main; main()"
 """The program `dtype-engine`."""
 
+# Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
+# exit status; where the connection ends first, whoever asked is gone, and the program is killed.
 _SERVER = """
-import gc, json, os, socket, sys
-import dtype_engine.runtime.export, dtype_engine.runtime.session
+import gc, json, os, select, signal, socket, sys, threading
+import dtype_engine.runtime.export, dtype_engine.runtime.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
+import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import torch, transformers
-from transformers import AutoTokenizer, LlamaForCausalLM
+from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM
 
 gc.freeze()  # a child that ends would go through all of it, and copy its memory
-requests = socket.socket(fileno=int(sys.argv[1]))
+listening = socket.socket(socket.AF_UNIX)
+listening.bind(sys.argv[1])
+listening.listen()
+print(flush=True)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
 while True:
-    request, outputs, *_ = socket.recv_fds(requests, 1 << 16, 2)
-    if not request:
-        sys.exit()
-    child = os.fork()
-    if child == 0:
+    if sys.stdin in select.select([listening, sys.stdin], [], [])[0]:
+        sys.exit()  # the tests are over
+    asking, _ = listening.accept()
+    if os.fork() == 0:
         break
-    for output in outputs:
-        os.close(output)
-    requests.send(b"%d\\n" % child)
-    requests.send(b"%d\\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-requests.close()
-for number, output in enumerate(outputs, 1):
-    os.dup2(output, number)
-    os.close(output)
+    asking.close()
+listening.close()
+request, streams, *_ = socket.recv_fds(asking, 1 << 16, 3)
+signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+child = os.fork()
+if child:
+    for stream in streams:
+        os.close(stream)
+    asking.send(b"%d\\n" % child)
+    def watch():
+        if not asking.recv(1):
+            os.kill(child, signal.SIGKILL)
+    threading.Thread(target=watch, daemon=True).start()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        asking.send(b"%d\\n" % status)
+    finally:
+        os._exit(0)
+asking.close()
+for number, stream in enumerate(streams):
+    os.dup2(stream, number)
+    os.close(stream)
 asked = json.loads(request)
 os.chdir(asked["folder"])
 os.environ.clear()
@@ -49,28 +71,40 @@ sys.argv = ["-c", *asked["arguments"]]
 exec(asked["code"], {"__name__": "__main__"})
 """
 
+# Runs in place of a program, and ends as it does: by the same signal, say.
+_RELAY = """
+import os, signal, socket, sys
+asked = socket.socket(socket.AF_UNIX)
+asked.connect(sys.argv[1])
+socket.send_fds(asked, [sys.argv[2].encode()], [0, 1, 2])
+for number in (0, 1, 2):
+    os.close(number)
+with asked.makefile() as answers:
+    answers.readline()
+    status = int(answers.readline() or 1)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL)
+    os.kill(os.getpid(), -status)
+os._exit(status)
+"""
+
 
 class Program:
     """`code` under way, as by `python -c`, with this process's folder and environment."""
 
     def __init__(self, code: str, *arguments: str) -> None:
-        self._server = _server()[1]
+        self._asked = socket.socket(socket.AF_UNIX)
+        self._asked.connect(_server())
         reading, writing = os.pipe()
+        nothing = os.open(os.devnull, os.O_RDONLY)
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        request = {"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
-        socket.send_fds(self._server, [json.dumps(request).encode()], [writing, self._stderr.fileno()])
+        request = _request(code, arguments).encode()
+        socket.send_fds(self._asked, [request], [nothing, writing, self._stderr.fileno()])
         os.close(writing)
+        os.close(nothing)
+        self._answers = self._asked.makefile()
         self.stdout = open(reading)  # noqa: SIM115
-        self.pid = int(self._answer())
-
-    def _answer(self) -> bytes:
-        """A line of the server, which writes no more than one at a time that nobody has read."""
-        line = b""
-        while not line.endswith(b"\n"):
-            byte = self._server.recv(1)
-            assert byte, "the process that has imported torch is gone"
-            line += byte
-        return line
+        self.pid = int(self._answers.readline())
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
@@ -78,7 +112,8 @@ class Program:
     def result(self) -> subprocess.CompletedProcess[str]:
         """Wait for its end; what it wrote that was not read yet."""
         stdout = self.stdout.read()
-        status = int(self._answer())
+        with self._asked, self._answers as answers:
+            status = int(answers.readline())
         self.stdout.close()
         with self._stderr as file:
             file.seek(0)
@@ -90,10 +125,27 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     return Program(code, *arguments).result()
 
 
+def command(code: str, *arguments: str) -> tuple[str, ...]:
+    """A command that runs `code` on its own standard streams; ended, it takes what runs with it."""
+    return (sys.executable, "-S", "-E", "-c", _RELAY, _server(), _request(code, arguments))
+
+
+def _request(code: str, arguments: tuple[str, ...]) -> str:
+    return json.dumps({"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)})
+
+
 @functools.cache
-def _server() -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        number = theirs.fileno()
-        command = [sys.executable, "-c", _SERVER, str(number)]
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=[number]), ours
+def _server() -> str:
+    """Where the process that has imported torch listens. It ends with this one."""
+    folder = tempfile.TemporaryDirectory(prefix="preloaded-")
+    atexit.register(folder.cleanup)
+    path = str(Path(folder.name, "asked"))
+    server = subprocess.Popen(
+        [sys.executable, "-c", _SERVER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )  # its standard input ends with this process
+    atexit.register(server.wait)
+    assert server.stdin is not None
+    atexit.register(server.stdin.close)
+    assert server.stdout is not None
+    server.stdout.readline()
+    return path

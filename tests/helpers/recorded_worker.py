@@ -1,17 +1,19 @@
-"""A worker with every event it emits, and a way to wait for one of them."""
+"""An engine, in a thread or in a process of its own, with every event it emits, and a way to wait for one of them."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Literal, Self, TypeVar, get_args
+
+from tests.helpers import preloaded
 
 from dtype_engine import Options, Recipe
-from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import events
 from dtype_engine.worker.connection import EngineCommand
+from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.process import EngineProcess
 from dtype_engine.worker.worker import Worker
 
@@ -56,16 +58,50 @@ class Recorder:
         return self.wait_for(events.Measured, lambda event: event.recipe == recipe, since)
 
 
-class RecordedWorker(Recorder):
+Way = Literal["thread", "process"]
+"""Where an engine runs."""
+WAYS: tuple[Way, ...] = get_args(Way)
+
+
+def make_engine(
+    way: Way, model: str | None, options: Options, emit: Callable[[events.Event], None], read_headers: bool = False
+) -> Engine:
+    """An engine of `model` that runs this way; a process of its own need not import torch."""
+    if way == "thread":
+        return Worker(locate(model, options.trust_pickle), options, emit, read_headers)
+    command = EngineCommand(preloaded.command("from dtype_engine.worker.stdio import main; main()"))
+    return EngineProcess(command, model, options, emit, read_headers)
+
+
+class RecordedEngine(Recorder):
+    """An engine that runs this way; on the demo where no model is given."""
+
+    def __init__(
+        self, way: Way, model: str | None = None, options: Options | None = None, read_headers: bool = False
+    ) -> None:
+        super().__init__()
+        self.way = way
+        self.worker = make_engine(way, model, options or Options(), self._record, read_headers)
+
+    def __enter__(self) -> Self:
+        self.worker.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.worker.close()
+
+
+class RecordedWorker(RecordedEngine):
     """A worker in this process."""
 
-    def __init__(self, source: Source, options: Options, read_headers: bool = False) -> None:
-        super().__init__()
-        self.worker = Worker(source, options, self._record, read_headers)
+    worker: Worker
+
+    def __init__(self, model: str | None = None, options: Options | None = None, read_headers: bool = False) -> None:
+        super().__init__("thread", model, options, read_headers)
 
 
 class RecordedProcess(Recorder):
-    """An engine in a process of its own."""
+    """An engine in a process of its own, as the app starts it."""
 
     def __init__(self, command: EngineCommand, model: str | None, options: Options) -> None:
         super().__init__()
@@ -77,16 +113,3 @@ class RecordedProcess(Recorder):
         number = self.worker.process_id
         assert number is not None
         return number
-
-
-@contextmanager
-def recorded_worker(
-    source: Source | None = None, options: Options | None = None, read_headers: bool = False
-) -> Iterator[RecordedWorker]:
-    """A started worker, on the demo where no source is given; closed in the end."""
-    recorded = RecordedWorker(source or locate(None), options or Options(), read_headers)
-    recorded.worker.start()
-    try:
-        yield recorded
-    finally:
-        recorded.worker.close()

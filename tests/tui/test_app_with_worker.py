@@ -1,17 +1,17 @@
-"""The app with the real worker: what a key asks for, what Esc stops, and what stays on the screen whatever happens."""
+"""The app with a real engine, in a thread and in another process: what a key asks for, what Esc stops, what stays on the screen."""
 
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.helpers.recorded_worker import WAYS, Way, make_engine
 from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
@@ -19,7 +19,6 @@ from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker import events
-from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.overlay import Overlay
@@ -28,15 +27,18 @@ from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
 
 LAYERS = 12
-# A model whose every layer takes as long as a variable of the environment says, so that a pass lasts as long as a test needs.
+# A model whose every layer takes as long as a file beside it says, so that a pass lasts as long as a test needs.
 CODE = f"""
-import os, time
+import time
+from pathlib import Path
 import torch
 from torch import nn
 
+SECONDS = Path(__file__).with_name("seconds")
+
 class Layer(nn.Linear):
     def forward(self, x):
-        time.sleep(float(os.environ.get("LAYER_SECONDS", "0")))
+        time.sleep(float(SECONDS.read_text()))
         return super().forward(x)
 
 class Net(nn.Module):
@@ -56,20 +58,26 @@ def make():
 INPUTS = "\ndef example_inputs():\n    return (torch.linspace(-1, 1, 256).reshape(4, 64),)\n"
 
 
+@pytest.fixture(params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Where the engine of a test runs."""
+    which: Way = request.param
+    return which
+
+
 @pytest.fixture
 def net(tmp_path: Path) -> Path:
     path = tmp_path / "net.py"
     path.write_text(CODE + INPUTS)
+    slow(path, 0)
     return path
 
 
-@pytest.fixture(autouse=True)
-def _at_full_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LAYER_SECONDS", "0")
-
-
-def slow(seconds: float = 0.15) -> None:
-    os.environ["LAYER_SECONDS"] = str(seconds)
+def slow(net: Path, seconds: float = 0.15) -> None:
+    """Let each layer take so long, from the next pass at the latest."""
+    whole = net.with_name("seconds.new")
+    whole.write_text(str(seconds))
+    whole.replace(net.with_name("seconds"))
 
 
 def module_of(path: Path) -> Any:
@@ -82,13 +90,13 @@ def module_of(path: Path) -> Any:
     return module.Net
 
 
-def app_on(model: str, options: Options | None = None, **more: Any) -> DtypeApp:
+def app_on(way: Way, model: str, options: Options | None = None, **more: Any) -> DtypeApp:
     """As the command line opens it."""
     options = options or Options()
     source = locate(model, options.trust_pickle)
     tree, whole = source.peek()
     launch = Launch(source.title, tree, partial=not whole, **more)
-    return DtypeApp(launch, lambda emit: Worker(source, options, emit, read_headers=not whole))
+    return DtypeApp(launch, lambda emit: make_engine(way, model, options, emit, read_headers=not whole))
 
 
 @asynccontextmanager
@@ -96,10 +104,7 @@ async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncItera
     """The app with its model open, measured, and the engine at rest."""
     async with app.run_test(size=size) as pilot:
         await until(pilot, lambda: app.controller.experiment.live and not app.controller.activity.busy)
-        try:
-            yield pilot
-        finally:
-            slow(0)
+        yield pilot
 
 
 # -- a model that has no headers -----------------------------------------------------------------------------------
@@ -113,28 +118,28 @@ def expected_of(path: Path) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
+@pytest.mark.parametrize("kind", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
 async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
-    way: str, net: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, net: Path, monkeypatch: pytest.MonkeyPatch, way: Way
 ) -> None:
     monkeypatch.syspath_prepend(str(net.parent))
     monkeypatch.chdir(net.parent)
     options, model = Options(), f"{net}:Net"
-    if way == "function":
+    if kind == "function":
         model = f"{net}:make"
-    elif way == "module":
+    elif kind == "module":
         model = "net:Net"
-    elif way == "weights":
+    elif kind == "weights":
         torch.save(module_of(net)().state_dict(), net.parent / "net.pth")
         options = Options(weights=net.parent / "net.pth")
-    elif way == "no inputs":
+    elif kind == "no inputs":
         net.write_text(CODE)
     recipe = Recipe((Rule("layers.*", "bfloat16"),))
     more: dict[str, dict[str, Any]] = {
         "cast": {"recipe": recipe},
         "resume": {"saved": SavedSession(model, "net", recipes=(Recipe(), recipe), at=1)},
     }
-    app = app_on(model, options, **more.get(way, {}))
+    app = app_on(way, model, options, **more.get(kind, {}))
     parameters, stored = expected_of(net)
     halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
     async with opened(app) as pilot:
@@ -144,7 +149,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
         await until(pilot, lambda: re.search(rf"stored +{stored / 1024:.2f} KiB", screen(app)))
         text = screen(app)
         assert "when all headers are read" not in text
-        if way in ("cast", "resume"):
+        if kind in ("cast", "resume"):
             assert re.search(rf"planned +{(stored - halved) / 1024:.2f} KiB", text), text
         # The columns of the tree's root and of its first child.
         assert re.search(
@@ -158,8 +163,8 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
 # -- what is refused takes nothing off the screen --------------------------------------------------------------------
 
 
-async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
@@ -185,14 +190,15 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path) -> No
 
 
 async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_does_not_hide_it(
-    tmp_path: Path,
+    tmp_path: Path, way: Way
 ) -> None:
     path = tmp_path / "fails.py"
     body = CODE.replace(
         "x = layer(x).relu()", "assert layer.weight.dtype != torch.float16, 'not in half'; x = layer(x)"
     )
     path.write_text(body + INPUTS)
-    app = app_on(f"{path}:Net")
+    slow(path, 0)
+    app = app_on(way, f"{path}:Net")
     async with opened(app) as pilot:
         await pilot.press("3")
         await until(pilot, lambda: app.controller.experiment.failure)
@@ -219,28 +225,28 @@ WINDOWS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOWS)
-async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
-        slow()
+        slow(net)
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring: candidate"))
         await pilot.press(key)
         await until(pilot, lambda: len(app.screen_stack) == 2)
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
-        slow(0)
+        slow(net, 0)
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         assert not any("stopped" in words for words in notices(app))
 
 
-async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         report = app.controller.experiment.report
-        slow()
+        slow(net)
         await pilot.press("t")
         await until(pilot, lambda: app.controller.activity.what.startswith("timing"))
         await pilot.press("d")
@@ -248,15 +254,15 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
         await until(pilot, lambda: "the causes come next, after: timing" in screen(app))
         await pilot.press("escape")
         await until(pilot, lambda: app.controller.activity.running == "speed" and app.controller.activity.waiting == ())
-        slow(0)
+        slow(net, 0)
         await until(pilot, lambda: isinstance(app.screen, Overlay))  # the times, told to the end
         await pilot.press("escape")
         await until(pilot, lambda: not app.controller.activity.busy)
-        slow()
+        slow(net)
         await pilot.press("d")
         await until(pilot, lambda: app.controller.activity.running == "causes")
         await pilot.press("escape")
-        slow(0)
+        slow(net, 0)
         await until(pilot, lambda: not app.controller.activity.busy)
         assert app.controller.experiment.causes is None
         assert app.controller.experiment.report is report
@@ -264,8 +270,8 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
         assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
 
 
-async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
@@ -274,7 +280,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
             (("t", "f"), "stopped: timing; t times again. Not begun: tracing casts"),
             (("m",), "stopped: measuring; m measures again"),
         ):
-            slow()
+            slow(net)
             await pilot.press(*keys)
             running = {"t": "speed", "m": "measure"}[keys[0]]
             await until(pilot, lambda running=running: app.controller.activity.running == running)  # type: ignore[misc]
@@ -285,14 +291,14 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path) -> Non
             assert (app.controller.experiment.report is not None) == (keys != ("m",))
 
 
-async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         assert app.controller.experiment.memory is not None
         before = app.controller.experiment.memory.resident_bytes
-        slow()
+        slow(net)
         await pilot.press("t")
         # The model is in float32 now, and is seen to be.
         await until(
@@ -310,10 +316,10 @@ async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path) -> 
 # -- what waits ------------------------------------------------------------------------------------------------------
 
 
-async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app, (80, 24)) as pilot:
-        slow()
+        slow(net)
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("t", "f", "t")
@@ -327,15 +333,15 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
                 app.controller.activity.running == "measure" and app.controller.activity.waiting == ("flow", "speed")
             ),
         )
-        slow(0)
+        slow(net, 0)
         await until(pilot, lambda: len(app.screen_stack) == 3 and not app.controller.activity.busy)
         assert app.controller.activity.waiting == ()
 
 
-async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
-        slow()
+        slow(net)
         await pilot.press("t")
         await until(pilot, lambda: app.controller.activity.running == "speed")
         await pilot.pause(0.3)
@@ -344,24 +350,18 @@ async def test_a_timing_that_a_cast_interrupts_is_done_after_it(net: Path) -> No
             pilot,
             lambda: (now := app.controller.activity).running == "measure" and now.waiting == ("speed",),
         )
-        slow(0)
+        slow(net, 0)
         await until(pilot, lambda: isinstance(app.screen, Overlay) and not app.controller.activity.busy)
         await until(pilot, lambda: "f16" in screen(app))
 
 
-async def test_what_an_export_would_write_is_told_while_it_measures(net: Path) -> None:
-    app = app_on(f"{net}:Net")
+async def test_what_an_export_would_write_is_told_while_it_measures(net: Path, way: Way) -> None:
+    app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
-        slow(0.5)
+        slow(net, 0.5)
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("e")
         await until(pilot, lambda: "tensors: bf16" in screen(app), 20)
         assert app.controller.activity.running == "measure"
         await pilot.press("escape")
-
-
-@pytest.fixture(autouse=True)
-def _no_slow_layers_left() -> Iterator[None]:
-    yield
-    os.environ.pop("LAYER_SECONDS", None)

@@ -1,14 +1,22 @@
-"""A worker on the demo model, with all that it emits."""
+"""Engines in a thread and in a process of their own: what they do is the same."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
+from tests.helpers.recorded_worker import WAYS, RecordedEngine, Way
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request: pytest.FixtureRequest) -> Way:
+    """Where the engines of a test run."""
+    which: Way = request.param
+    return which
 
 
 @pytest.fixture
-def demo() -> Iterator[RecordedWorker]:
-    with recorded_worker() as recorded:
+def demo(way: Way) -> Iterator[RecordedEngine]:
+    """An engine on the demo model, with all that it emits."""
+    with RecordedEngine(way) as recorded:
         yield recorded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
+from tests.helpers.recorded_worker import RecordedEngine, Way
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
@@ -14,12 +14,12 @@ BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
 @pytest.fixture
-def short() -> Iterator[RecordedWorker]:
-    with recorded_worker(options=Options(prompts=("import os\nimport sys\n",))) as recorded:
+def short(way: Way) -> Iterator[RecordedEngine]:
+    with RecordedEngine(way, options=Options(prompts=("import os\nimport sys\n",))) as recorded:
         yield recorded
 
 
-def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedWorker) -> None:
+def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> None:
     floor = short.wait_for(events.FloorMeasured)
     short.wait_for(events.Idle)
     short.worker.set_recipe(BRAIN)
@@ -31,7 +31,7 @@ def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedWorker) -> 
     assert short.of(events.FloorMeasured) == [floor]
 
 
-def test_causes_stop_and_the_next_question_is_answered(short: RecordedWorker) -> None:
+def test_causes_stop_and_the_next_question_is_answered(short: RecordedEngine) -> None:
     short.wait_for(events.FloorMeasured)
     short.worker.set_recipe(BRAIN)
     short.measured(BRAIN)

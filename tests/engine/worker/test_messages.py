@@ -13,7 +13,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.helpers.recorded_worker import recorded_worker
+from tests.helpers.recorded_worker import RecordedWorker
 from tests.helpers.recording_engine import report
 
 from dtype_engine import Options, Recipe, Rule
@@ -97,7 +97,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
 
 def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
     """What a worker says while it opens, measures, traces, attributes, times, writes, scans, reads values and fails."""
-    with recorded_worker() as recorded:
+    with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
         worker = recorded.worker
         worker.set_recipe(RECIPE)
@@ -164,7 +164,7 @@ def test_an_event_of_every_type_crosses(kind: Any) -> None:
 
 
 def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None:
-    with recorded_worker() as recorded:
+    with RecordedWorker() as recorded:
         ready = recorded.wait_for(events.ModelReady)
     assert ready.tree.has_classes
     assert any(tensor.aliases for tensor in ready.tree.tensors.values())

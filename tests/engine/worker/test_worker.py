@@ -6,17 +6,16 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
+from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.worker import events
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def test_from_opening_to_the_first_measurement(demo: RecordedWorker) -> None:
+def test_from_opening_to_the_first_measurement(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     kinds = [type(event) for event in demo.events if not isinstance(event, events.Memory)]
     order = [
@@ -33,15 +32,17 @@ def test_from_opening_to_the_first_measurement(demo: RecordedWorker) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no niceness for a thread")
-def test_the_engine_gives_way_to_the_thread_that_answers_keys(demo: RecordedWorker) -> None:
-    demo.wait_for(events.Idle)
-    engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
-    assert engine is not None
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert os.getpriority(os.PRIO_PROCESS, engine) == min(19, own + 5)
+def test_the_engine_gives_way_to_the_thread_that_answers_keys() -> None:
+    """In one process alone: two are the scheduler's."""
+    with RecordedWorker() as recorded:
+        recorded.wait_for(events.Idle)
+        engine = next(thread.native_id for thread in threading.enumerate() if thread.name == "dtype-engine")
+        assert engine is not None
+        own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+        assert os.getpriority(os.PRIO_PROCESS, engine) == min(19, own + 5)
 
 
-def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedWorker) -> None:
+def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     for _ in range(5):
         start = len(demo.events)
@@ -56,7 +57,7 @@ def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedWorker) -> None
         assert demo.of(events.Measured, start)[-1].report.rules == ("*=bfloat16",)
 
 
-def test_measurements_belong_to_the_recipe_they_carry(demo: RecordedWorker) -> None:
+def test_measurements_belong_to_the_recipe_they_carry(demo: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
         demo.worker.set_recipe(recipe)
         event = demo.measured(recipe)
@@ -64,7 +65,7 @@ def test_measurements_belong_to_the_recipe_they_carry(demo: RecordedWorker) -> N
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
-def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedWorker) -> None:
+def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedEngine) -> None:
     demo.worker.set_recipe(HALF)
     demo.worker.generate(3)
     demo.worker.speed()
@@ -78,8 +79,8 @@ def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedWorker) -
     demo.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
 
 
-def test_esc_stops_a_measurement_and_the_session_goes_on() -> None:
-    with recorded_worker(options=Options(prompts=("import os\n" * 4000,))) as recorded:
+def test_esc_stops_a_measurement_and_the_session_goes_on(way: Way) -> None:
+    with RecordedEngine(way, options=Options(prompts=("import os\n" * 1200,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
         recorded.worker.cancel()
         assert recorded.wait_for(events.Stopped) == events.Stopped(Recipe(), "measure")
@@ -89,8 +90,8 @@ def test_esc_stops_a_measurement_and_the_session_goes_on() -> None:
         recorded.measured(Recipe())
 
 
-def test_what_waits_while_the_model_opens_is_stopped_and_told() -> None:
-    recorded = RecordedWorker(locate(None), Options())
+def test_what_waits_while_the_model_opens_is_stopped_and_told(way: Way) -> None:
+    recorded = RecordedEngine(way)
     recorded.worker.flow()
     recorded.worker.cancel()
     recorded.worker.start()
@@ -102,23 +103,25 @@ def test_what_waits_while_the_model_opens_is_stopped_and_told() -> None:
         recorded.worker.close()
 
 
-def test_a_model_that_can_not_be_opened_is_told(tmp_path: Path) -> None:
+def test_a_model_that_can_not_be_opened_is_told(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "broken.py"
     path.write_text("raise ValueError('no such luck')")
-    recorded = RecordedWorker(locate(f"{path}:Model"), Options())
+    recorded = RecordedEngine(way, f"{path}:Model")
     recorded.worker.speed()
     recorded.worker.start()
     assert "no such luck" in recorded.wait_for(events.OpenFailed).message
+    recorded.wait_for(events.Refused)
     recorded.wait_for(events.Idle)
     assert [event.job for event in recorded.of(events.Refused)] == ["speed"]
     recorded.worker.set_recipe(HALF)
     recorded.worker.generate(3)
+    refused = recorded.wait_for(events.Refused, lambda event: event.job == "generate")
+    assert "could not be opened" in refused.message
     assert [event.job for event in recorded.of(events.Refused)] == ["speed", "generate"]
-    assert "could not be opened" in recorded.of(events.Refused)[-1].message
     recorded.worker.close()
 
 
-def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path) -> None:
+def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path, way: Way) -> None:
     path = tmp_path / "fails.py"
     path.write_text(
         "import torch\nfrom torch import nn\n"
@@ -129,14 +132,14 @@ def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path) -> N
         "        return super().forward(x)\n"
         "def example_inputs(): return (torch.ones(1, 2),)\n"
     )
-    with recorded_worker(locate(f"{path}:Model")) as recorded:
+    with RecordedEngine(way, f"{path}:Model") as recorded:
         recorded.worker.set_recipe(HALF)
         assert "not in half" in recorded.wait_for(events.Failed).message
         recorded.worker.set_recipe(BRAIN)
         recorded.measured(BRAIN)
 
 
-def test_closing_while_it_works_is_quick() -> None:
-    with recorded_worker(options=Options(prompts=("import os\n" * 4000,))) as recorded:
+def test_closing_while_it_works_is_quick(way: Way) -> None:
+    with RecordedEngine(way, options=Options(prompts=("import os\n" * 4000,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("dtype-engine")]

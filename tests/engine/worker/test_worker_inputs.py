@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.recorded_worker import RecordedWorker, recorded_worker
+from tests.helpers.recorded_worker import RecordedEngine, Way
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
@@ -13,18 +13,18 @@ HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
 
-def measured(recorded: RecordedWorker, words: str, since: int = 0) -> events.Measured:
+def measured(recorded: RecordedEngine, words: str, since: int = 0) -> events.Measured:
     """The first measurement on inputs that are described so."""
     return recorded.wait_for(events.Measured, lambda event: event.report.inputs.startswith(words), since)
 
 
-def test_the_inputs_are_told_when_the_model_is_ready(demo: RecordedWorker) -> None:
+def test_the_inputs_are_told_when_the_model_is_ready(demo: RecordedEngine) -> None:
     demo.wait_for(events.InputsReady)
     kinds = [type(event) for event in demo.events]
     assert kinds.index(events.ModelReady) + 1 == kinds.index(events.InputsReady)
 
 
-def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedWorker) -> None:
+def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedEngine) -> None:
     demo.wait_for(events.ModelReady)
     demo.worker.set_recipe(BRAIN)
     for word in ("one", "two", "three"):
@@ -36,7 +36,7 @@ def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedWorker)
     assert measured(demo, "6 default prompts", start).recipe == BRAIN
 
 
-def test_refused_inputs_leave_everything_as_it_is(demo: RecordedWorker) -> None:
+def test_refused_inputs_leave_everything_as_it_is(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.set_inputs("nowhere.png")
@@ -46,7 +46,7 @@ def test_refused_inputs_leave_everything_as_it_is(demo: RecordedWorker) -> None:
     assert not any(isinstance(event, events.Measured | events.InputsReady) for event in demo.events[start:])
 
 
-def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedWorker) -> None:
+def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.set_recipe(HALF)
@@ -55,7 +55,7 @@ def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedWo
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
-def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedWorker) -> None:
+def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     demo.worker.set_inputs("import os\n" * 200)
     demo.worker.set_recipe(HALF)
@@ -63,8 +63,8 @@ def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedWorke
     demo.wait_for(events.Measured, lambda event: event.recipe == BRAIN and "your prompts" in event.report.inputs)
 
 
-def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path) -> None:
+def test_inputs_that_do_not_fit_at_opening_give_way_to_the_defaults(tmp_path: Path, way: Way) -> None:
     (tmp_path / "cat.png").write_bytes(b"never looked at")
-    with recorded_worker(options=Options(images=(tmp_path / "cat.png",))) as recorded:
+    with RecordedEngine(way, options=Options(images=(tmp_path / "cat.png",))) as recorded:
         assert "takes no pictures" in recorded.wait_for(events.InputsRefused).message
         assert measured(recorded, "6 default prompts").report.output.max_abs == 0

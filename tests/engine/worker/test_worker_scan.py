@@ -1,14 +1,14 @@
-"""Scans on the worker's thread: streaming estimates, pausing, stopping, going on."""
+"""Scans on the engine: streaming estimates, pausing, stopping, going on."""
 
 from __future__ import annotations
 
-from tests.helpers.recorded_worker import RecordedWorker
+from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.worker import events
 
 
-def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: RecordedWorker) -> None:
+def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.scan(("int8",))
@@ -22,7 +22,7 @@ def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: 
     assert counts[-1] == 6
 
 
-def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(demo: RecordedWorker) -> None:
+def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
     demo.worker.pause(True)

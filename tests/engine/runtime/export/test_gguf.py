@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.helpers.recorded_worker import recorded_worker
+from tests.helpers.recorded_worker import RecordedWorker
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -173,7 +173,7 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
     """Its dialog of an export, with and without a rule for them, the values of a tensor, and the export itself."""
     raw = blocks_of(Kind.Q8_0)
     path = write(tmp_path / "x.gguf", {"blk.0.weight": (Kind.Q8_0, raw)})
-    with recorded_worker(locate(str(path)), de.Options(device="cpu"), read_headers=True) as recorded:
+    with RecordedWorker(str(path), de.Options(device="cpu"), read_headers=True) as recorded:
         worker, wait = recorded.worker, recorded.wait_for
         wait(events.OpenFailed)  # no forward pass: everything but that works
         worker.plan_export()

@@ -16,7 +16,6 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core import dtypes
@@ -444,7 +443,7 @@ def test_crepe() -> None:
 
 
 def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights: Path, tmp_path: Path) -> None:
-    recorded = RecordedWorker(locate(str(weights)), Options(device="cpu"))
+    recorded = RecordedWorker(str(weights), Options(device="cpu"))
     worker = recorded.worker
     worker.set_recipe(Recipe((Rule("*", "float16"),)))
     worker.save(ReportRequest(tmp_path / "r.md"))
@@ -469,7 +468,7 @@ def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights:
 
 def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
     recipe = Recipe((Rule("*", "float16"),))
-    recorded = RecordedWorker(locate(f"{__file__}:Net"), Options(device="cpu"))
+    recorded = RecordedWorker(f"{__file__}:Net", Options(device="cpu"))
     recorded.worker.set_recipe(recipe)
     recorded.worker.start()
     recorded.wait_for(events.Idle)
