@@ -12,6 +12,7 @@ from typing import Literal
 
 from dtype_engine.checkpoint import PICKLES, Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
@@ -65,6 +66,13 @@ class Source:
         checkpoint = self.open()
         assert checkpoint is not None
         return checkpoint.tree(), True
+
+    def refuse_other_options(self, options: Options) -> None:
+        """Raise UserError for an option that does not go with such a model."""
+        if self.kind == "checkpoint" and options.weights is not None:
+            raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
+        if self.kind == "python" and options.architecture is not None:
+            raise UserError(f"--architecture goes with a checkpoint; {self.title} makes its own module")
 
 
 def locate(

@@ -15,7 +15,7 @@ from dtype_engine.cli.program import run
 
 _PLACES = {
     "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
-    "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report",
+    "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
 }  # fmt: skip
 
 

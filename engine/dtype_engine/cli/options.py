@@ -84,7 +84,8 @@ class ModelCommand(click.Command):
     """A command about one model. Its function gets a `RunRequest` as `request`, beside the parameters of its own.
 
     rules: it takes --cast, --recipe and --preset. runs: it takes the options of a forward pass: device, inputs and settings.
-    MODEL is an argument, unless a parameter of its own is named `model`.
+    checks_inputs: files of inputs are on this machine, and are looked at before anything else is. MODEL is an argument, unless a
+    parameter of its own is named `model`.
     """
 
     def __init__(
@@ -93,12 +94,14 @@ class ModelCommand(click.Command):
         params: Sequence[click.Parameter] = (),
         rules: bool = True,
         runs: bool = True,
+        checks_inputs: bool = True,
         **named: Any,
     ) -> None:
         argument = () if any(parameter.name == "model" for parameter in params) else (_MODEL,)
         rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()))
         super().__init__(name, params=[*argument, *rule_options, *params, *model_options], **named)
         self._runs = runs
+        self._checks_inputs = checks_inputs
         self._shared = {"model", *(parameter.name for parameter in (*rule_options, *model_options))}
 
     def invoke(self, ctx: click.Context) -> Any:
@@ -106,7 +109,7 @@ class ModelCommand(click.Command):
         default = click.core.ParameterSource.DEFAULT
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
-        ctx.params["request"] = RunRequest.of(values, explicit, self._runs)
+        ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)
 
 

@@ -55,8 +55,11 @@ class RunRequest:
     explicit: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool) -> RunRequest:
+    def of(
+        cls, values: Mapping[str, Any], explicit: frozenset[str], runs: bool, checks_inputs: bool = True
+    ) -> RunRequest:
         """The request of a command line's values by parameter name; `runs`: those of a forward pass are among them.
+        checks_inputs: their files are on this machine.
 
         Raises UserError for a rule, a preset, a recipe file or an input file that is none.
         """
@@ -73,6 +76,8 @@ class RunRequest:
             recipe, made_for, settings = written.recipe, written.model, written.settings
         recipe = _and_casts(recipe, values.get("casts", ()))
         options = _options(values, runs)
+        if checks_inputs and runs:
+            check_files(options)
         if settings is not None and runs:
             said = {name: getattr(options.settings, name) for name in _SETTINGS if name in explicit}
             options = dataclasses.replace(options, settings=dataclasses.replace(settings, **said))
@@ -87,10 +92,7 @@ class RunRequest:
 
         options = self.options
         source = locate(self.model, options.trust_pickle, options.download, python_only_by)
-        if source.kind == "checkpoint" and options.weights is not None:
-            raise UserError("--weights goes with the code of a model, as in file.py:Name --weights model.pth")
-        if source.kind == "python" and options.architecture is not None:
-            raise UserError(f"--architecture goes with a checkpoint; {source.title} makes its own module")
+        source.refuse_other_options(options)
         return source
 
     def open_session(self, source: Source | None = None) -> Session:
@@ -158,7 +160,7 @@ def _and_casts(recipe: Recipe, casts: Sequence[str]) -> Recipe:
 
 
 def _options(values: Mapping[str, Any], runs: bool) -> Options:
-    """The fields of `Options` that are among a command line's values. Raises UserError for a dtype or file that is none."""
+    """The fields of `Options` that are among a command line's values. Raises UserError for a dtype that is none."""
     given = {option.name: values[option.name] for option in dataclasses.fields(Options) if option.name in values}
     if not runs:
         return Options(**({"device": "cpu"} | given))
@@ -170,5 +172,4 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
     options = Options(**given, settings=RunSettings(compute, cast, values["float_inputs"]))
-    check_files(options)
     return options

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import shlex
 import subprocess
 import sys
 import threading
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,6 +16,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 
 if TYPE_CHECKING:
+    from dtype_engine.core.options import Options
     from dtype_engine.worker import messages
     from dtype_engine.worker.frames import FrameReader
 
@@ -23,30 +24,58 @@ COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 """The engine of this machine. `-P`: no file of the working directory stands in for a library."""
 
 
+SESSION = "{session}"
+"""Stands in a command's arguments for what a lingering engine is found by again."""
+_KEPT_OF_STDERR = 4096
+ENGINE_ENDED = 70
+"""Exit status of `dtype-engine stdio` where the lingering engine that it led to has ended by itself."""
+
+
+class NoAnswer(UserError):
+    """What was started ended without a word of dtype-engine's. status: its exit status, None where it still runs."""
+
+    def __init__(self, message: str, status: int | None, words: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.words = words
+
+
 @dataclass(frozen=True)
 class EngineCommand:
     """How to start an engine.
 
-    name: what messages call it. compressed: its events come compressed. lingers: it outlives a connection, and answers the same
-    command again.
+    arguments: with SESSION in them, it outlives a connection, and answers the same command again. name: what messages call it.
+    compressed: its events come compressed. unattended: the arguments while the screen is open and nobody can be asked for a
+    password; empty for the same as ever.
     """
 
     arguments: Sequence[str] = COMMAND
     name: str = "the engine"
     compressed: bool = False
-    lingers: bool = False
+    unattended: Sequence[str] = ()
 
     @property
     def is_local(self) -> bool:
         """Whether it is a child of this process."""
         return self.arguments is COMMAND
 
-    def start(self) -> subprocess.Popen[bytes]:
-        """Start it. Raises UserError."""
+    @property
+    def lingers(self) -> bool:
+        """Whether it outlives a connection."""
+        return any(SESSION in argument for argument in self.arguments)
+
+    def start(self, session: str = "", attended: bool = False) -> subprocess.Popen[bytes]:
+        """Start it. session: letters and digits. attended: it may ask the user for a password. Raises UserError."""
+        arguments = self.arguments if attended or not self.unattended else self.unattended
         try:
-            return start_process(self.arguments, own_group=self.is_local)
+            return start_process([word.replace(SESSION, session) for word in arguments], own_group=not attended)
         except OSError as error:
-            raise UserError(f"{printable(shlex.join(self.arguments), 200)}: {error.strerror}") from None
+            raise UserError(f"{printable(shlex.join(arguments), 200)}: {error.strerror}") from None
+
+
+def new_session() -> str:
+    """What one engine is found by again, and no other."""
+    return os.urandom(10).hex()
 
 
 def start_process(arguments: Sequence[str], own_group: bool = True) -> subprocess.Popen[bytes]:
@@ -72,7 +101,7 @@ class Connection:
         self._process = process
         output = process.stdout
         self.reader: FrameReader = FrameReader(lambda count: output.read(count) or b"")
-        self._stderr: deque[bytes] = deque(maxlen=20)
+        self._stderr = b""
         self._outgoing: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=work, name=f"dtype-engine-{name}", daemon=True)
@@ -97,24 +126,48 @@ class Connection:
             found = self.reader.find_mark(self._command.compressed)
             data = self.reader.next() if found else None
             if data is None:
-                raise UserError(f"{name}: {self.last_words()}")
+                said = self.last_words()
+                raise NoAnswer(f"{name}: {said}", self._process.poll(), said)
             hello = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data)
             if not isinstance(hello, messages.Hello):
                 raise WireError("it does not say hello")
+            if hello.protocol != messages.PROTOCOL:
+                raise UserError(
+                    f"{name} has dtype-tui {printable(hello.version, 40)}, and this is {__version__}: they can't work together; "
+                    "install the same version on both"
+                )
+            if hello.missing:
+                raise UserError(
+                    f"{name}: {' and '.join(hello.missing)} can't be imported there; install dtype-tui there as a whole"
+                )
         except WireError as error:
+            self.kill()
             raise UserError(
                 f"{name}: what answers is no dtype-engine of version {__version__}: {one_line(error, 200)}"
             ) from None
-        if hello.protocol != messages.PROTOCOL:
-            raise UserError(
-                f"{name} has dtype-tui {printable(hello.version, 40)}, and this is {__version__}: they can't work together; "
-                "install the same version on both"
-            )
-        if hello.missing:
-            raise UserError(
-                f"{name}: {' and '.join(hello.missing)} can't be imported there; install dtype-tui there as a whole"
-            )
+        except UserError:
+            self.kill()
+            raise
         return hello
+
+    def open_model(self, model: str | None, options: Options) -> str:
+        """Tell an engine that has none yet which model to open; its title. Raises UserError where the model means nothing there."""
+        from dtype_engine.worker import messages
+        from dtype_engine.worker.frames import WireError
+
+        self.send(messages.Open(model, options, True))
+        try:
+            data = self.reader.next()
+            answer = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data) if data is not None else None
+            if not isinstance(answer, messages.Opened):
+                raise UserError(f"{self._command.name}: it says nothing of the model: {self.last_words()}")
+        except (UserError, WireError) as error:
+            self.kill()
+            raise UserError(str(error)) from None
+        if answer.refusal:
+            self.end(1.0)
+            raise UserError(f"{self._command.name}: {answer.refusal}")
+        return answer.title
 
     def send(self, request: messages.Request) -> None:
         """Send a request, soon."""
@@ -146,7 +199,7 @@ class Connection:
         except subprocess.TimeoutExpired:
             status = None
         self._threads[1].join(0.5)
-        lines = b"".join(self._stderr).decode(errors="replace").strip().splitlines()
+        lines = self._stderr.decode(errors="replace").strip().splitlines()
         ended = f"it ended with status {status}" if status is not None else "it does not answer"
         return f"{ended}: {printable(lines[-1], 200)}" if lines else ended
 
@@ -161,5 +214,5 @@ class Connection:
 
     def _read_stderr(self) -> None:
         assert self._process.stderr is not None
-        for line in self._process.stderr:
-            self._stderr.append(line[-500:])
+        while data := self._process.stderr.read(1 << 12):
+            self._stderr = (self._stderr + data)[-_KEPT_OF_STDERR:]

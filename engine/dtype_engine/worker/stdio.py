@@ -83,11 +83,14 @@ class EngineServer:
         """Find the model and start the worker. False where the model means nothing here, which the app is told."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
+        from dtype_engine.core.input_args import check_files
         from dtype_engine.worker.messages import Opened
         from dtype_engine.worker.worker import Worker
 
         try:
             source = locate(request.model, request.options.trust_pickle, request.options.download)
+            source.refuse_other_options(request.options)
+            check_files(request.options)
         except UserError as error:
             self._send(writer, Opened("", str(error)))
             return False

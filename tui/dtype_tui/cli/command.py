@@ -8,6 +8,7 @@ import dataclasses
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,54 +21,119 @@ from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import check_files
 from dtype_engine.core.text import printable
 from dtype_engine.worker.events import Event
+from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
+    from dtype_engine.core.tree import Tree
     from dtype_engine.worker.engine import Engine
     from dtype_tui.config.config import Config
     from dtype_tui.state.session_saver import SessionSaver
 
 
-@click.command(cls=ModelCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@dataclass(frozen=True)
+class _Opening:
+    """A model that was found: how the app calls it, what is known of it before it is open, and who opens it.
+
+    path: its files, where they are on this machine. reference: what it is saved and taken up again by. is_kept: whether sessions of
+    it are saved.
+    """
+
+    title: str
+    reference: str | None
+    make_engine: Callable[[Callable[[Event], None]], Engine]
+    path: Path | None = None
+    tree: Tree | None = None
+    partial: bool = False
+    is_kept: bool = True
+
+
+@click.command(cls=ModelCommand, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="dtype-tui")
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")
 @click.option(
     "--in-process", is_flag=True, help="Run the engine in a thread of this program, not in a process of its own."
 )
+@click.option(
+    "--engine-command",
+    metavar="CMD",
+    help="What leads to `dtype-engine stdio` elsewhere, as 'docker exec -i BOX dtype-engine stdio'; MODEL is as it is there.",
+)
 @threshold_options
-def command(request: RunRequest, in_ascii: bool, resume: bool, in_process: bool, **limits: Any) -> int:
+def command(
+    request: RunRequest, in_ascii: bool, resume: bool, in_process: bool, engine_command: str | None, **limits: Any
+) -> int:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
-    `demo`, the built-in one. Without it the models that lie here are offered. `dtype-tui serve` opens the app in a browser.
+    `demo`, the built-in one. Without it the models that lie here are offered. ssh://HOST/PATH is a model on another machine, where
+    dtype-tui is installed: the screen is here, the engine there. `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
-    model, options, recipe = request.model, request.options, request.recipe
+    model, options = request.model, request.options
+    if engine_command is None and not is_address(model):
+        check_files(options)
     saved = None
     if resume:
+        if engine_command is not None:
+            raise UserError("--resume: what was open through --engine-command is not kept")
         from dtype_tui.cli.resume import saved_session, with_saved_options
 
         saved = saved_session(model)
         model, options = saved.model, with_saved_options(options, saved.options, request.explicit)
-    elif model is None:
+    elif model is None and engine_command is None:
         _need_a_terminal()
         model = _chosen(config)
         if model is None:
             return 0
     request = dataclasses.replace(request, model=model, options=options)
+    if engine_command is None and not is_address(model):
+        opening = _open_here(request, in_process)
+    elif in_process:
+        raise UserError("--in-process keeps the engine in this program: it does not go with one elsewhere")
+    else:
+        opening = _open_there(request, engine_command)
+    from dtype_tui.app import DtypeApp
+    from dtype_tui.state.launch import Launch
+
+    def session_saver() -> SessionSaver:
+        from dtype_tui.state.session_saver import SessionSaver
+
+        return SessionSaver(opening.reference, opening.title, opening.path, options)
+
+    launch = Launch(
+        opening.title,
+        opening.tree,
+        partial=opening.partial,
+        settings=options.settings,
+        thresholds=thresholds_from(limits),
+        recipe=request.recipe,
+        preset=request.preset,
+        saved=saved,
+        saver=session_saver if opening.is_kept else None,
+        config=config,
+    )
+    app = DtypeApp(launch, opening.make_engine)
+    app.run()
+    # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
+    return BAD_INPUT if app.return_code == 1 else app.return_code or 0
+
+
+def _open_here(request: RunRequest, in_process: bool) -> _Opening:
+    """Find a model on this machine, and read what its headers say. Raises UserError."""
+    options = request.options
     source = request.locate()
     tree, whole = source.peek()
-    if recipe.rules and tree is not None and not whole:
+    if request.recipe.rules and tree is not None and not whole:
         # A rule that takes nothing is refused before the screen opens, and only all the headers tell.
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
     _need_a_terminal()
     if tree is not None:
         request.refuse_unmatched(source, tree)
-    from dtype_tui.app import DtypeApp
-    from dtype_tui.state.launch import Launch
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         if in_process:
@@ -78,29 +144,28 @@ def command(request: RunRequest, in_ascii: bool, resume: bool, in_process: bool,
         from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take
 
-        return EngineProcess(EngineCommand(), model, options, emit, read_headers=not whole, process=take())
+        return EngineProcess(EngineCommand(), request.model, options, emit, read_headers=not whole, process=take())
 
-    def session_saver() -> SessionSaver:
-        from dtype_tui.state.session_saver import SessionSaver
+    return _Opening(source.title, request.model, make_engine, source.path, tree, not whole)
 
-        return SessionSaver(model, source.title, source.path, options)
 
-    launch = Launch(
-        source.title,
-        tree,
-        partial=not whole,
-        settings=options.settings,
-        thresholds=thresholds_from(limits),
-        recipe=recipe,
-        preset=request.preset,
-        saved=saved,
-        saver=session_saver,
-        config=config,
-    )
-    app = DtypeApp(launch, make_engine)
-    app.run()
-    # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
-    return BAD_INPUT if app.return_code == 1 else app.return_code or 0
+def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
+    """Let an engine elsewhere find the model. Raises UserError."""
+    from dtype_engine.worker.process import EngineProcess
+    from dtype_tui.cli.remote import connect
+    from dtype_tui.process.early_engine import take
+
+    _need_a_terminal()
+    if (unneeded := take()) is not None:
+        unneeded.kill()
+    far = connect(request.model, engine_command, request.options)
+
+    def make_engine(emit: Callable[[Event], None]) -> Engine:
+        return EngineProcess(
+            far.command, far.model, request.options, emit, read_headers=True, connection=far.connection
+        )
+
+    return _Opening(far.title, request.model, make_engine, is_kept=engine_command is None)
 
 
 def _need_a_terminal() -> None:
@@ -123,6 +188,7 @@ def _chosen(config: Config) -> str | None:
     from dtype_engine.checkpoint.discovery import find_models
     from dtype_engine.checkpoint.source import locate
     from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, ModelPicker, Offer
+    from dtype_tui.cli.remote import address_of
     from dtype_tui.state.session_store import recent_models
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
@@ -133,7 +199,11 @@ def _chosen(config: Config) -> str | None:
     ]
     if not offers and not recent:
         return DEMO.model
-    picker = ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], locate, config)
+
+    def check(model: str) -> object:
+        return address_of(model) if is_address(model) else locate(model)
+
+    picker = ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], check, config)
     model = picker.run()
     if picker.return_code == 1:
         sys.exit(BAD_INPUT)

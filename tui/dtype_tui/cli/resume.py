@@ -10,6 +10,7 @@ from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
+from dtype_tui.state.addresses import is_address
 from dtype_tui.state.session_store import SavedSession, newest_session
 
 
@@ -45,6 +46,6 @@ def saved_session(model: str | None) -> SavedSession:
                 "it: to run that code, name it before --resume"
             )
         return saved
-    if saved.path is None and saved.folder is not None and saved.folder.is_dir():
+    if saved.path is None and not is_address(saved.model) and saved.folder is not None and saved.folder.is_dir():
         sys.path.insert(0, str(saved.folder))
     return saved

@@ -10,6 +10,7 @@ import click
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
 from dtype_tui.process.gc_policy import resume_gc
+from dtype_tui.state.addresses import is_address
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True})
@@ -28,14 +29,16 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     from dtype_tui.cli.command import command
 
     asked = command.make_context("dtype-tui", list(arguments)).params
-    locate(asked["model"], asked["trust_pickle"], asked["download"])
+    if not is_address(asked["model"]) and asked["engine_command"] is None:
+        locate(asked["model"], asked["trust_pickle"], asked["download"])
     try:
         from dtype_tui.cli.guarded_server import GuardedServer
     except ImportError:
         raise UserError("serving needs textual-serve: pip install 'dtype-tui[serve]'") from None
     # -P: the folder that this was started in is not where Python looks for modules. It may be one that was downloaded, with a
     # click.py of its own.
-    program = [sys.executable, "-P", "-m", "dtype_tui", *(arguments if asked["model"] else (*arguments, "demo"))]
+    named = arguments if asked["model"] or asked["engine_command"] else (*arguments, "demo")
+    program = [sys.executable, "-P", "-m", "dtype_tui", *named]
     server = GuardedServer(shlex.join(program), host=host, port=port, title="dtype-tui")
     print(f"dtype-tui: open {server.address} in a browser; Ctrl+C ends it", file=sys.stderr)
     resume_gc()

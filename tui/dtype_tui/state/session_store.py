@@ -29,6 +29,7 @@ from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
+from dtype_tui.state.addresses import is_address
 from dtype_tui.state.measurement_log import MeasuredRecipe
 
 VERSION = 1
@@ -135,6 +136,8 @@ def canonical_model_ref(model: str | None) -> str | None:
     """What opens the same model from any folder: paths made absolute, everything else as it is."""
     if model is None or (model == "demo" and not Path(model).exists()):
         return None
+    if is_address(model):
+        return model
     try:
         if Path(model).expanduser().exists():
             return str(Path(model).expanduser().resolve())

@@ -1,0 +1,111 @@
+"""What `ssh://HOST/PATH` and --engine-command start, and what is said where no engine answers."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options
+from dtype_tui.cli.remote import Address, address_of, command_from, command_of, connect
+
+
+@pytest.mark.parametrize(
+    ("typed", "means"),
+    [
+        ("ssh://gpu", Address("gpu", None, None)),
+        ("ssh://gpu/", Address("gpu", None, None)),
+        ("ssh://gpu/models/a b", Address("gpu", None, "/models/a b")),
+        ("ssh://gpu/~/m.gguf", Address("gpu", None, "~/m.gguf")),
+        ("ssh://me@gpu.lab:2222/~/net.py:Net", Address("me@gpu.lab", "2222", "~/net.py:Net")),
+        ("ssh://[::1]:22/x", Address("::1", "22", "/x")),
+        ("ssh://gpu/$(touch x);`y`", Address("gpu", None, "/$(touch x);`y`")),
+    ],
+)
+def test_an_address_is_a_machine_and_a_path_there(typed: str, means: Address) -> None:
+    assert address_of(typed) == means
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        "ssh://",
+        "ssh:///models",
+        "ssh://-oProxyCommand=touch x/y",
+        "ssh://-l/y",
+        "ssh://-x@host/y",
+        "ssh://me@-host/y",
+        "ssh://a b/y",
+        "ssh://host;x/y",
+        "ssh://host:port/y",
+        "ssh://me:secret@host/y",
+        "ssh://host\n-x/y",
+    ],
+)
+def test_what_is_no_address_is_refused(typed: str) -> None:
+    with pytest.raises(UserError, match="is no address"):
+        address_of(typed)
+
+
+def test_nothing_of_the_path_is_on_the_command_line_and_no_word_can_be_an_option() -> None:
+    command = command_of(address_of("ssh://me@gpu:2222/a;b$(c)"))
+    for arguments in (command.arguments, command.unattended):
+        assert arguments[0] == "ssh"
+        assert "-T" in arguments
+        end = arguments[arguments.index("--") + 1 :]
+        assert end[0] == "me@gpu"
+        assert len(end) == 2
+        assert end[1].startswith("dtype-engine stdio --compressed")
+        assert not any("a;b" in argument for argument in arguments)
+        assert arguments[arguments.index("-p") + 1] == "2222"
+    assert "BatchMode=yes" in command.unattended
+    assert "BatchMode=yes" not in command.arguments
+
+
+def test_a_command_is_split_as_a_shell_does_and_run_by_none(tmp_path: Path) -> None:
+    assert command_from("docker exec -i 'my box' dtype-engine stdio").arguments == (
+        "docker", "exec", "-i", "my box", "dtype-engine", "stdio"
+    )  # fmt: skip
+    for line in ("", "   ", "docker 'exec"):
+        with pytest.raises(UserError, match="--engine-command"):
+            command_from(line)
+    with pytest.raises(UserError):
+        connect(None, f"echo hello > {tmp_path / 'x'}", Options())
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("echo 'dtype-engine: command not found' >&2; exit 127", "pip install dtype-tui there"),
+        ("echo 'Error: No such command' >&2; exit 2", "an older dtype-tui"),
+        ("echo 'out of quota' >&2; exit 9", "it ended with status 9: out of quota"),
+        ("printf '\\033[2Jmotd\\n'", "it ended with status 0"),
+    ],
+    ids=["not there", "older", "refused", "motd alone"],
+)
+def test_where_no_engine_answers_one_sentence_says_why(program: str, words: str) -> None:
+    with pytest.raises(UserError, match=r"\w") as told:
+        connect(None, shlex.join(["sh", "-c", program]), Options())
+    assert words in str(told.value)
+    assert str(told.value).isprintable()
+
+
+def test_ssh_that_fails_is_told_in_its_own_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "ssh"
+    fake.write_text("#!/bin/sh\necho 'ssh: connect to host gpu port 22: No route to host' >&2\nexit 255\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    with pytest.raises(UserError, match=r"gpu can't be reached: ssh: connect to host gpu port 22: No route to host"):
+        connect("ssh://gpu/x", None, Options())
+
+
+def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens() -> None:
+    engine = shlex.join([sys.executable, "-m", "dtype_engine.worker.stdio"])
+    with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):
+        connect("/nowhere/at/all", engine, Options())
+    with pytest.raises(UserError, match=r"/nowhere/text\.txt"):
+        connect("demo", engine, Options(texts=(Path("/nowhere/text.txt"),)))

@@ -1,0 +1,121 @@
+"""The screen here, the engine elsewhere: `ssh://HOST/PATH` through the system's own ssh, or any other command that leads there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.worker.connection import Connection, EngineCommand, NoAnswer, new_session
+from dtype_tui.state.addresses import is_address
+
+if TYPE_CHECKING:
+    from dtype_engine.core.options import Options
+
+_ADDRESS = re.compile(
+    r"ssh://(?:(?P<user>[A-Za-z0-9_][\w.+-]*)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
+    r"(?::(?P<port>[0-9]{1,5}))?(?P<path>/.*)?",
+    re.ASCII | re.DOTALL,
+)
+_FAR_COMMAND = "dtype-engine stdio --compressed"
+_ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
+"""Without them a line that is dead is noticed when the system gives up, hours later."""
+_UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")
+_NOT_FOUND = 127
+_SSH_FAILED = 255
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where an engine is, as ssh takes it, and the model as the engine there understands it (None: the demo)."""
+
+    destination: str
+    port: str | None
+    model: str | None
+
+
+@dataclass(frozen=True)
+class FarEngine:
+    """An engine elsewhere that has found the model. session: what it is found by again."""
+
+    command: EngineCommand
+    model: str | None
+    title: str
+    session: str
+    connection: Connection
+
+
+def address_of(model: str) -> Address:
+    """`ssh://[USER@]HOST[:PORT]/PATH`, `ssh://HOST/~/PATH`, or `ssh://HOST` for the demo there. Raises UserError."""
+    found = _ADDRESS.fullmatch(model)
+    if found is None:
+        raise UserError(
+            f"{printable(model, 200)} is no address: write ssh://[USER@]HOST[:PORT]/PATH, or ssh://HOST/~/PATH below the home there"
+        )
+    user, host, port, path = found.group("user", "host", "port", "path")
+    host = host.strip("[]")
+    path = (path or "").removeprefix("/") if (path or "").startswith("/~") else path
+    return Address(f"{user}@{host}" if user else host, port, None if path in (None, "/") else path)
+
+
+def command_of(address: Address) -> EngineCommand:
+    """ssh, with what the user has configured for it. Nothing of the path is on a command line: it goes to the engine as data."""
+    port = ("-p", address.port) if address.port else ()
+    end = (*port, "--", address.destination, _FAR_COMMAND)
+    return EngineCommand(
+        ("ssh", "-T", *_ALIVE, *end),
+        name=address.destination,
+        compressed=True,
+        unattended=("ssh", "-T", *_ALIVE, *_UNATTENDED, *end),
+    )
+
+
+def command_from(line: str) -> EngineCommand:
+    """The command that a user typed. Raises UserError."""
+    try:
+        words = shlex.split(line)
+    except ValueError as error:
+        raise UserError(f"--engine-command: {error}") from None
+    if not words:
+        raise UserError("--engine-command: name a command, as in 'docker exec -i BOX dtype-engine stdio'")
+    return EngineCommand(tuple(words), name=PurePath(words[0]).name, compressed="--compressed" in line)
+
+
+def connect(model: str | None, engine_command: str | None, options: Options) -> FarEngine:
+    """Reach the engine and let it find the model, before the screen opens: ssh may ask for a password now. Raises UserError."""
+    if engine_command is None:
+        assert model is not None
+        address = address_of(model)
+        command, model = command_of(address), address.model
+    elif is_address(model):
+        raise UserError("--engine-command is the way to the engine already: name MODEL as it is there, without ssh://")
+    else:
+        command = command_from(engine_command)
+    session = new_session()
+    connection = Connection(command, command.start(session, attended=True))
+    try:
+        connection.handshake()
+        title = connection.open_model(model, options)
+    except NoAnswer as error:
+        raise UserError(_why_not(error, command, engine_command is None)) from None
+    except BaseException:
+        connection.kill()
+        raise
+    return FarEngine(command, model, title, session, connection)
+
+
+def _why_not(error: NoAnswer, command: EngineCommand, by_ssh: bool) -> str:
+    """Why nothing of dtype-engine's came, and what may help."""
+    name, words = command.name, error.words.partition(": ")[2] or error.words
+    if by_ssh and error.status == _SSH_FAILED:
+        return f"{name} can't be reached: {words}"
+    if "No such command" in words or "No such option" in words:
+        return f"{name} has an older dtype-tui, which can't be used from elsewhere: install this version there"
+    if error.status == _NOT_FOUND:
+        other = f"--engine-command 'ssh {name} FOLDER/dtype-engine stdio'" if by_ssh else "give its whole path"
+        return f"{name}: there is no dtype-engine ({words}): pip install dtype-tui there, or, where it is elsewhere, {other}"
+    return str(error)
