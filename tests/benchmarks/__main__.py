@@ -164,8 +164,8 @@ def reference(folder: Path) -> list[Row]:
     import torch
 
     import dtype_engine as de
+    from dtype_engine.core.heap import trim_heap
     from dtype_engine.core.options import RunSettings
-    from dtype_engine.runtime.model.live import trim_heap
     from dtype_engine.runtime.passes.runner import ForwardRunner
 
     session = de.open(str(folder))

@@ -72,6 +72,8 @@ class DtypeApp(BaseApp[None]):
 
     def _emit(self, event: events.Event) -> None:
         """Called by the engine's threads; nothing is posted any more once the app has ended."""
+        if isinstance(event, events.HeadersRead | events.ModelReady):
+            self.controller.experiment.prepare(event.tree)
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self.main.post_message(EngineEvent(event))
 

@@ -85,7 +85,6 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
         assert model.checkpoint is not None
         if read_headers:
             tree = model.checkpoint.tree()
-            assert tree.names  # listed here, so that the first frame of a filter need not
             emit(events.HeadersRead(tree, model.checkpoint.notices))
         from dtype_engine.checkpoint.memory_fit import shortfall
 
@@ -128,5 +127,4 @@ def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> Non
         tree = model.checkpoint.tree()
     if tree.has_classes:
         model.known_tree = tree
-    assert tree.names
     emit(events.HeadersRead(tree, ()))

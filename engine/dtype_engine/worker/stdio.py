@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import events, imports
 
 NICENESS = 5
@@ -134,6 +135,9 @@ class EngineServer:
         with contextlib.suppress(OSError):  # whoever reads sees the end, too
             while (event := self._outbox.take()) is not None:
                 self._send(writer, event)
+                if isinstance(event, events.HeadersRead | events.ModelReady):
+                    del event
+                    trim_heap()
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:

@@ -13,7 +13,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint.source import DEMO, locate
-from dtype_engine.runtime.model.live import trim_heap
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.runtime.process_memory import process_memory
 
 

@@ -85,6 +85,8 @@ class Experiment:
     same_plan: bool = False
     """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
 
+    _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
+
     def __post_init__(self) -> None:
         self._replan()
 
@@ -99,7 +101,11 @@ class Experiment:
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.report is not None
         if self.same_plan:
             return
-        self.totals = self.tree.totals(self.plan.dtypes)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] is self.plan:
+            self.totals = prepared[1]
+        else:
+            self.totals = self.tree.totals(self.plan.dtypes)
         self.lost, self.lost_reason, self.loss_marks = None, "", {}
         self.forget_readings()
 
@@ -171,6 +177,12 @@ class Experiment:
         """What the casts of the recipe in force lose is known, or why it is not."""
         self.lost, self.lost_reason = losses, reason
         self.loss_marks = loss_marks(losses or ())
+
+    def prepare(self, tree: Tree) -> None:
+        """Do what takes long of `replace_tree`, on the thread that brings the tree: no key waits for it."""
+        plan = make_plan(tree, self.recipe)
+        self._prepared = plan, tree.totals(plan.dtypes)
+        assert tree.names  # listed here, so that the first frame of a filter need not
 
     def replace_tree(self, tree: Tree) -> None:
         """A tree that is complete takes the place of what was known before."""

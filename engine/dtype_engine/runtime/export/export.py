@@ -13,6 +13,7 @@ from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import recover_stale
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import write_recipe
@@ -25,7 +26,6 @@ from dtype_engine.runtime.export.layout import Part
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file
-from dtype_engine.runtime.model.live import trim_heap
 
 OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"

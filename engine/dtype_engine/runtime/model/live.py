@@ -7,10 +7,8 @@ always starts from the stored values and undoing one is putting them back.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +21,7 @@ from dtype_engine.checkpoint import Checkpoint, FileIdentity
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.model.hf_private import float32_patterns
@@ -305,12 +304,3 @@ def _mark_islands(module: nn.Module, tree: Tree) -> None:
             inside = name.startswith(f"{prefix}.") if prefix else bool(name)
             if inside and node.island is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
                 node.island = f"declared by the model ({attribute})"
-
-
-def trim_heap() -> None:
-    """Return freed tensors to the system: glibc keeps them otherwise, and the process would look as large as before."""
-    if sys.platform.startswith("linux"):
-        try:
-            ctypes.CDLL(None).malloc_trim(0)
-        except (OSError, AttributeError):
-            return

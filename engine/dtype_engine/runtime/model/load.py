@@ -25,12 +25,13 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.hf_private import with_dtypes
 from dtype_engine.runtime.model.hub import offline
-from dtype_engine.runtime.model.live import LiveModel, collect_tensors, trim_heap
+from dtype_engine.runtime.model.live import LiveModel, collect_tensors
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.python_source import load_python
