@@ -96,8 +96,8 @@ class EngineProcess(Engine):
         """Requests made before the engine could be told."""
         self._recipes: messages.RecipeNumbers | None = None
         self._memory: MemoryStats | None = None
-        self._pending: SaveRequest | None = None
-        """What is being written."""
+        self._pending: list[SaveRequest] = []
+        """What is being written, and what waits to be."""
         self._closing = False
         self._restarting = False
         self._ended = False
@@ -123,7 +123,8 @@ class EngineProcess(Engine):
         from dtype_engine.worker.messages import SaveOf
 
         with self._lock:
-            self._pending = request
+            if not self._ended:
+                self._pending.append(request)
             self._send(SaveOf(type(request).__name__, request))
 
     def plan_export(self) -> None:
@@ -146,13 +147,14 @@ class EngineProcess(Engine):
 
     def restart(self) -> None:
         with self._lock:
-            if self._thread is not None and self._thread.is_alive():
+            if self._ended:
+                self._ended = False
+                self._unsent = self._in_force.requests()
+                self.start()
+            elif self._thread is not None:
                 self._restarting = True
                 if self._connection is not None:
                     self._connection.kill()
-            else:
-                self._ended = False
-                self.start()
 
     def _send(self, request: messages.Request) -> None:
         """With the lock held."""
@@ -170,17 +172,19 @@ class EngineProcess(Engine):
             reason = self._serve_once()
             with self._lock:
                 self._connection, self._recipes, self._process = None, None, None
-                self._unsent = list(self._in_force.requests())
-                again, self._restarting = self._restarting, False
-                self._ended = not again
-                pending, self._pending = self._pending, None
+                pending, self._pending = self._pending, []
+            if self._command.is_local:
+                for request in pending:
+                    clear_up(request)
+            with self._lock:
                 if self._closing:
                     return
-            if pending is not None and self._command.is_local:
-                clear_up(pending)
-            if not again:
-                self._emit(events.EngineEnded(reason))
-                return
+                if not self._restarting:
+                    self._ended = True
+                    self._emit(events.EngineEnded(reason))  # with the lock held: before anything of the next one
+                    return
+                self._restarting = False
+                self._unsent = self._in_force.requests()
 
     def _serve_once(self) -> str:
         """One life of the engine; why it ended."""
@@ -210,7 +214,7 @@ class EngineProcess(Engine):
                     if isinstance(answer, events.Memory):
                         self._memory = answer.reading
                     elif isinstance(answer, events.Saved):
-                        self._pending = None
+                        self._pending = self._pending[1:]
                     if received % _ACKNOWLEDGE_EVERY == 0:
                         connection.send(messages.Acknowledge(received))
                     self._emit(answer)
@@ -241,14 +245,14 @@ class EngineProcess(Engine):
         name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
         match number:
             case signal.SIGKILL:
-                return f"it was killed ({name}), as the system does to whatever takes the last memory{self._memory_words()}"
+                return f"killed ({name}), perhaps for want of memory{self._memory_words()}"
             case signal.SIGBUS:
                 return f"a file that it reads was cut short, or its disk failed ({name})"
             case signal.SIGSEGV | signal.SIGABRT | signal.SIGILL | signal.SIGFPE:
-                return f"a library crashed in it ({name})"
+                return f"a library in it crashed ({name})"
         return f"it was ended by {name}"
 
     def _memory_words(self) -> str:
         if self._memory is None or self._memory.rss_bytes is None:
             return ""
-        return f"; it held {human_bytes(self._memory.rss_bytes)} when last seen"
+        return f"; it held {human_bytes(self._memory.rss_bytes)}"

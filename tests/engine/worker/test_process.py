@@ -53,9 +53,9 @@ def test_it_measures_what_was_asked_for_before_it_was_there_and_writes(start: St
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (signal.SIGKILL, "takes the last memory; it held"),
+        (signal.SIGKILL, "for want of memory; it held"),
         (signal.SIGBUS, "cut short"),
-        (signal.SIGSEGV, "a library crashed"),
+        (signal.SIGSEGV, "a library in it crashed"),
     ],
     ids=["KILL", "BUS", "SEGV"],
 )
@@ -68,9 +68,10 @@ def test_its_death_is_told_and_another_takes_its_place(start: Start, number: sig
     assert words in ended.message
     assert number.name in ended.message
     recorded.worker.flow()  # there is no one to ask
-    since = len(recorded.events)
+    since, later = len(recorded.events), RECIPE.then(Rule.parse("lm_head=f16"))
+    recorded.worker.set_recipe(later)
     recorded.worker.restart()
-    assert recorded.measured(RECIPE, since).report.rules == ("*.mlp=bfloat16",)
+    assert recorded.measured(later, since).report.rules == ("*.mlp=bfloat16", "lm_head=float16")
     assert not recorded.of(events.ImplicitCastsTraced)
 
 
