@@ -29,7 +29,7 @@ from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.engine_life import Severity
+from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
@@ -40,8 +40,6 @@ from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
 NARROW_BELOW = 100
-STOP_WAIT_S = 2.0
-"""What has not stopped so long after it was told to is offered to be ended with the engine."""
 
 
 class MainScreen(Screen[None]):
@@ -135,18 +133,19 @@ class MainScreen(Screen[None]):
         message.display = not self.experiment.has_tree
         if not self.experiment.has_tree:
             waiting = f"{self.controller.activity.what}…\nThe tree appears when the model is there."
-            message.update(self.controller.open_error or waiting)
+            message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
         node = self._tree.current.name if self._tree.rows else ""
-        life = self.controller.life
-        self.side.show(life.idle_words(False) if life.error else life.activity.now()[0], node)
+        self.side.show(self.controller.life.doing()[0] or self.controller.life.no_engine_words, node)
 
     def _show_status(self) -> None:
-        experiment, controller, width = self.experiment, self.controller, self.app.size.width
-        activity, idle = controller.activity, controller.life.idle_words(controller.open_error is not None)
-        self._put("#status", status_line(experiment, activity.now(), activity.queue, idle, width))
-        keys = next_keys(experiment, bool(self.tree_view.filter_text), controller.activity.busy, width)
+        experiment, life, width = self.experiment, self.controller.life, self.app.size.width
+        idle = life.idle_words(self.controller.open_error is not None)
+        self._put("#status", status_line(experiment, life.doing(), life.activity.queue, idle, width))
+        keys = next_keys(
+            experiment, bool(self.tree_view.filter_text), life.activity.busy, life.error is not None, width
+        )
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:

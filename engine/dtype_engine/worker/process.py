@@ -149,7 +149,7 @@ class EngineProcess(Engine):
         with self._lock:
             if self._ended:
                 self._ended = False
-                self._unsent = self._in_force.requests()
+                self._unsent = [*self._in_force.requests()]
                 self.start()
             elif self._thread is not None:
                 self._restarting = True
@@ -184,7 +184,7 @@ class EngineProcess(Engine):
                     self._emit(events.EngineEnded(reason))  # with the lock held: before anything of the next one
                     return
                 self._restarting = False
-                self._unsent = self._in_force.requests()
+                self._unsent = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
         """One life of the engine; why it ended."""

@@ -15,6 +15,7 @@ from dtype_engine.worker import events
 from dtype_engine.worker.engine import Engine
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state import measurement_log
+from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class Controller:
         self.engine = engine
         self.notify = notify
         self._changed = changed
-        self.life = EngineLife(engine, experiment.scan, notify)
+        self.life = EngineLife(engine, experiment.scan, notify, changed)
         self.activity = self.life.activity
         self.open_error: str | None = None
         """Why there is no live model."""
@@ -65,15 +66,7 @@ class Controller:
         match event:
             case events.HeadersRead() | events.ModelReady() | events.OpenFailed():
                 self._handle_opening(event)
-            case (
-                events.LoadingProgress()
-                | events.CastingProgress()
-                | events.MeasuringProgress()
-                | events.WorkingProgress()
-                | events.SavingProgress()
-                | events.Jobs()
-                | events.Idle()
-            ):
+            case _ if isinstance(event, Progress):
                 self.life.follow(event)
                 self.experiment.take(event)
             case events.EngineEnded():
@@ -123,6 +116,7 @@ class Controller:
                 self.experiment.failure, self.experiment.failed_module = event.message, event.module
                 self.notify(event.message, "error")
             case events.Stopped():
+                self.life.heard_of_end(event.job)
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
 
     def _notify_all(self, sentences: tuple[str, ...], severity: Severity) -> None:
@@ -285,6 +279,8 @@ class Controller:
 
     def measure(self) -> None:
         """Measure the recipe in force once more."""
+        if not self.life.is_there():
+            return
         self.experiment.forget_readings()
         self.engine.measure()
         self._changed()
@@ -380,12 +376,14 @@ class Controller:
 
     def start_scan(self, dtypes: tuple[str, ...]) -> None:
         """Scan in these dtypes, or go on where that was."""
+        if not self.life.is_there():
+            return
         scan = self.experiment.scan
         if scan.paused:
             self.pause_scan()
         if dtypes != scan.asked:
             scan.clear()
-        scan.asked, scan.running, scan.finished = dtypes, True, False
+        scan.begin(dtypes)
         self.engine.scan(dtypes)
         self._expect("scan")
 

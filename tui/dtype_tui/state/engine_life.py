@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.worker import events
@@ -15,16 +16,25 @@ if TYPE_CHECKING:
 
 Severity = Literal["information", "warning", "error"]
 """Of a sentence that is shown."""
-RESTARTS = "R starts it again, with the same recipe"
+RESTARTS = "R starts it again"
+STOP_WAIT_S = 2.0
+"""What has not stopped so long after it was told to is offered to be ended with the engine."""
 
 
 class EngineLife:
-    """What the engine is doing, and whether there is one. `notify` as of the controller."""
+    """What the engine is doing, and whether there is one. `notify` and `changed` as of the controller."""
 
-    def __init__(self, engine: Engine, scan: ScanView, notify: Callable[[str, Severity], None]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        scan: ScanView,
+        notify: Callable[[str, Severity], None],
+        changed: Callable[[], None],
+    ) -> None:
         self._engine = engine
         self._scan = scan
         self._notify = notify
+        self._changed = changed
         self.activity = Activity()
         self.error: str | None = None
         """Why there is no engine; None while there is one."""
@@ -32,6 +42,7 @@ class EngineLife:
         """While something was being written."""
         self._stopping: str | None = None
         """The job that was told to stop and has not (see `Activity.running`)."""
+        self._stopping_since = 0.0
         self._stop_is_overdue = False
 
     def follow(self, event: Progress) -> None:
@@ -40,27 +51,37 @@ class EngineLife:
         if isinstance(event, events.Idle) or (isinstance(event, events.Jobs) and event.running != self._stopping):
             self._stopping, self._stop_is_overdue = None, False
 
+    def heard_of_end(self, job: str | None) -> None:
+        """The engine has stopped `job`; None where nothing had begun."""
+        if job is not None:
+            self._stopping, self._stop_is_overdue = None, False
+
     def end(self, message: str) -> None:
         """The engine is gone; the recipe and what was measured stay."""
-        unwritten = "; what it was writing is not there" if self.activity.saving else ""
-        self._begin_anew(message)
+        lost = self._begin_anew(message)
         self.activity.busy = False
-        self._notify(f"{message}{unwritten}. {RESTARTS}.", "error")
+        self._notify(f"{'; '.join((message, *lost))}. {RESTARTS}.", "error")
 
     def restart(self) -> bool:
         """End the engine, whatever it does, and start another; False where that can't be."""
         if not self._engine.can_restart:
             self._notify("the engine is a thread of this program (--in-process): it can't be started again", "warning")
             return False
-        self._begin_anew(None)
+        lost = self._begin_anew(None)
+        if lost:
+            self._notify("; ".join(lost), "warning")
         self._engine.restart()
         return True
 
-    def _begin_anew(self, error: str | None) -> None:
+    def _begin_anew(self, error: str | None) -> list[str]:
+        """What was under way is over; sentences on what of it is lost."""
+        lost = ["what it was writing is not there"] if self.activity.saving else []
+        if self._scan.lose():
+            lost.append("s scans anew")
         self.error = error
         self.activity.begin_anew()
         self._stopping, self._stop_is_overdue, self.quit_asked = None, False, False
-        self._scan.running = self._scan.paused = False
+        return lost
 
     def begin(self, what: str) -> None:
         """The engine was asked for something that it begins at once."""
@@ -69,10 +90,14 @@ class EngineLife:
 
     def expect(self, job: str) -> None:
         """The engine was asked for a job."""
-        if self.error is None:
+        if self.is_there():
             self.activity.expect(job)
-        else:
-            self._notify(f"{self.error}. {RESTARTS}.", "warning")
+
+    def is_there(self) -> bool:
+        """Whether there is an engine; says that there is none."""
+        if self.error is not None:
+            self._notify(self.no_engine_words, "warning")
+        return self.error is None
 
     def may_quit(self) -> bool:
         """Whether nothing is being written; asked a second time, whether or not."""
@@ -82,11 +107,14 @@ class EngineLife:
         self._notify("writing is not done: Esc stops it, and q again leaves without it", "warning")
         return False
 
+    @property
+    def no_engine_words(self) -> str:
+        """What to say where figures would be, while there is no engine; "" while there is one."""
+        return f"no engine: {RESTARTS}" if self.error is not None else ""
+
     def idle_words(self, planning_only: bool) -> str:
         """What to say of the engine while it does nothing."""
-        if self.error is not None:
-            return "no engine: R starts it again"
-        return "no engine: planning only" if planning_only else "ready"
+        return self.no_engine_words or ("no engine: planning only" if planning_only else "ready")
 
     @property
     def must_end(self) -> bool:
@@ -96,14 +124,28 @@ class EngineLife:
     def stop(self) -> None:
         """Stop what the engine does."""
         if self.activity.busy:
-            self._stopping = self.activity.running
+            if self._stopping is None:
+                self._stopping, self._stopping_since = self.activity.running, time.monotonic()
             self._engine.cancel()
+            self._changed()
+
+    def doing(self) -> tuple[str, float | None, str]:
+        """What the engine does ("" while nothing), how much of it is done, and what Esc does now."""
+        what, share = self.activity.now()
+        if not what:
+            return "", None, ""
+        if self._stop_is_overdue:
+            return f"not stopped: {what}", None, "Esc again ends the engine"
+        if self._stopping is not None:
+            return f"stopping: {what}", None, ""
+        return what, share, "Esc stops"
 
     def check_stopped(self) -> None:
-        """Called some time after `stop`: where the engine is still at what it was told to stop, offer to end it."""
-        if self._stopping is not None and self.activity.busy and self._engine.can_restart and not self._stop_is_overdue:
+        """Called `STOP_WAIT_S` after `stop`: where the engine is still at what it was told to stop, offer to end it."""
+        if self._stopping is None or self._stop_is_overdue or not self.activity.busy or not self._engine.can_restart:
+            return
+        if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # not told again just now to stop another
             self._stop_is_overdue = True
-            self._notify(
-                f"{self.activity.what}: this can't be interrupted. Esc again ends the engine and starts another with this recipe",
-                "warning",
-            )
+            offer = "Esc again ends the engine and starts another, with this recipe"
+            self._notify(f"{self.activity.what} has not stopped. {offer}", "warning")
+            self._changed()

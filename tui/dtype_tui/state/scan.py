@@ -43,6 +43,8 @@ class ScanView:
     running: bool = False
     finished: bool = False
     paused: bool = False
+    lost: bool = False
+    """It is of an engine that is gone, and was not finished: another begins anew."""
     dtype: str = ""
     _limits: SearchConstraints | None = None
     measured: list[Point] = field(default_factory=list)
@@ -69,9 +71,21 @@ class ScanView:
 
     def clear(self) -> None:
         """A scan of other dtypes or inputs takes its place."""
-        self.report, self.asked, self.nodes, self._scores = None, (), {}, {}
+        self.report, self.asked, self.nodes, self._scores, self.lost = None, (), {}, {}, False
         self.measured.clear()
         self.version += 1
+
+    def begin(self, dtypes: tuple[str, ...]) -> None:
+        """The engine was asked to scan in these dtypes, or to go on."""
+        self.asked, self.running, self.finished, self.lost = dtypes, True, False, False
+
+    def lose(self) -> bool:
+        """The engine that scans is gone: what there is stays to be seen, and cannot be gone on with. True where that is news."""
+        self.running = self.paused = False
+        news = bool(self.asked) and not self.finished and not self.lost
+        self.lost = self.lost or news
+        self.version += 1
+        return news
 
     def stopped(self) -> None:
         """The engine is not scanning any more."""

@@ -12,12 +12,14 @@ from dtype_tui.state.experiment import Experiment
 ALWAYS = "? help  q quit"
 
 
-def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) -> str:
+def next_keys(experiment: Experiment, filtered: bool, busy: bool, ended: bool, width: int) -> str:
     """Pairs of key and meaning for what is on the screen now, two spaces apart, the likeliest first: as many as fit `width`
-    cells, and always those for help and quitting.
+    cells, and always those for help and quitting. ended: there is no engine.
     """
     if filtered:
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
+    elif ended:
+        keys = "R start the engine  u undo  c cast  1-8 dtype  / filter  Enter details  : command"
     elif experiment.failure:
         keys = "u undo  8 as stored  Enter details  m measure again  : command"
     elif experiment.loss_remedy is not None and not busy:
@@ -36,9 +38,13 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, width: int) ->
     return line if pairs else f" {ALWAYS}"
 
 
-def status_line(experiment: Experiment, doing: tuple[str, float | None], waiting: str, idle: str, width: int) -> Text:
-    """What the engine does (`idle` while nothing), its progress and its queue; at the right what fits of model, class, device."""
-    activity, share = doing
+def status_line(
+    experiment: Experiment, doing: tuple[str, float | None, str], waiting: str, idle: str, width: int
+) -> Text:
+    """What the engine does (`idle` while nothing), its progress, its queue and what Esc does; at the right what fits of model,
+    class, device.
+    """
+    activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
     if activity:
         line.append(activity)
@@ -47,7 +53,7 @@ def status_line(experiment: Experiment, doing: tuple[str, float | None], waiting
             line.append(bar(share, 12), style="bold")
         if waiting:
             line.append(f" · then: {waiting}")
-        line.append("  Esc stops", style="dim")
+        line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
     if lost := loss_status(experiment.lost or ()):
