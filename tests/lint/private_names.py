@@ -22,8 +22,10 @@ MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
     "engine/dtype_engine/runtime/model/torch_private.py": ALL,
     # The parts of a sparse tensor in a pickle, which only `coalesce` would make public, by reading it.
     "engine/dtype_engine/checkpoint/pickles.py": re.compile("_indices|_values"),
-    # How Textual ends by an error that nobody thought of.
-    "tui/dtype_tui/base_app.py": re.compile("_context|_exception|_exit_renderables|_close_messages_no_wait|_filters"),
+    # How Textual ends by an error that nobody thought of, and what it does with a key.
+    "tui/dtype_tui/base_app.py": re.compile(
+        "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
+    ),
     "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks"),
 }
 """Files that may use private names of other libraries, and which."""

@@ -149,8 +149,8 @@ def test_every_row_of_the_help_is_walked_and_no_other() -> None:
 
 
 def test_every_place_with_keys_is_in_the_help() -> None:
-    """Each class that binds keys of its own, but for the screen to choose a model in and what leads to the tree's; the keys of the
-    app stand with those of the main screen.
+    """Each class that binds keys of its own, but for the screen to choose a model in, what leads to the tree's, and the line to
+    type in, whose keys are those of every line; the keys of the app stand with those of the main screen.
     """
     bound = {
         found.__name__
@@ -160,7 +160,7 @@ def test_every_place_with_keys_is_in_the_help() -> None:
         if isinstance(found, type) and found.__module__.startswith("dtype_tui") and "BINDINGS" in vars(found)
     }
     shown, _ = sections(KEYS, {}, ())
-    assert len(bound - {"ModelPicker", "SidePanes", "DtypeApp"}) == len(shown)
+    assert len(bound - {"ModelPicker", "SidePanes", "DtypeApp", "LineInput"}) == len(shown)
 
 
 WORDS: dict[str, tuple[Look, Any]] = {

@@ -9,9 +9,10 @@ from rich.text import Text
 from textual._context import active_message_pump
 from textual.app import App, ReturnType
 from textual.command import CommandList
-from textual.events import MouseEvent
+from textual.events import Event, Key, MouseEvent, Paste
 from textual.message import Message
-from textual.widget import Widget
+from textual.widget import AwaitMount, Widget
+from textual.widgets import Input
 from textual.worker import WorkerFailed
 
 from dtype_engine.cli.program import TRACEBACK, unexpected
@@ -37,6 +38,39 @@ class BaseApp(App[ReturnType]):
             self.theme = config.theme
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
+
+    async def on_event(self, event: Event) -> None:
+        """Let a key do all that it does before the next one is looked at.
+
+        Textual hands a key to the widget that has the focus, from there to the one around it, and so on to the app, through a
+        queue each. Over a slow line keys arrive together, and each would act on what the ones before are only about to change.
+        """
+        if not isinstance(event, (Key, Paste)) or event.is_forwarded or self.screen.maximized is not None:
+            await super().on_event(event)
+            return
+        if self.return_code is not None:
+            return  # the app ends: what comes after the key that leaves is not for it
+        while not self.screen.is_mounted:  # a window that another key or the engine opens
+            await AwaitMount(self.screen, [self.screen])
+        if isinstance(event, Key):
+            self.app_focus = True
+            await self._take_key(event)
+        elif isinstance(event, Paste) and isinstance(self.focused, Input):
+            self.focused._on_paste(event)
+
+    async def _take_key(self, key: Key) -> None:
+        """As Textual does, but at once: what has priority, then text, then the bindings from the focus outwards."""
+        if await self._check_bindings(key.key, priority=True):
+            return
+        without_alt = _after_escape(key)
+        if without_alt is None and key.is_printable and isinstance(self.focused, Input):
+            await self.focused._on_key(key)
+            return
+        if key.key == "escape":
+            self.screen.clear_selection()
+        if not await self._check_bindings(key.key) and without_alt is not None:
+            await self._take_key(Key("escape", "\x1b"))
+            await self._take_key(without_alt)
 
     async def _dispatch_message(self, message: Message) -> None:
         try:
@@ -75,3 +109,10 @@ class BaseApp(App[ReturnType]):
         words = f"{self.title.partition(' ')[0] or 'dtype-tui'}: {unexpected(error)}{recorded(error)}"
         self._exit_renderables.append(Text(words, overflow="fold"))
         self._close_messages_no_wait()
+
+
+def _after_escape(key: Key) -> Key | None:
+    """The letter of a key like alt+j from a terminal that sends Escape before the letter for it: as well it may have been Escape
+    and then the letter. Those that tell them apart send no character with alt.
+    """
+    return Key(key.character, key.character) if key.key.startswith("alt+") and key.character else None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 from rich.text import Text
@@ -17,7 +17,7 @@ from textual.containers import Container
 from textual.geometry import Size
 from textual.screen import Screen
 from textual.widget import AwaitMount
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -28,6 +28,8 @@ from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.state.awaited import AwaitedResults
+from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
@@ -62,6 +64,7 @@ class MainScreen(Screen[None]):
         self._tree = ModuleTree(self.experiment, id="tree")
         self._words = CommandWords(controller, self._tree)
         self._windows = Windows(controller, self._tree, lambda *window: self.app.push_screen(*window))
+        self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
         """What the engine tells is drawn at most so often: every drawing goes over the wire. A key is drawn at once."""
@@ -89,9 +92,7 @@ class MainScreen(Screen[None]):
 
     def on_mount(self) -> None:
         self.lay_out(self.app.size)
-        # A prompt that a key opened before this must not lose the focus again; and at once, unlike focus(), for one right after.
-        if not isinstance(self.focused, Input):
-            self.set_focus(self._tree)
+        self.set_focus(self._tree)
         self.show_all()
         self._go_to_wanted_cursor()
 
@@ -99,13 +100,11 @@ class MainScreen(Screen[None]):
         """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
         if self._prompts is None:
             self._prompts = self.mount(
-                CastPrompt(self.experiment),
-                CommandLine(self.experiment, self._words.completer()),
-                FilterPrompt(lambda: len(self.tree_view.matches)),
+                CastPrompt(self.experiment, self.controller.add_rule),
+                CommandLine(self.experiment, self._words.completer(), self._run),
+                FilterPrompt(self._tree.set_filter, lambda: len(self._tree.matches), self._go_to_first_match),
             )
         await self._prompts
-        for field in self.query(Input):
-            field.cursor_blink = False  # every blink goes over the wire
 
     def lay_out(self, size: Size) -> None:
         """Lay out for a terminal of this size."""
@@ -182,6 +181,7 @@ class MainScreen(Screen[None]):
         event = heard_in_the_app(message.event)
         if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
             resume_gc()
+        self._awaited.take(event)
         if not self.controller.handle(event):
             return
         match event:
@@ -228,15 +228,6 @@ class MainScreen(Screen[None]):
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
-    def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """The three prompts open before the next key is looked at: what is typed ahead, on a slow line say, is theirs. So
-        their keys come before those of widgets, and then only in the tree.
-        """
-        if action in ("cast", "filter", "command"):
-            # In its first moment nothing has the focus yet.
-            return self.is_current and (self.focused is None or isinstance(self.focused, ModuleTree))
-        return True
-
     async def action_cast(self) -> None:
         await self.ensure_prompts()
         if self._tree.rows:
@@ -246,12 +237,7 @@ class MainScreen(Screen[None]):
         self.tree_view.show_preview(message.preview)
 
     def on_bottom_prompt_cancelled(self) -> None:
-        self.tree_view.focus()
         self.show_all()
-
-    def on_cast_prompt_submitted(self, message: CastPrompt.Submitted) -> None:
-        self.tree_view.focus()
-        self.controller.add_rule(message.rule)
 
     def action_cast_node(self, dtype: str) -> None:
         self.controller.add_rule(Rule.make(generalisations(self._tree.current.name)[0], dtype))
@@ -280,13 +266,13 @@ class MainScreen(Screen[None]):
         self.controller.measure()
 
     def action_flow(self) -> None:
-        self.controller.flow()
+        self._awaited.ask("flow", self.controller.flow)
 
     def action_generate(self) -> None:
-        self.controller.generate()
+        self._awaited.ask("generate", self.controller.generate)
 
     def action_speed(self) -> None:
-        self.controller.speed()
+        self._awaited.ask("speed", self.controller.speed)
 
     def action_causes(self) -> None:
         self._windows.causes()
@@ -296,9 +282,13 @@ class MainScreen(Screen[None]):
         if not self.experiment.live:
             self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
         elif line:
-            self.controller.set_inputs(line)
+            self._set_inputs(self.controller.set_inputs, line)
         else:
-            self._windows.inputs()
+            self._windows.inputs(lambda line: self._set_inputs(self.controller.engine.set_inputs, line))
+
+    def _set_inputs(self, set_inputs: Callable[[str], None], line: str) -> None:
+        self._awaited.forget()
+        set_inputs(line)
 
     def action_settings(self) -> None:
         self._windows.settings()
@@ -308,7 +298,7 @@ class MainScreen(Screen[None]):
         if tensor is None:
             self.say("values are those of a tensor: go to one", "information")
         else:
-            self.controller.inspect_values(tensor.name)
+            self._awaited.ask(f"values of {tensor.name}", lambda: self.controller.inspect_values(tensor.name))
 
     def action_scan(self) -> None:
         self._windows.scan(self.show_all)
@@ -343,23 +333,21 @@ class MainScreen(Screen[None]):
             self.tree_view.set_filter("")
             self.show_all()
         else:
+            self._awaited.forget()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
 
     def action_restart_engine(self) -> None:
+        self._awaited.forget()
         self.controller.restart_engine()
 
     async def action_filter(self) -> None:
         await self.ensure_prompts()
         self.query_one(FilterPrompt).open(self.tree_view.filter_text)
 
-    def on_filter_prompt_changed(self, message: FilterPrompt.Changed) -> None:
-        self.tree_view.set_filter(message.text)
-
-    def on_filter_prompt_submitted(self) -> None:
+    def _go_to_first_match(self) -> None:
         if self.tree_view.matches:
             self.tree_view.next_match(1)
-        self.tree_view.focus()
         self.show_all()
 
     def action_match(self, step: int) -> None:
@@ -385,9 +373,8 @@ class MainScreen(Screen[None]):
         await self.ensure_prompts()
         self.query_one(CommandLine).open()
 
-    async def on_command_line_submitted(self, message: CommandLine.Submitted) -> None:
-        self.tree_view.focus()
-        action, arguments = message.command.action, message.arguments
+    async def _run(self, command: Command, arguments: tuple[str, ...]) -> None:
+        action = command.action
         destination, _, name = action.rpartition(".")
         try:
             if action in self._words.actions:

@@ -76,13 +76,12 @@ class Windows:
         activity = controller.activity
         self._push(CausesScreen(experiment, activity.now, activity.waits, lambda: controller.engine.cancel("causes")))
 
-    def inputs(self) -> None:
-        """What the model is run on; the line there names others."""
+    def inputs(self, set_inputs: Callable[[str], None]) -> None:
+        """What the model is run on; `set_inputs` is called with the line there, which names others."""
         experiment = self._experiment
         from dtype_tui.screens.inputs import InputsScreen
 
         compared = experiment.report.output.positions if experiment.report is not None else None
-        set_inputs = self._controller.engine.set_inputs
         self._push(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, set_inputs))
 
     def settings(self) -> None:

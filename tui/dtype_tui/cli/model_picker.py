@@ -10,7 +10,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Input, OptionList, Static
+from textual.widgets import OptionList, Static
 from textual.widgets.option_list import Option
 
 from dtype_engine.core.errors import UserError
@@ -19,6 +19,7 @@ from dtype_tui.base_app import BaseApp
 from dtype_tui.config.config import Config
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.cells import short_bytes, truncate
+from dtype_tui.widgets.line_input import LineInput
 
 MOST_SHOWN = 500
 MOST_RECENT = 5
@@ -65,13 +66,13 @@ class ModelPicker(BaseApp[str]):
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
         yield Static(title, id="title")
-        yield Input(placeholder="a folder, a file, a Hugging Face id, file.py:Name", id="typed", compact=True)
+        yield LineInput("typed", self._enter, placeholder="a folder, a file, a Hugging Face id, file.py:Name")
         yield Static(id="says", markup=False)
         yield OptionList(id="offers")
         yield Static(Text(" ↑↓ choose  Enter opens  Tab types a path  q quits", style="dim"), id="keys")
 
     def on_mount(self) -> None:
-        self.query_one(OptionList).focus()
+        self.screen.set_focus(self.query_one(OptionList))
         self._fill()
         self.call_after_refresh(resume_gc)
 
@@ -90,8 +91,8 @@ class ModelPicker(BaseApp[str]):
         options.highlighted = min(at, len(self.offers) - 1)
 
     def action_other_half(self) -> None:
-        typed = self.query_one(Input)
-        (self.query_one(OptionList) if typed.has_focus else typed).focus()
+        typed = self.query_one(LineInput)
+        self.screen.set_focus(self.query_one(OptionList) if self.focused is typed else typed)
 
     def action_move(self, action: str) -> None:
         getattr(self.query_one(OptionList), f"action_{action}")()
@@ -99,9 +100,9 @@ class ModelPicker(BaseApp[str]):
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
         self._open(self.offers[int(event.option.id or 0)].model)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        if event.value.strip():
-            self._open(event.value.strip())
+    def _enter(self, line: str) -> None:
+        if line.strip():
+            self._open(line.strip())
 
     def _open(self, model: str) -> None:
         try:

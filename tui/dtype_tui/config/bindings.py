@@ -16,7 +16,7 @@ def _digit_words(dtype: str) -> str:
 
 MAIN_KEYS: list[BindingType] = with_ids(
     [
-        Binding("c", "cast", "Cast by pattern", priority=True),
+        Binding("c", "cast", "Cast by pattern"),
         *(Binding(str(i), f"cast_node('{d}')", _digit_words(d), show=False) for i, d in enumerate(DIGITS, 1)),
         Binding("u", "undo", "Undo"),
         Binding("ctrl+r", "redo", "Redo"),
@@ -36,10 +36,10 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("comma", "settings", "Settings of a run: autocast, inputs"),
         Binding("v", "values", "Values of the tensor: exponents, error in every dtype"),
         Binding("w", "worst", "Go to the module that drifts most"),
-        Binding("slash", "filter", "Filter by name", priority=True),
+        Binding("slash", "filter", "Filter by name"),
         Binding("n", "match(1)", "Next match", show=False),
         Binding("N", "match(-1)", "Previous match", show=False),
-        Binding("colon", "command", "Command line", priority=True),
+        Binding("colon", "command", "Command line"),
         Binding("z", "next_order", "Order of children: the model's, by bytes, by drift"),
         Binding("y", "copy_name", "Copy the node's name"),
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),

@@ -10,7 +10,7 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Vertical, VerticalScroll
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
@@ -18,6 +18,7 @@ from dtype_engine.results.inputs import InputBatch, InputsSummary
 from dtype_engine.worker import events
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.widgets.line_input import LineInput
 
 MOST_ROWS = 200
 
@@ -68,12 +69,12 @@ class InputsScreen(ModalScreen[None]):
                 yield Static(id="inputs-rows", markup=False)
             with Vertical(id="inputs-ask"):
                 yield Static(Text("a prompt, or a file: text, picture, sound, tensors; empty: defaults", style="dim"))
-                yield Input(id="inputs-line", select_on_focus=False, compact=True)
+                yield LineInput("inputs-line", self._enter)
                 yield Static(id="inputs-status", markup=False)
 
     def on_mount(self) -> None:
         self._draw()
-        self.query_one(Input).focus()
+        self.set_focus(self.query_one(LineInput))
 
     def on_resize(self) -> None:
         # The list takes what the box has left: as much as it needs, and never the line below it.
@@ -84,11 +85,9 @@ class InputsScreen(ModalScreen[None]):
         shown = inputs_table(self._reading, self._compared) if self._reading else none
         self.query_one("#inputs-rows", Static).update(shown)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Enter."""
-        event.stop()
+    def _enter(self, line: str) -> None:
         self._show_status("preparing…")
-        self._ask(event.value)
+        self._ask(line)
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
@@ -106,7 +105,7 @@ class InputsScreen(ModalScreen[None]):
             return
         self._draw()
         self.query_one(VerticalScroll).scroll_home(animate=False)
-        self.query_one(Input).value = ""
+        self.query_one(LineInput).value = ""
         self._show_status("in force; measuring")
 
     def refused(self, why: str) -> None:

@@ -12,7 +12,7 @@ from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.timer import Timer
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -29,6 +29,7 @@ from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
+from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
 _DECADES = 6
@@ -76,7 +77,8 @@ class OptimiseScreen(ModalScreen[None]):
         yield Static(id="front-legend", markup=False)
         with VerticalScroll(can_focus=False):
             yield Static(id="front-point", markup=False)
-        yield Input(placeholder="keep PATTERN | alike PATTERN | only DTYPES | budget 45% | clear", compact=True)
+        placeholder = "keep PATTERN | alike PATTERN | only DTYPES | budget 45% | clear"
+        yield LineInput("front-limit", self._enter, placeholder=placeholder)
         yield Static(id="front-keys", markup=False)
 
     def on_mount(self) -> None:
@@ -271,13 +273,12 @@ class OptimiseScreen(ModalScreen[None]):
         self._undo()
 
     def action_type(self) -> None:
-        field = self.query_one(Input)
+        field = self.query_one(LineInput)
         field.add_class("open")
-        field.focus()
+        self.set_focus(field)
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        line = event.value.strip()
+    def _enter(self, line: str) -> None:
+        line = line.strip()
         if line:
             try:
                 limits = self.view.limits.with_line(line, self.experiment.tree.stored_bytes)
@@ -289,13 +290,13 @@ class OptimiseScreen(ModalScreen[None]):
         self._close_input()
 
     def _close_input(self) -> None:
-        field = self.query_one(Input)
+        field = self.query_one(LineInput)
         field.value = ""
         field.remove_class("open")
         self.set_focus(None)
 
     def action_leave(self) -> None:
-        if self.query_one(Input).has_class("open"):
+        if self.query_one(LineInput).has_class("open"):
             self._close_input()
         else:
             self.dismiss(None)

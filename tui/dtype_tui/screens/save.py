@@ -11,7 +11,7 @@ from typing import ClassVar
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -31,6 +31,7 @@ from dtype_engine.worker.save_requests import (
 )
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.widgets.line_input import LineInput
 
 Losses = tuple[ValueLoss, ...]
 KINDS: tuple[tuple[str, str], ...] = (
@@ -72,11 +73,11 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
-        yield Input(id="where", select_on_focus=False, compact=True)
+        yield LineInput("where", lambda _: self.action_write(), self._forget_warning)
         yield Static(id="about", markup=False)
 
     def on_mount(self) -> None:
-        self.query_one(Input).focus()
+        self.set_focus(self.query_one(LineInput))
         self.action_move(0)
 
     def on_engine_event(self, message: EngineEvent) -> None:
@@ -165,17 +166,15 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def action_move(self, step: int) -> None:
         self._warned = None
         super().action_move(step)
-        field = self.query_one(Input)
-        field.value = self._free_name()
-        field.cursor_position = len(field.value)
+        self.query_one(LineInput).put(self._free_name())
 
-    def on_input_changed(self) -> None:
-        if self._warned is not None and self._warned != self.query_one(Input).value.strip():
+    def _forget_warning(self, line: str) -> None:
+        if self._warned is not None and self._warned != line.strip():
             self._warned = None
             self.redraw()
 
     def action_write(self) -> None:
-        typed = self.query_one(Input).value.strip()
+        typed = self.query_one(LineInput).value.strip()
         if not typed:
             return
         try:

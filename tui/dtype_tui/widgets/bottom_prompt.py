@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -9,14 +10,20 @@ from rich.text import Text
 from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.message import Message
-from textual.widgets import Input, Static
+from textual.widget import Widget
+from textual.widgets import Static
+
+from dtype_tui.widgets.line_input import LineInput
 
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Preview
 
 
 class BottomPrompt(Vertical):
-    """A docked line with a hint below it: what the text would do. Hidden until it is opened."""
+    """A docked line with a hint below it: what the text would do. Hidden until it is opened.
+
+    A subclass says in `typed` and `entered` what follows.
+    """
 
     DEFAULT_CSS = """
     BottomPrompt { dock: bottom; height: 2; display: none; background: $surface; }
@@ -36,16 +43,22 @@ class BottomPrompt(Vertical):
 
     def __init__(self, id: str, placeholder: str = "") -> None:
         super().__init__(id=id)
-        self._placeholder = placeholder
+        self.field = LineInput(f"{id}-input", self.entered, self.typed, placeholder)
+        """The line itself."""
+        self.field.cursor_blink = False  # every blink goes over the wire
+        self._focused_before: Widget | None = None
 
     def compose(self) -> ComposeResult:
-        yield Input(placeholder=self._placeholder, id=f"{self.id}-input", select_on_focus=False, compact=True)
+        yield self.field
         yield Static(id=f"{self.id}-hint", markup=False)
 
-    @property
-    def field(self) -> Input:
-        """The line itself."""
-        return self.query_one(Input)
+    def typed(self, line: str) -> None:
+        """The text is another now."""
+        raise NotImplementedError
+
+    def entered(self, line: str) -> Awaitable[None] | None:
+        """Enter was pressed."""
+        raise NotImplementedError
 
     @property
     def is_open(self) -> bool:
@@ -54,22 +67,20 @@ class BottomPrompt(Vertical):
 
     def show_with(self, text: str) -> None:
         """Show the prompt with `text` in its line; keys go there."""
+        if not self.is_open:
+            self._focused_before = self.screen.focused
         self.add_class("open")
-        self.put(text)
+        self.field.put(text)
         self.screen.set_focus(self.field)
-
-    def put(self, text: str) -> None:
-        """Replace what stands in the line; the cursor goes to its end."""
-        self.field.value = text
-        self.field.cursor_position = len(text)
 
     def hint(self, words: Text) -> None:
         """Replace the line below."""
         self.query_one(f"#{self.id}-hint", Static).update(words)
 
     def close(self) -> None:
-        """Hide the prompt, and what it lit up in the tree."""
+        """Hide the prompt, and what it lit up in the tree; keys go where they went before."""
         self.remove_class("open")
+        self.screen.set_focus(self._focused_before)
         self.post_message(self.Previewed(None))
 
     def action_cancel(self) -> None:

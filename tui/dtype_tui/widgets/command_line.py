@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from rich.text import Text
 from textual.binding import Binding, BindingType
-from textual.message import Message
-from textual.widgets import Input
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -30,17 +28,14 @@ class CommandLine(BottomPrompt):
         Binding("escape", "cancel", "Leave", priority=True, show=False),
     ]
 
-    @dataclass
-    class Submitted(Message):
-        """Enter: this command is to be run."""
-
-        command: Command
-        arguments: tuple[str, ...]
-
-    def __init__(self, experiment: Experiment, completer: Completer) -> None:
+    def __init__(
+        self, experiment: Experiment, completer: Completer, run: Callable[[Command, tuple[str, ...]], Awaitable[None]]
+    ) -> None:
+        """`run` runs the command that was entered, with its arguments."""
         super().__init__("command", "cast *.mlp bf16")
         self.experiment = experiment
         self.completer = completer
+        self._run = run
         self.history: list[str] = []
         """Lines that were submitted, the newest last, each once."""
         self._history_index = 0
@@ -60,8 +55,9 @@ class CommandLine(BottomPrompt):
         self._completions, self._completion = [], -1
 
     def _complete_with(self, line: str) -> None:
-        self._completing = self.field.value != line
-        self.put(line)
+        self._completing = True
+        self.field.put(line)
+        self._completing = False
 
     def action_complete(self, step: int) -> None:
         line = self.field.value
@@ -88,14 +84,11 @@ class CommandLine(BottomPrompt):
             self._history_index = max(0, min(self._history_index + step, len(self.history)))
             self._complete_with(self.history[self._history_index] if self._history_index < len(self.history) else "")
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
-        if not self.is_open:
-            return
-        if not self._completing:
-            self._drop_completions()
-        self._completing = False
-        self._explain(event.value)
+    def typed(self, line: str) -> None:
+        if self.is_open:
+            if not self._completing:
+                self._drop_completions()
+            self._explain(line)
 
     def _explain(self, line: str) -> None:
         """What the line would do, or what may come next."""
@@ -129,9 +122,8 @@ class CommandLine(BottomPrompt):
             words.append("  ")
             words.append(printable(last, 80), style="reverse" if index == self._completion else "dim")
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
-        line = event.value.strip()
+    async def entered(self, line: str) -> None:
+        line = line.strip()
         if not line:
             self.action_cancel()
             return
@@ -147,4 +139,4 @@ class CommandLine(BottomPrompt):
             self.history.remove(line)
         self.history.append(line)
         self.close()
-        self.post_message(self.Submitted(command, arguments))
+        await self._run(command, arguments)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
-from textual.message import Message
 from textual.timer import Timer
-from textual.widgets import Input, Static
+from textual.widgets import Static
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -39,15 +37,11 @@ class CastPrompt(BottomPrompt):
         Binding("escape", "cancel", "Leave", priority=True, show=False),
     ]
 
-    @dataclass
-    class Submitted(Message):
-        """Enter: this rule is to be put in force."""
-
-        rule: Rule
-
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, cast: Callable[[Rule], None]) -> None:
+        """`cast` puts the rule in force that was entered."""
         super().__init__("cast")
         self.experiment = experiment
+        self._cast = cast
         self._steps: list[str] = []
         self._step = 0
         self._dtype = "bf16"
@@ -83,10 +77,9 @@ class CastPrompt(BottomPrompt):
         if equals and dtype.strip():
             self._dtype = dtype.strip()
         self._step = (self._step + step) % len(self._steps)
-        self.put(self._rule_text)
+        self.field.put(self._rule_text)
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
+    def typed(self, line: str) -> None:
         if self._timer is not None:
             self._timer.stop()
         self._timer = self.set_timer(_PREVIEW_AFTER_S, self._preview)
@@ -103,10 +96,9 @@ class CastPrompt(BottomPrompt):
             self.hint(Text(f" {preview_words(preview)}"))
         self.post_message(self.Previewed(preview))
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
+    def entered(self, line: str) -> None:
         try:
-            rule = Rule.parse(event.value)
+            rule = Rule.parse(line)
             refused = self.experiment.refusal(rule)
         except UserError as error:
             refused = str(error)
@@ -115,9 +107,9 @@ class CastPrompt(BottomPrompt):
                 self._timer.stop()  # the preview would say less
             self.hint(Text(f" {refused}", style="bold"))
             return
-        self._dtype = event.value.rpartition("=")[2].strip()
+        self._dtype = line.rpartition("=")[2].strip()
         self.close()
-        self.post_message(self.Submitted(rule))
+        self._cast(rule)
 
 
 def preview_words(preview: Preview) -> str:
@@ -140,19 +132,16 @@ class FilterPrompt(BottomPrompt):
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape", "cancel", "Clear", priority=True, show=False)]
 
-    @dataclass
-    class Changed(Message):
-        """The text to filter by."""
-
-        text: str
-
-    class Submitted(Message):
-        """Enter: the filter stays."""
-
-    def __init__(self, count: Callable[[], int]) -> None:
-        """`count` gives the number of nodes that the filter in force lets through."""
+    def __init__(
+        self, filter_by: Callable[[str], None], count: Callable[[], int], go_to_first: Callable[[], None]
+    ) -> None:
+        """`filter_by` is called with the text as it is typed; `count` gives the number of nodes that it then lets through;
+        `go_to_first` is called when the filter is kept.
+        """
         super().__init__("filter", "part of a name, or a glob")
+        self._filter_by = filter_by
         self._count = count
+        self._go_to_first = go_to_first
 
     def open(self, text: str) -> None:
         """Show the prompt with the filter in force."""
@@ -165,17 +154,15 @@ class FilterPrompt(BottomPrompt):
         words = f" {count:,} matches{shown} · Enter keeps the filter, then n and N walk · Esc clears"
         self.hint(Text(words, style="dim"))
 
-    def on_input_changed(self, event: Input.Changed) -> None:
-        event.stop()
+    def typed(self, line: str) -> None:
         if self.is_open:
-            self.post_message(self.Changed(event.value))
-            self.call_after_refresh(self._show_count)
+            self._filter_by(line)
+            self._show_count()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        event.stop()
+    def entered(self, line: str) -> None:
         self.close()
-        self.post_message(self.Submitted())
+        self._go_to_first()
 
     def action_cancel(self) -> None:
-        self.post_message(self.Changed(""))
+        self._filter_by("")
         super().action_cancel()

@@ -1,0 +1,209 @@
+"""Keys that arrive together, as over a slow line: they do what they do one by one."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.helpers.observations import cursor, rules, top, typed, typing
+from tests.helpers.recording_engine import engine, make_app, report, running, say
+from textual.events import Key
+from textual.pilot import Pilot
+from textual.widgets import Input
+
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import ExportRequest
+from dtype_tui.app import DtypeApp
+from dtype_tui.widgets.module_tree import ModuleTree
+
+NAMES = {":": "colon", "/": "slash", "*": "asterisk", ".": "full_stop", "=": "equals_sign", "-": "minus", ",": "comma"}
+NAMES |= {" ": "space", "?": "question_mark", "<": "less_than_sign", ">": "greater_than_sign"}
+
+
+def keys_of(words: str) -> list[Key]:
+    """Characters, and the names of keys in braces, the space as _: `:cast{tab}_*.mlp_bf16{enter}`."""
+    keys, rest = [], words.replace("_", " ")
+    while rest:
+        if rest[0] == "{":
+            name, _, rest = rest[1:].partition("}")
+            keys.append(Key(name, None))
+        else:
+            keys.append(Key(NAMES.get(rest[0], rest[0]), rest[0]))
+            rest = rest[1:]
+    return keys
+
+
+async def burst(app: DtypeApp, keys: Sequence[Key]) -> None:
+    """Post the keys before the first is looked at, and wait until all have been and what they posted has been taken in."""
+    done = asyncio.Event()
+    for key in keys:
+        app.post_message(key)
+    app.call_later(done.set)
+    await done.wait()
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+async def one_by_one(app: DtypeApp, keys: Sequence[Key]) -> None:
+    for key in keys:
+        await burst(app, [key])
+
+
+async def begun(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The model is there, and was measured."""
+    recipe = app.controller.experiment.recipe
+    ready = events.ModelReady(app.controller.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ())
+    await say(app, pilot, ready, events.Measured(recipe, report(recipe)), events.Idle())
+
+
+def state(app: DtypeApp) -> dict[str, Any]:
+    """All that keys change."""
+    tree = app.query_one(ModuleTree)
+    line = app.focused if isinstance(app.focused, Input) else None
+    return {
+        "windows": [type(window).__name__ for window in app.screen_stack],
+        "focus": app.focused.id or type(app.focused).__name__ if app.focused is not None else None,
+        "line": (line.value, line.selection) if line is not None else None,
+        "rules": rules(app),
+        "cursor": tree.current.name,
+        "open": len(tree.rows),
+        "filter": tree.filter_text,
+        "order": tree.order,
+        "asked": engine(app).commands[:],
+        "recipes": [str(recipe) for recipe in engine(app).recipes],
+        "inputs": engine(app).lines[:],
+        "wishes": engine(app).wishes[:],
+        "settings": engine(app).settings[:],
+    }
+
+
+BURSTS = """
+    c{ctrl+u}*.mlp=bf16{enter}  c=f16{enter}  c{tab}{tab}{enter}  c{tab}{shift+tab}{escape}  c{backspace}{enter}  {escape}
+    :cast_*.norm_f16{enter}  :cas{tab}_*.mlp_bf16{enter}  :{up}{enter}  :{up}{up}{down}{enter}  :{tab}{tab}x{backspace}{tab}
+    :go{tab}{escape}  :sort_bytes{enter}  :{enter}  :nonsense{enter}  /mlp{enter}n  /proj{escape}  /{ctrl+u}norm{enter}nnN
+    j  k  l  h  jj2  k8  u  {ctrl+r}  x  z  {tab}  m  f  ff  gg  tt  g  t  vv  E  C  {end}  w  n  N  G  {home}
+    e{down}{ctrl+u}out{enter}  e{escape}  e{down}{down}{tab}{shift+tab}{ctrl+w}x{enter}  i{ctrl+u}text{enter}{escape}
+    iabc{left}{left}X{enter}{escape}2  ?{escape}  ?jjq  ,{escape}  p{escape}  pj{enter}  H{escape}  Hjk{escape}
+    {enter}{escape}  {enter}jjq  d{escape}  2{enter}q3  s{escape}  s{enter}  {escape}  abc  ab{left}{delete}
+    {ctrl+a}x{ctrl+k}  {shift+left}{shift+left}y  {alt+b}z  *=bf16  {backspace}{backspace}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_bursts_at_random_do_what_their_keys_do_one_by_one(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both apps go on from where the burst before left them, so a difference that is not seen at once has its consequences."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("dtype_tui.main_screen.STOP_WAIT_S", 1e6)  # what the app does by the clock is another test's
+    chance = random.Random(seed)
+    bursts = ["".join(chance.choices(BURSTS.split(), k=chance.randint(1, 4))) for _ in range(40)]
+
+    async def states(press: Any) -> list[dict[str, Any]]:
+        app, seen = make_app(), []
+        async with running(app) as pilot:
+            await begun(app, pilot)
+            for words in bursts:
+                await press(app, keys_of(words))
+                if len(words) % 3 == 0:
+                    await say(app, pilot, events.Idle())
+                seen.append(state(app))
+        return seen
+
+    together, apart = await states(burst), await states(one_by_one)
+    for number, (one, other) in enumerate(zip(together, apart, strict=True)):
+        assert one == other, f"after {bursts[: number + 1][-3:]}"
+
+
+async def test_a_cast_and_the_keys_after_it() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("c{ctrl+u}*.mlpx{backspace}=bf16{enter}2j"))
+        assert rules(app) == ["*.mlp=bfloat16", "*=bfloat16"]
+        assert not typing(app)
+        assert cursor(app) != ""
+
+
+async def test_escape_and_the_keys_after_it() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("cabc{escape}2:abc{escape}j/abc{escape}e{escape}i{escape}?{escape}3"))
+        assert len(engine(app).recipes) == 2
+        assert rules(app) == ["*=float16"]
+        assert (top(app), typed(app)) == ("MainScreen", "no line")
+
+
+async def test_a_letter_that_arrives_with_the_escape_before_it_comes_after_it() -> None:
+    """Terminals of the old kind send for Escape and then q what they send for alt+q."""
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, [*keys_of("c"), Key("alt+z", "z")])
+        assert app.query_one(ModuleTree).order != "model"
+        assert not typing(app)
+
+
+async def test_the_save_window_keeps_what_is_typed_before_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("e{down}{up}{ctrl+u}casts{enter}j"))
+        assert engine(app).wishes == [ExportRequest(Path("casts"), False)]
+        assert (top(app), cursor(app) != "") == ("MainScreen", True)
+
+
+async def test_a_file_is_replaced_only_by_a_second_enter_right_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("there").mkdir()
+    Path("there/file").touch()
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("e{ctrl+u}there{enter}x{backspace}{enter}"))
+        assert engine(app).wishes == []
+        await burst(app, keys_of("{enter}"))
+        assert engine(app).wishes == [ExportRequest(Path("there"), True)]
+
+
+@pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("g", "generate 48"), ("t", "speed")])
+async def test_a_key_pressed_twice_asks_the_engine_once(key: str, command: str) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of(key * 3))
+        assert engine(app).commands.count(command) == 1
+        await burst(app, keys_of(f"2{key}"))
+        assert engine(app).commands.count(command) == 2, "another recipe"
+        await burst(app, keys_of(f"{{escape}}{key}{key}"))
+        assert engine(app).commands.count(command) == 3, "it was stopped"
+        await say(app, pilot, events.Idle())
+        await burst(app, keys_of(key))
+        assert engine(app).commands.count(command) == 4, "the engine has done all"
+
+
+async def test_keys_typed_before_the_first_paint_are_kept() -> None:
+    app = make_app()
+    async with app.run_test(size=(80, 24)):
+        await burst(app, keys_of("c{ctrl+u}*.mlp=bf16{enter}/norm{enter}"))
+        assert rules(app) == ["*.mlp=bfloat16"]
+        assert "norm" in cursor(app)
+
+
+async def test_nothing_is_done_by_the_keys_after_the_one_that_leaves() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("q2"))
+        assert rules(app) == []

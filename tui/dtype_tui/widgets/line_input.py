@@ -1,0 +1,47 @@
+"""A line to type in."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import ClassVar
+
+from textual.binding import Binding, BindingType
+from textual.widgets import Input
+
+
+class LineInput(Input):
+    """Textual's line, that calls back at once where Textual's posts messages: those come after the next key of a burst.
+
+    entered: called with the text by Enter. typed: called with the text after each change of it.
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        # As terminals name them that can tell alt+b from Escape and b; for others Textual knows the first two.
+        Binding("alt+b", "cursor_left_word", "Move cursor left a word", show=False),
+        Binding("alt+f", "cursor_right_word", "Move cursor right a word", show=False),
+        Binding("alt+d", "delete_right_word", "Delete right to start of word", show=False),
+    ]
+
+    def __init__(
+        self,
+        id: str,
+        entered: Callable[[str], Awaitable[None] | None],
+        typed: Callable[[str], None] = lambda text: None,
+        placeholder: str = "",
+    ) -> None:
+        super().__init__(placeholder=placeholder, id=id, select_on_focus=False, compact=True)
+        self._entered = entered
+        self._typed = typed
+
+    def watch_value(self, text: str) -> None:
+        self._typed(text)
+
+    async def action_submit(self) -> None:
+        done = self._entered(self.value)
+        if done is not None:
+            await done
+
+    def put(self, text: str) -> None:
+        """Replace the text; the cursor goes to its end."""
+        self.value = text
+        self.cursor_position = len(text)
