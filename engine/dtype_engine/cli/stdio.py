@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import click
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+
+
+class _Duration(click.ParamType):  # type: ignore[type-arg,unused-ignore]
+    """A number of seconds, minutes or hours: 90s, 10m, 2h."""
+
+    name = "duration"
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """In seconds."""
+        found = re.fullmatch(r"([0-9]{1,6})([smh])", value, re.ASCII)
+        if found is None:
+            self.fail(f"{printable(value, 40)!r} is no time: write 90s, 10m or 2h", param, ctx)
+        return int(found[1]) * {"s": 1.0, "m": 60.0, "h": 3600.0}[found[2]]
+
+
+def _checked_session(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    if value is not None and not re.fullmatch(r"[0-9A-Za-z]{1,40}", value, re.ASCII):
+        raise click.BadParameter("at most 40 letters and digits", ctx, param)
+    return value
 
 
 @click.command(context_settings={"max_content_width": 100})
 @click.option("--compressed", is_flag=True, help="Compress what the app is told.")
-def stdio(compressed: bool) -> None:
+@click.option(
+    "--linger",
+    type=_Duration(),
+    metavar="TIME",
+    help="Outlive the connection: finish what runs, then wait so long for the app to come back, as 90s, 10m or 2h.",
+)
+@click.option(
+    "--session",
+    callback=_checked_session,
+    metavar="TOKEN",
+    help="With --linger: what it is found by again, and no other.",
+)
+def stdio(compressed: bool, linger: float | None, session: str | None) -> None:
     """Be the engine of a dtype-tui that runs elsewhere, on standard input and output.
 
     Nobody types this: `dtype-tui ssh://HOST/PATH` runs it on HOST through ssh, and `dtype-tui --engine-command 'docker exec -i BOX
-    dtype-engine stdio'` runs it wherever that leads. What is on the wire are messages of one version of dtype-tui to the same.
+    dtype-engine stdio'` runs it wherever that leads. With `--linger 10m --session {session}` in that command, dtype-tui puts a
+    token of its own there, and a connection that is cut loses nothing. Both ends must be of one version.
     """
+    if (linger is None) is not (session is None):
+        raise UserError("--linger and --session go together")
     if sys.stdin.isatty():
         raise UserError("this is for programs: dtype-tui ssh://HOST/PATH runs it on HOST")
     from dtype_engine.worker.stdio import main
 
-    main(compressed)
+    if linger is None or session is None:
+        main(compressed)
+    else:
+        from dtype_engine.worker.linger import relay
+
+        sys.exit(relay(session, linger, compressed))

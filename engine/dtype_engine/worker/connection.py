@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -88,6 +89,19 @@ def start_process(arguments: Sequence[str], own_group: bool = True) -> subproces
         bufsize=0,
         process_group=0 if own_group else None,
     )
+
+
+def signal_words(number: int) -> str:
+    """What it may mean that a signal has ended an engine."""
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    match number:
+        case signal.SIGKILL:
+            return f"killed ({name}), perhaps for want of memory"
+        case signal.SIGBUS:
+            return f"a file that it reads was cut short, or its disk failed ({name})"
+        case signal.SIGSEGV | signal.SIGABRT | signal.SIGILL | signal.SIGFPE:
+            return f"a library in it crashed ({name})"
+    return f"it was ended by {name}"
 
 
 class Connection:
@@ -193,15 +207,19 @@ class Connection:
         return status
 
     def last_words(self) -> str:
-        """The last line that it wrote to standard error, or that there is none; with its status where it has ended."""
+        """How it ended, if it has, and the last line that it wrote to standard error."""
         try:
             status: int | None = self._process.wait(1.0)  # its output ends a moment before it does
         except subprocess.TimeoutExpired:
             status = None
+        ended = f"it ended with status {status}" if status is not None else "it does not answer"
+        return f"{ended}: {line}" if (line := self.last_line()) else ended
+
+    def last_line(self) -> str:
+        """The last line that it wrote to standard error; empty where there is none."""
         self._threads[1].join(0.5)
         lines = self._stderr.decode(errors="replace").strip().splitlines()
-        ended = f"it ended with status {status}" if status is not None else "it does not answer"
-        return f"{ended}: {printable(lines[-1], 200)}" if lines else ended
+        return printable(lines[-1], 200) if lines else ""
 
     def _write(self) -> None:
         assert self._process.stdin is not None

@@ -262,6 +262,16 @@ class EngineEnded(NamedTuple):
     message: str
 
 
+class EngineLost(NamedTuple):
+    """The connection to the engine is cut; it goes on with what it does, and is looked for until it is there again."""
+
+    message: str
+
+
+class EngineBack(NamedTuple):
+    """The engine is connected again; what it told meanwhile follows."""
+
+
 Event = (
     LoadingProgress
     | HeadersRead
@@ -294,4 +304,6 @@ Event = (
     | Memory
     | Idle
     | EngineEnded
+    | EngineLost
+    | EngineBack
 )

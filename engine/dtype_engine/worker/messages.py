@@ -218,6 +218,10 @@ class AnswerDecoder:
         self._shapes: dict[tuple[int, ...], tuple[int, ...]] = {}
         """Of all tensors so far: 90,000 of them have a few dozen shapes."""
 
+    def begin_again(self) -> None:
+        """Forget a tree whose parts have not all come: it is sent again."""
+        self._modules, self._tensors, self._with_classes = [], [], False
+
     def decode(self, data: bytes) -> Answer | None:
         """What one message completes; None where more belongs to it. Raises WireError."""
         try:

@@ -5,6 +5,7 @@ The app keeps drawing whatever becomes of that process: its end is an event.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import threading
@@ -18,7 +19,14 @@ from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
-from dtype_engine.worker.connection import Connection, EngineCommand
+from dtype_engine.worker.connection import (
+    ENGINE_ENDED,
+    Connection,
+    EngineCommand,
+    NoAnswer,
+    new_session,
+    signal_words,
+)
 from dtype_engine.worker.engine import Engine
 
 if TYPE_CHECKING:
@@ -28,7 +36,8 @@ if TYPE_CHECKING:
 
 _CLOSE_WAIT_S = 2.5
 _ACKNOWLEDGE_EVERY = 32
-_RECONNECT_S = (0.5, 1.0, 2.0, 5.0)
+_RECONNECT_S = (0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+"""Between attempts; the last for ever. Far apart in the end: each may be a login that is refused."""
 
 
 @dataclass
@@ -67,7 +76,7 @@ class EngineProcess(Engine):
     """Starts the engine's process and opens `model` in it. `emit` is called from threads of this object.
 
     process: one that was started already, by the same command. connection: one that has answered (see `Connection.handshake`) and
-    was told what to open.
+    was told what to open. session: what its engine is found by again.
     """
 
     can_restart: ClassVar[bool] = True
@@ -81,6 +90,7 @@ class EngineProcess(Engine):
         read_headers: bool = False,
         process: subprocess.Popen[bytes] | None = None,
         connection: Connection | None = None,
+        session: str = "",
     ) -> None:
         self._command = command
         self._model = model
@@ -89,11 +99,20 @@ class EngineProcess(Engine):
         self._read_headers = read_headers
         self._process = process
         self._connection = connection
+        self._session = session or new_session()
         self._lock = threading.RLock()
         """Guards what follows."""
         self._in_force = _InForce()
         self._unsent: list[messages.Request] = []
         """Requests made before the engine could be told."""
+        self._sent: list[messages.Request] = []
+        """What an engine that lingers was told, after `Open`: a connection may be cut before all of it has arrived."""
+        self._is_lost = False
+        """Whether the connection to an engine that lingers is cut."""
+        self._given_up = threading.Event()
+        """Nobody waits for a cut connection any more."""
+        self._received = 0
+        """Events that came, of this engine."""
         self._recipes: messages.RecipeNumbers | None = None
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
@@ -138,6 +157,7 @@ class EngineProcess(Engine):
 
         with self._lock:
             self._closing = True
+            self._given_up.set()
             connection, thread = self._connection, self._thread
         if connection is not None:
             connection.send(Close())
@@ -146,15 +166,24 @@ class EngineProcess(Engine):
             thread.join(0.5)
 
     def restart(self) -> None:
+        from dtype_engine.worker.messages import Close
+
         with self._lock:
             if self._ended:
                 self._ended = False
                 self._unsent = [*self._in_force.requests()]
                 self.start()
-            elif self._thread is not None:
-                self._restarting = True
-                if self._connection is not None:
-                    self._connection.kill()
+                return
+            if self._thread is None:
+                return
+            self._restarting = True
+            self._given_up.set()
+            connection = self._connection
+            if connection is not None and self._command.lingers and not self._is_lost:
+                connection.send(Close())  # it would outlive its connection
+                threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
+            elif connection is not None:
+                connection.kill()
 
     def _send(self, request: messages.Request) -> None:
         """With the lock held."""
@@ -164,7 +193,10 @@ class EngineProcess(Engine):
             self._unsent.append(request)
             return
         self._recipes.note(request)
-        self._connection.send(request)
+        if self._command.lingers:
+            self._sent.append(request)
+        if not self._is_lost:
+            self._connection.send(request)
 
     def _run(self) -> None:
         """Runs in a thread of its own: connect, open, hand on what the engine tells, until its end."""
@@ -172,11 +204,13 @@ class EngineProcess(Engine):
             reason = self._serve_once()
             with self._lock:
                 self._connection, self._recipes, self._process = None, None, None
+                self._session, self._sent, self._is_lost = new_session(), [], False
                 pending, self._pending = self._pending, []
             if self._command.is_local:
                 for request in pending:
                     clear_up(request)
             with self._lock:
+                self._given_up.clear()
                 if self._closing:
                     return
                 if not self._restarting:
@@ -187,43 +221,69 @@ class EngineProcess(Engine):
                 self._unsent = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
-        """One life of the engine; why it ended."""
+        """One life of the engine, over as many connections as it takes; why it ended."""
         from dtype_engine.worker import messages
-        from dtype_engine.worker.frames import WireError
 
+        self._received = 0
         try:
             connection = self._connected()
+            recipes = messages.RecipeNumbers()
+            decoder = messages.AnswerDecoder(recipes)
+            with self._lock:
+                self._recipes = recipes
+                unsent, self._unsent = self._unsent, []
+                for request in unsent:
+                    self._send(request)
+            while (reason := self._follow(connection, decoder)) is None:
+                decoder.begin_again()
+                connection = self._reconnected(connection)
         except UserError as error:
             return str(error)
-        recipes = messages.RecipeNumbers()
-        decoder = messages.AnswerDecoder(recipes)
-        with self._lock:
-            self._recipes = recipes
-            unsent, self._unsent = self._unsent, []
-            for request in unsent:
-                self._send(request)
-        received = 0
+        return reason
+
+    def _follow(self, connection: Connection, decoder: messages.AnswerDecoder) -> str | None:
+        """Hand on what comes of one connection; why the engine ended, None where only the connection was cut."""
+        from dtype_engine.worker.frames import WireError
+
+        name = self._command.name
         try:
             while (data := connection.reader.next()) is not None:
-                answer = decoder.decode(data)
-                if isinstance(answer, messages.Opened):
-                    if answer.refusal:
-                        self._emit(events.OpenFailed(answer.refusal))
-                elif answer is not None and not isinstance(answer, messages.Hello):
-                    received += 1
-                    if isinstance(answer, events.Memory):
-                        self._memory = answer.reading
-                    elif isinstance(answer, events.Saved):
-                        self._pending = self._pending[1:]
-                    if received % _ACKNOWLEDGE_EVERY == 0:
-                        connection.send(messages.Acknowledge(received))
-                    self._emit(answer)
+                self._take(decoder.decode(data), connection)
         except WireError as error:
             connection.kill()
             connection.end(0)
-            return f"{self._command.name} sent what this version does not understand: {one_line(error, 200)}"
+            return f"{name} sent what this version does not understand: {one_line(error, 200)}"
         status = connection.end(_CLOSE_WAIT_S)
-        return f"{self._command.name} ended: {self._why(status, connection)}"
+        if status == ENGINE_ENDED:
+            return f"{name}: the engine there ended: {connection.last_line()}"
+        with self._lock:
+            if self._command.lingers and not self._given_up.is_set():
+                self._is_lost = True
+                return None
+        return f"{name} ended: {self._why(status, connection)}"
+
+    def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
+        """Hand on one thing that the engine told. Raises WireError for what only this end can tell."""
+        from dtype_engine.worker import messages
+        from dtype_engine.worker.frames import WireError
+
+        match answer:
+            case None | messages.Hello():
+                return
+            case messages.Opened():
+                if answer.refusal:
+                    self._emit(events.OpenFailed(answer.refusal))
+                return
+            case events.EngineEnded() | events.EngineLost() | events.EngineBack():
+                raise WireError(f"it tells {type(answer).__name__} of itself")
+            case events.Memory():
+                self._memory = answer.reading
+            case events.Saved():
+                self._pending = self._pending[1:]
+        self._received += 1
+        if self._received % _ACKNOWLEDGE_EVERY == 0:
+            connection.send(messages.Acknowledge(self._received))
+        self._emit(answer)
 
     def _connected(self) -> Connection:
         from dtype_engine.worker.messages import Open
@@ -231,26 +291,50 @@ class EngineProcess(Engine):
         with self._lock:
             if self._connection is not None:
                 return self._connection
-            connection = Connection(self._command, self._process or self._command.start())
-            self._connection = connection
+            process = self._process or self._command.start(self._session)
+            self._connection = connection = Connection(self._command, process)
         connection.handshake()
         connection.send(Open(self._model, self._options, self._read_headers))
         return connection
+
+    def _reconnected(self, cut: Connection) -> Connection:
+        """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
+        from dtype_engine.worker import messages
+
+        name = self._command.name
+        words = f" ({line})" if (line := cut.last_line()) else ""
+        self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
+        for attempt in itertools.count():
+            if self._given_up.wait(_RECONNECT_S[min(attempt, len(_RECONNECT_S) - 1)]):
+                break
+            with self._lock:
+                if self._given_up.is_set():
+                    break
+                self._connection = connection = Connection(self._command, self._command.start(self._session))
+            try:
+                hello = connection.handshake()
+            except NoAnswer as error:
+                if error.status == ENGINE_ENDED:
+                    raise UserError(f"{name}: the engine there ended: {connection.last_line()}") from None
+                continue
+            if not hello.is_open:
+                connection.send(messages.Close())
+                connection.end(_CLOSE_WAIT_S)
+                raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
+            with self._lock:
+                connection.send(messages.Resume(self._received))
+                for request in self._sent[hello.requests :]:
+                    connection.send(request)
+                self._is_lost = False
+            self._emit(events.EngineBack())
+            return connection
+        raise UserError(f"{name}: the connection is cut")
 
     def _why(self, status: int, connection: Connection) -> str:
         """Why a process with this exit status has ended, as far as that can be known."""
         if status >= 0:
             return connection.last_words()
-        number = -status
-        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-        match number:
-            case signal.SIGKILL:
-                return f"killed ({name}), perhaps for want of memory{self._memory_words()}"
-            case signal.SIGBUS:
-                return f"a file that it reads was cut short, or its disk failed ({name})"
-            case signal.SIGSEGV | signal.SIGABRT | signal.SIGILL | signal.SIGFPE:
-                return f"a library in it crashed ({name})"
-        return f"it was ended by {name}"
+        return signal_words(-status) + (self._memory_words() if -status == signal.SIGKILL else "")
 
     def _memory_words(self) -> str:
         if self._memory is None or self._memory.rss_bytes is None:

@@ -11,11 +11,13 @@ import importlib.util
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import events, imports
+from dtype_engine.worker.commands import Pause
 
 NICENESS = 5
 
@@ -37,6 +39,14 @@ class EngineServer:
         self._requests = 0
         """How many have come, after `Open`."""
         self._worker: Worker | None = None
+        self._idle_since: float | None = time.monotonic()
+        self._running = ""
+        self._paused_since: float | None = None
+
+    @property
+    def idle_since(self) -> float | None:
+        """Since when (`time.monotonic`) it has had nothing to do; None while it has."""
+        return self._paused_since if self._paused_since is not None and self._running == "scan" else self._idle_since
 
     def serve(self, reader: FrameReader, writer: FrameWriter) -> bool:
         """Answer one connection until it ends. True where the app has said that it is done, False where it was cut off."""
@@ -56,6 +66,8 @@ class EngineServer:
                     return True
                 if isinstance(request, messages.Open | messages.Resume):
                     if isinstance(request, messages.Open):
+                        if self._worker is not None:
+                            raise WireError("a model is open already")
                         if not self._open(request, writer):
                             return True
                         self._outbox.open()
@@ -107,6 +119,15 @@ class EngineServer:
             gc.collect()
             gc.freeze()
             gc.enable()
+        match event:
+            case events.Jobs():
+                self._running = event.running
+                if event.running or event.waiting:
+                    self._idle_since = None
+            case events.LoadingProgress():
+                self._idle_since = None
+            case events.Idle():
+                self._idle_since = time.monotonic()
         self._outbox.put(event)
 
     def _take(self, worker: Worker, request: Request) -> None:
@@ -118,6 +139,9 @@ class EngineServer:
                 return
             case messages.SaveOf():
                 worker.save(request.request)
+            case Pause():
+                self._paused_since = time.monotonic() if request.paused else None
+                worker.request(request)
             case messages.PlanExport():
                 worker.plan_export()
             case _:

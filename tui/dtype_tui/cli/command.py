@@ -162,7 +162,13 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         return EngineProcess(
-            far.command, far.model, request.options, emit, read_headers=True, connection=far.connection
+            far.command,
+            far.model,
+            request.options,
+            emit,
+            read_headers=True,
+            connection=far.connection,
+            session=far.session,
         )
 
     return _Opening(far.title, request.model, make_engine, is_kept=engine_command is None)

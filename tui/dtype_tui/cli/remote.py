@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.worker.connection import Connection, EngineCommand, NoAnswer, new_session
+from dtype_engine.worker.connection import SESSION, Connection, EngineCommand, NoAnswer, new_session
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _ADDRESS = re.compile(
     r"(?::(?P<port>[0-9]{1,5}))?(?P<path>/.*)?",
     re.ASCII | re.DOTALL,
 )
-_FAR_COMMAND = "dtype-engine stdio --compressed"
+_FAR_COMMAND = f"dtype-engine stdio --compressed --linger 10m --session {SESSION}"
 _ALIVE = ("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=3")
 """Without them a line that is dead is noticed when the system gives up, hours later."""
 _UNATTENDED = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10")

@@ -69,8 +69,8 @@ class Controller:
             case _ if isinstance(event, Progress):
                 self.life.follow(event)
                 self.experiment.take(event)
-            case events.EngineEnded():
-                self.life.end(event.message)
+            case events.EngineEnded() | events.EngineLost() | events.EngineBack():
+                self.life.follow_connection(event)
             case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
                 self._handle_end(event)
             case _:

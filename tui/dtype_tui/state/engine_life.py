@@ -38,6 +38,8 @@ class EngineLife:
         self.activity = Activity()
         self.error: str | None = None
         """Why there is no engine; None while there is one."""
+        self.lost = False
+        """Whether the connection to it is cut."""
         self.quit_asked = False
         """While something was being written."""
         self._stopping: str | None = None
@@ -56,11 +58,19 @@ class EngineLife:
         if job is not None:
             self._stopping, self._stop_is_overdue = None, False
 
-    def end(self, message: str) -> None:
-        """The engine is gone; the recipe and what was measured stay."""
-        lost = self._begin_anew(message)
-        self.activity.busy = False
-        self._notify(f"{'; '.join((message, *lost))}. {RESTARTS}.", "error")
+    def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
+        """The engine is gone, out of reach, or there again; the recipe and what was measured stay."""
+        match event:
+            case events.EngineEnded():
+                lost = self._begin_anew(event.message)
+                self.activity.busy = False
+                self._notify(f"{'; '.join((event.message, *lost))}. {RESTARTS}.", "error")
+            case events.EngineLost():
+                self.lost = True
+                self._notify(f"{event.message}: the engine goes on there; R starts another.", "warning")
+            case events.EngineBack():
+                self.lost = False
+                self._notify("connected again: nothing was lost", "information")
 
     def restart(self) -> bool:
         """End the engine, whatever it does, and start another; False where that can't be."""
@@ -80,7 +90,7 @@ class EngineLife:
             lost.append("s scans anew")
         self.error = error
         self.activity.begin_anew()
-        self._stopping, self._stop_is_overdue, self.quit_asked = None, False, False
+        self._stopping, self._stop_is_overdue, self.quit_asked, self.lost = None, False, False, False
         return lost
 
     def begin(self, what: str) -> None:
@@ -114,6 +124,8 @@ class EngineLife:
 
     def idle_words(self, planning_only: bool) -> str:
         """What to say of the engine while it does nothing."""
+        if self.lost:
+            return "connection cut: trying again"
         return self.no_engine_words or ("no engine: planning only" if planning_only else "ready")
 
     @property
@@ -132,7 +144,7 @@ class EngineLife:
     def doing(self) -> tuple[str, float | None, str]:
         """What the engine does ("" while nothing), how much of it is done, and what Esc does now."""
         what, share = self.activity.now()
-        if not what:
+        if not what or self.lost:
             return "", None, ""
         if self._stop_is_overdue:
             return f"not stopped: {what}", None, "Esc again ends the engine"
@@ -143,6 +155,8 @@ class EngineLife:
     def check_stopped(self) -> None:
         """Called `STOP_WAIT_S` after `stop`: where the engine is still at what it was told to stop, offer to end it."""
         if self._stopping is None or self._stop_is_overdue or not self.activity.busy or not self._engine.can_restart:
+            return
+        if self.lost:
             return
         if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # not told again just now to stop another
             self._stop_is_overdue = True

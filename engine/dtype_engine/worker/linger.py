@@ -1,0 +1,238 @@
+"""An engine that outlives a connection: it listens on a socket that nobody but its user can reach, and each connection has a relay
+between that socket and its own standard input and output.
+
+The folder of the sockets may be entered by its owner alone. A running engine holds a lock on its log, so that one that has ended
+is known without a word to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.worker import imports
+from dtype_engine.worker.connection import ENGINE_ENDED, signal_words
+from dtype_engine.worker.stdio import EngineServer, write_all
+
+_CHUNK = 1 << 16
+_END_WAIT_S = 3.0
+_POLL_S = 0.5
+
+
+def engines_folder() -> Path:
+    """Where the sockets of this user's engines are."""
+    import platformdirs
+
+    return Path(platformdirs.user_state_path("dtype-tui")) / "engines"
+
+
+def relay(session: str, linger_s: float, compressed: bool) -> int:
+    """Connect standard input and output to the engine of a session; where there is none, start it. The exit status.
+
+    Raises UserError where the folder of the sockets is not the user's alone.
+    """
+    started_in = os.getcwd()
+    folder = engines_folder()
+    _enter(folder)  # names in it are short: the path of a socket may have a hundred characters
+    try:
+        connection, child = _reach(session, started_in, linger_s, compressed)
+    except OSError as error:
+        raise UserError(f"can't make a socket in {folder}: {error.strerror or error}") from None
+    threading.Thread(target=_copy_input, args=(connection,), name="dtype-relay-in", daemon=True).start()
+    with contextlib.suppress(OSError):  # either end is gone
+        while data := connection.recv(_CHUNK):
+            write_all(1, data)
+    connection.close()
+    until = time.monotonic() + _END_WAIT_S
+    while _is_running(session):
+        if time.monotonic() > until:
+            return 0  # a newer connection has taken this one's place
+        time.sleep(0.05)
+    print(_last_words(session, child), file=sys.stderr)
+    return ENGINE_ENDED
+
+
+def _enter(folder: Path) -> None:
+    """Make a folder the working directory; it is made where there is none. Raises UserError where others may enter it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    except OSError as error:
+        raise UserError(f"can't use {folder} for sockets: {error.strerror}") from None
+    try:
+        about = os.fstat(number)
+        if about.st_uid != os.geteuid() or about.st_mode & 0o077:
+            raise UserError(f"{folder} is open to others: no engine listens there (chmod 700 closes it)")
+        os.fchdir(number)
+    finally:
+        os.close(number)
+
+
+def _reach(
+    session: str, started_in: str, linger_s: float, compressed: bool
+) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
+    """A connection to the engine of a session, and its process where it was started for this."""
+    name = f"{session}.socket"
+    lock = os.open(".", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of two relays at once, one starts the engine
+        child = None
+        if not _is_running(session):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(name)
+            with socket.socket(socket.AF_UNIX) as listener:
+                listener.bind(name)
+                listener.listen(4)
+                child = _start(listener, session, started_in, linger_s, compressed)
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(name)
+    finally:
+        os.close(lock)
+    return connection, child
+
+
+def _start(
+    listener: socket.socket, session: str, started_in: str, linger_s: float, compressed: bool
+) -> subprocess.Popen[bytes]:
+    """Start an engine that no hang-up reaches, with a listening socket and a locked log."""
+    log = os.open(f"{session}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+    try:
+        fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        module = ("-P", "-m", "dtype_engine.worker.linger")
+        end = (str(listener.fileno()), str(Path.cwd() / session), str(linger_s), *(["--compressed"] * compressed))
+        return subprocess.Popen(
+            (sys.executable, *module, *end),
+            cwd=started_in,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+            pass_fds=[listener.fileno()],
+        )
+    finally:
+        os.close(log)
+
+
+def _is_running(session: str) -> bool:
+    """Whether somebody holds the lock of the session's engine."""
+    try:
+        log = os.open(f"{session}.log", os.O_RDONLY | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(log, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(log)
+    return False
+
+
+def _last_words(session: str, child: subprocess.Popen[bytes] | None) -> str:
+    """Why the engine of a session has ended, as far as that can be known."""
+    if child is not None and (status := child.wait()) < 0:
+        return signal_words(-status)
+    try:
+        lines = Path(f"{session}.log").read_bytes()[-4096:].decode(errors="replace").strip().splitlines()
+    except OSError:
+        lines = []
+    return printable(lines[-1], 200) if lines else "it is there no more"
+
+
+def _copy_input(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := os.read(0, _CHUNK):
+            connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+
+
+class _Listener:
+    """Takes connections; of two, the newer: a line that is dead may look alive for hours at this end."""
+
+    def __init__(self, listener: socket.socket) -> None:
+        self._listener = listener
+        self._arrived: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._current: socket.socket | None = None
+        threading.Thread(target=self._accept, name="dtype-engine-listen", daemon=True).start()
+
+    def next(self, seconds: float) -> socket.socket | None:
+        """The newest connection, None where none comes in so many seconds."""
+        try:
+            return self._arrived.get(timeout=seconds)
+        except queue.Empty:
+            return None
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                connection, _ = self._listener.accept()
+                with self._lock:
+                    if self._current is not None:
+                        close(self._current)
+                    self._current = connection
+                self._arrived.put(connection)
+
+
+def close(connection: socket.socket) -> None:
+    """End a connection, whoever reads or writes it now."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def serve(listener: socket.socket, linger_s: float, compressed: bool) -> None:
+    """Serve one connection after the other, until the app says that it is done or has been away for so long while nothing runs."""
+    from dtype_engine.worker.frames import FrameReader, FrameWriter
+
+    server = EngineServer(keep=True)
+    connections = _Listener(listener)
+    away_since = time.monotonic()
+    while True:
+        connection = connections.next(_POLL_S)
+        if connection is None:
+            idle_since = server.idle_since
+            if idle_since is not None and time.monotonic() - max(idle_since, away_since) > linger_s:
+                break
+            continue
+        done = server.serve(FrameReader(connection.recv), FrameWriter(connection.sendall, compressed))
+        close(connection)
+        connection.close()
+        away_since = time.monotonic()
+        if done:
+            break
+    server.close()
+
+
+def main() -> None:
+    """The lingering engine: a listening socket's number, the path of its files without their endings, and how long it lingers."""
+    number, path, linger_s = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    gc.disable()  # until the model is there: what is imported and loaded is long-lived
+    imports.begin_imports()
+    try:
+        with socket.socket(fileno=number) as listener:
+            serve(listener, linger_s, "--compressed" in sys.argv[4:])
+        os.unlink(f"{path}.log")
+    except BaseException:
+        traceback.print_exc()  # to the log, of which the next relay tells the last line
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.socket")
+        os._exit(0)  # an import or a kernel may still run
+
+
+if __name__ == "__main__":
+    main()

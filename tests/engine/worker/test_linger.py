@@ -1,0 +1,223 @@
+"""An engine that outlives its connections: what was told meanwhile arrives, once; it ends by itself; nobody else reaches it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from tests.helpers import slow_line
+from tests.helpers.recorded_worker import RecordedProcess
+
+from dtype_engine import Options, Recipe, Rule
+from dtype_engine.worker import events
+from dtype_engine.worker.connection import SESSION, EngineCommand
+
+RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
+ENGINE = str(Path(sys.executable).with_name("dtype-engine"))
+pytestmark = pytest.mark.slow
+
+
+class Far:
+    """A command that leads to a lingering engine over a line that can be cut."""
+
+    def __init__(self, folder: Path, linger: str = "10m", seconds: float = 0.0) -> None:
+        self.folder = folder
+        self.engine = (ENGINE, "stdio", "--compressed", "--linger", linger, "--session", SESSION)
+        line = (sys.executable, slow_line.__file__, str(folder), str(seconds))
+        self.command = EngineCommand((*line, *self.engine), name="far", compressed=True)
+        self.recorded = RecordedProcess(self.command, "demo", Options(device="cpu"))
+
+    def cut(self) -> None:
+        """Cut the line: all that was under way on it is lost."""
+        os.kill(int((self.folder / "pid").read_text()), signal.SIGKILL)
+
+    def logs(self) -> list[Path]:
+        """The logs of engines that run."""
+        return sorted((self.folder / "state/dtype-tui/engines").glob("*.log"))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path
+
+
+@pytest.fixture
+def far(folder: Path) -> Iterator[Far]:
+    made = Far(folder)
+    made.recorded.worker.start()
+    yield made
+    made.recorded.worker.close()
+    until = time.monotonic() + 20
+    while made.logs():
+        assert time.monotonic() < until, "the engine has not ended with the app"
+        time.sleep(0.1)
+
+
+def test_what_is_measured_while_the_line_is_cut_arrives_afterwards_and_once(far: Far) -> None:
+    recorded = far.recorded
+    recorded.wait_for(events.Measured)
+    (far.folder / "down-for-now").touch()
+    recorded.worker.set_recipe(RECIPE)
+    recorded.wait_for(events.CastDone, lambda event: event.recipe == RECIPE)
+    far.cut()
+    assert "far" in recorded.wait_for(events.EngineLost).message
+    later = RECIPE.then(Rule.parse("lm_head=f16"))
+    time.sleep(2)
+    recorded.worker.set_recipe(later)  # asked for while nobody hears it
+    (far.folder / "down-for-now").unlink()
+    recorded.wait_for(events.EngineBack)
+    assert recorded.measured(later).report.rules == ("*.mlp=bfloat16", "lm_head=float16")
+    assert recorded.measured(RECIPE)
+    recorded.wait_for(events.Idle, since=recorded.events.index(recorded.measured(later)))
+    measured = [event.recipe for event in recorded.of(events.Measured)]
+    assert len(measured) == len(set(measured))
+    assert len(recorded.of(events.ModelReady)) == 1
+    assert not recorded.of(events.EngineEnded)
+
+
+def test_a_line_that_is_cut_again_and_again_loses_and_repeats_nothing(far: Far) -> None:
+    recorded, recipe = far.recorded, Recipe()
+    recipes = []
+    for pattern in ("*.0.mlp", "*.1.mlp", "*.2.mlp", "*.3.mlp", "*.4.mlp"):
+        recipe = recipe.then(Rule.parse(f"{pattern}=bf16"))
+        recipes.append(recipe)
+        since = len(recorded.events)
+        recorded.worker.set_recipe(recipe)
+        if len(recipes) > 1:
+            far.cut()
+            recorded.wait_for(events.EngineBack, since=since)
+        recorded.measured(recipe)
+    measured = [event.recipe for event in recorded.of(events.Measured) if event.recipe.rules]
+    assert measured == recipes
+
+
+def test_an_engine_that_dies_is_told_and_another_takes_its_place(far: Far) -> None:
+    recorded = far.recorded
+    recorded.wait_for(events.Measured)
+    recorded.worker.set_recipe(RECIPE)
+    os.kill(engine_process(far), signal.SIGKILL)
+    assert "killed (SIGKILL)" in recorded.wait_for(events.EngineEnded).message
+    since = len(recorded.events)
+    recorded.worker.restart()
+    assert recorded.measured(RECIPE, since)
+    for log in far.logs()[:-1]:
+        log.unlink()
+
+
+def test_it_is_started_anew_although_it_lingers(far: Far) -> None:
+    recorded = far.recorded
+    recorded.wait_for(events.Measured)
+    first = engine_process(far)
+    since = len(recorded.events)
+    recorded.worker.restart()
+    recorded.wait_for(events.Measured, since=since)
+    until = time.monotonic() + 10
+    while Path(f"/proc/{first}").exists() and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{first}").exists()
+
+
+def engine_process(far: Far) -> int:
+    """The number of the engine's process."""
+    files = str(far.logs()[0].with_suffix(""))
+    return next(process.pid for process in psutil.process_iter(["cmdline"]) if files in (process.info["cmdline"] or ()))
+
+
+def test_it_ends_when_nobody_comes_back(folder: Path) -> None:
+    far = Far(folder, linger="2s")
+    far.recorded.worker.start()
+    far.recorded.wait_for(events.Measured)
+    (folder / "down-for-now").touch()
+    far.cut()
+    until = time.monotonic() + 30
+    while far.logs():
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (folder / "down-for-now").unlink()
+    assert "is gone" in far.recorded.wait_for(events.EngineEnded).message
+    far.recorded.worker.close()
+
+
+def relay(folder: Path, session: str, **more: str) -> subprocess.Popen[bytes]:
+    command = [ENGINE, "stdio", "--linger", "5s", "--session", session]
+    environment = {**os.environ, "XDG_STATE_HOME": str(folder / "state"), **more}
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+
+
+def test_a_folder_that_others_may_enter_is_refused(folder: Path) -> None:
+    engines = folder / "state/dtype-tui/engines"
+    engines.mkdir(parents=True)
+    for mode in (0o777, 0o750, 0o701):
+        engines.chmod(mode)
+        process = relay(folder, "abc")
+        output, errors = process.communicate(b"", timeout=60)
+        assert process.returncode == 2
+        assert b"open to others" in errors
+        assert output == b""
+        assert not list(engines.iterdir())
+
+
+def test_a_link_in_place_of_the_folder_is_refused(folder: Path) -> None:
+    (folder / "elsewhere").mkdir(mode=0o700)
+    (folder / "state/dtype-tui").mkdir(parents=True)
+    (folder / "state/dtype-tui/engines").symlink_to(folder / "elsewhere")
+    process = relay(folder, "abc")
+    _, errors = process.communicate(b"", timeout=60)
+    assert process.returncode == 2
+    assert b"can't use" in errors
+
+
+def test_a_stale_socket_is_replaced_and_tokens_do_not_meet(folder: Path) -> None:
+    engines = folder / "state/dtype-tui/engines"
+    engines.mkdir(parents=True, mode=0o700)
+    with socket.socket(socket.AF_UNIX) as stale:
+        before = os.getcwd()
+        os.chdir(engines)
+        stale.bind("one.socket")
+        os.chdir(before)
+    one, two = relay(folder, "one"), relay(folder, "two")
+    for process in (one, two):
+        assert process.stdout is not None
+        assert process.stdout.read(14) == b"\0dtype-engine\0"
+    assert sorted(path.name for path in engines.iterdir()) == ["one.log", "one.socket", "two.log", "two.socket"]
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in engines.glob("*.log"))
+    one_more = relay(folder, "one")  # the newest is the one that counts
+    assert one_more.stdout is not None
+    assert one_more.stdout.read(14) == b"\0dtype-engine\0"
+    assert one.wait(20) == 0
+    assert two.poll() is None
+    close = b"\0\0\0\x07\x91\xa5Close"
+    for process in (one_more, two):
+        process.communicate(close, timeout=60)
+    until = time.monotonic() + 20
+    while list(engines.iterdir()):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--linger", "10m"], "go together"),
+        (["--session", "abc"], "go together"),
+        (["--linger", "ten", "--session", "abc"], "is no time"),
+        (["--linger", "10m", "--session", "../x"], "letters and digits"),
+    ],
+)
+def test_bad_options_are_one_line(arguments: list[str], words: str) -> None:
+    done = subprocess.run([ENGINE, "stdio", *arguments], capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    assert done.returncode == 2
+    assert words in done.stderr, shlex.join(arguments)
+    assert done.stdout == ""

@@ -1,0 +1,60 @@
+"""`python slow_line.py FOLDER SECONDS COMMAND ...`: COMMAND behind a line that takes so long each way.
+
+FOLDER gets `pid` (of the line; killing it cuts the line), `up` and `down` (how many bytes went to and came from the command). While
+there is a file `down-for-now` in it, nobody gets through.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+
+def carry(source: int, target: int, seconds: float, count: Path) -> threading.Thread:
+    """Copy bytes from a file descriptor to another, each so much later, and note how many there were."""
+    waiting: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+
+    def take() -> None:
+        while data := os.read(source, 1 << 16):
+            waiting.put((time.monotonic() + seconds, data))
+        waiting.put((time.monotonic() + seconds, b""))
+
+    def give() -> None:
+        total = 0
+        while True:
+            due, data = waiting.get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            if not data:
+                os.close(target)
+                return
+            total += len(data)
+            count.write_text(str(total))
+            while data:
+                data = data[os.write(target, data) :]
+
+    threading.Thread(target=take, daemon=True).start()
+    thread = threading.Thread(target=give, daemon=True)
+    thread.start()
+    return thread
+
+
+def main() -> None:
+    folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
+    if (folder / "down-for-now").exists():
+        sys.exit("ssh: connect to host far port 22: No route to host")
+    (folder / "pid").write_text(str(os.getpid()))
+    child = subprocess.Popen(sys.argv[3:], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    carry(0, child.stdin.fileno(), seconds, folder / "up")
+    carry(child.stdout.fileno(), 1, seconds, folder / "down").join()
+    os._exit(child.wait())
+
+
+if __name__ == "__main__":
+    main()
