@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
@@ -62,6 +63,9 @@ def relay(session: str, linger_s: float, compressed: bool) -> int:
             return 0  # a newer connection has taken this one's place
         time.sleep(0.05)
     print(_last_words(session, child), file=sys.stderr)
+    with _folder_locked():
+        if not _is_running(session):
+            _remove(session)  # one that was killed could not
     return ENGINE_ENDED
 
 
@@ -86,22 +90,35 @@ def _reach(
 ) -> tuple[socket.socket, subprocess.Popen[bytes] | None]:
     """A connection to the engine of a session, and its process where it was started for this."""
     name = f"{session}.socket"
-    lock = os.open(".", os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # of two relays at once, one starts the engine
+    with _folder_locked():
         child = None
         if not _is_running(session):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(name)
+            _remove(session)
             with socket.socket(socket.AF_UNIX) as listener:
                 listener.bind(name)
                 listener.listen(4)
                 child = _start(listener, session, started_in, linger_s, compressed)
         connection = socket.socket(socket.AF_UNIX)
         connection.connect(name)
+    return connection, child
+
+
+@contextlib.contextmanager
+def _folder_locked() -> Iterator[None]:
+    """Of two relays at once, one starts the engine."""
+    lock = os.open(".", os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
     finally:
         os.close(lock)
-    return connection, child
+
+
+def _remove(path: str) -> None:
+    """Remove the files of an engine that has ended."""
+    for ending in ("socket", "log"):
+        with contextlib.suppress(OSError):
+            os.unlink(f"{path}.{ending}")
 
 
 def _start(
