@@ -7,7 +7,7 @@ LOWEST_PYTHON ?= 3.11
 QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py \
 	tests/engine/worker/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
 
-.PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys benchmarks screenshots clean
+.PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys engine-deaths benchmarks screenshots clean
 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
@@ -48,6 +48,10 @@ fuzz: $(VENV)/.tests
 
 random-keys: $(VENV)/.tests
 	for seed in 1 2 3; do $(BIN)/python -m tests.terminal.random_keys $$seed || exit 1; done
+
+# Each signal of a crash to the engine in each of its states.
+engine-deaths: $(VENV)/.tests
+	$(BIN)/python -m tests.terminal.engine_deaths
 
 benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks

@@ -1,0 +1,174 @@
+"""The engine's life as the app sees it: told to stop, not stopping, gone, started again."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import RecordingEngine
+
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
+from dtype_tui.state import engine_life
+from dtype_tui.state.engine_life import EngineLife
+from dtype_tui.state.scan import ScanView
+
+MEASURING = events.MeasuringProgress(Recipe(), "candidate", 1, 4)
+
+
+class Told(EngineLife):
+    """With what it says and how often it wants to be drawn."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+        self.drawn = 0
+        self.recording = RecordingEngine(lambda event: None)
+        self.scan = ScanView()
+        super().__init__(self.recording, self.scan, lambda words, severity: self.said.append(words), self._draw)
+
+    def _draw(self) -> None:
+        self.drawn += 1
+
+
+@pytest.fixture
+def life() -> Told:
+    return Told()
+
+
+@pytest.fixture
+def measuring(life: Told) -> Told:
+    life.follow(events.Jobs("measure", ()))
+    life.follow(MEASURING)
+    return life
+
+
+@pytest.fixture
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is told to stop is overdue at once."""
+    monkeypatch.setattr(engine_life, "STOP_WAIT_S", 0.0)
+
+
+def test_it_opens_then_does_what_the_engine_tells(life: Told) -> None:
+    assert life.doing() == ("opening", None, "Esc stops")
+    life.follow(MEASURING)
+    assert life.doing() == ("measuring: candidate", 0.25, "Esc stops")
+    life.follow(events.Idle())
+    assert life.doing() == ("", None, "")
+    assert life.idle_words(False) == "ready"
+    assert life.idle_words(True) == "no engine: planning only"
+
+
+def test_stopping_is_said_until_it_has_stopped(measuring: Told) -> None:
+    measuring.stop()
+    assert measuring.recording.commands == ["cancel"]
+    assert measuring.drawn == 1
+    assert measuring.doing() == ("stopping: measuring: candidate", None, "")
+    measuring.follow(MEASURING)
+    assert measuring.doing()[0].startswith("stopping")
+    measuring.follow(events.Idle())
+    assert measuring.doing()[0] == ""
+    measuring.follow(MEASURING)
+    assert measuring.doing()[2] == "Esc stops"
+
+
+def test_where_nothing_runs_nothing_is_stopped(life: Told) -> None:
+    life.follow(events.Idle())
+    life.stop()
+    assert life.recording.commands == []
+
+
+@pytest.mark.usefixtures("_at_once")
+@pytest.mark.parametrize("end", [events.Idle(), events.Jobs("speed", ())])
+def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
+    measuring: Told, end: events.Idle | events.Jobs
+) -> None:
+    measuring.stop()
+    assert not measuring.must_end
+    measuring.check_stopped()
+    measuring.check_stopped()
+    assert measuring.must_end
+    assert measuring.said == [
+        "measuring: candidate has not stopped. Esc again ends the engine and starts another, with this recipe"
+    ]
+    assert measuring.doing() == ("not stopped: measuring: candidate", None, "Esc again ends the engine")
+    measuring.follow(end)
+    assert not measuring.must_end
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: Told) -> None:
+    measuring.stop()
+    measuring.heard_of_end("measure")
+    measuring.check_stopped()
+    assert not measuring.must_end
+    assert measuring.doing()[2] == "Esc stops"
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_opening_does_not_stop_with_what_waits_for_it(life: Told) -> None:
+    life.stop()
+    life.heard_of_end(None)
+    life.follow(events.Jobs("", ()))
+    life.check_stopped()
+    assert life.must_end
+
+
+def test_two_seconds_are_given_to_each_that_is_told_to_stop(measuring: Told) -> None:
+    measuring.stop()
+    measuring.check_stopped()  # by the timer of something that was stopped before
+    assert not measuring.must_end
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_a_thread_is_not_offered_to_be_ended(measuring: Told, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingEngine, "can_restart", False)
+    measuring.stop()
+    measuring.check_stopped()
+    assert not measuring.must_end
+    assert not measuring.restart()
+    assert "--in-process" in measuring.said[-1]
+    assert "restart" not in measuring.recording.commands
+
+
+def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(measuring: Told) -> None:
+    measuring.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
+    measuring.scan.begin(("int8",))
+    measuring.end("the engine ended: killed (SIGKILL)")
+    assert measuring.said == [
+        "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew. R starts it again."
+    ]
+    assert measuring.doing() == ("", None, "")
+    assert measuring.idle_words(False) == measuring.no_engine_words == "no engine: R starts it again"
+    assert not measuring.scan.running
+    measuring.expect("flow")
+    measuring.begin("casting")
+    assert measuring.said[-1] == "no engine: R starts it again"
+    assert measuring.doing()[0] == ""
+    assert measuring.may_quit()
+
+
+def test_started_again_it_opens(measuring: Told) -> None:
+    measuring.end("the engine ended")
+    assert measuring.restart()
+    assert measuring.recording.commands == ["restart"]
+    assert measuring.is_there()
+    assert measuring.doing()[0] == "opening"
+    assert measuring.said == ["the engine ended. R starts it again."]
+
+
+def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(life: Told) -> None:
+    life.scan.begin(("int8",))
+    life.scan.finished = True
+    life.end("the engine ended")
+    assert not life.scan.lost
+    life.restart()
+    life.scan.begin(("int8",))
+    life.end("the engine ended")
+    life.restart()
+    life.end("the engine ended")
+    assert ["s scans anew" in words for words in life.said] == [False, True, False]
+    assert life.scan.lost
+
+
+def test_leaving_while_it_writes_is_asked_twice(life: Told) -> None:
+    assert life.may_quit()
+    life.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
+    assert [life.may_quit(), life.may_quit()] == [False, True]

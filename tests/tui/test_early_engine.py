@@ -1,0 +1,46 @@
+"""Which command lines start an engine before anything else is known of them."""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytest
+
+from dtype_tui.process import early_engine
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Commands that would have been started."""
+    commands: list[Any] = []
+
+    def start(command: Any) -> Any:
+        commands.append(command)
+        return object()
+
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **options: start(command))
+    monkeypatch.setattr(early_engine, "_process", None)
+    return commands
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "--help", "-h", "demo --help", "--version", "serve", "serve demo --port 80", "demo --in-process", "--in-process",
+        "ssh://host/srv/model", "--cast *=bf16 ssh://me@host:22/srv/model", "demo --engine-command docker",
+        "demo --engine-command=docker",
+    ],
+)  # fmt: skip
+def test_none_for_what_opens_no_model_in_a_process_of_this_machine(line: str, started: list[Any]) -> None:
+    early_engine.start_early(line.split())
+    assert not started
+    assert early_engine.take() is None
+
+
+@pytest.mark.parametrize("line", ["", "demo", "--resume", "/srv/serve", "demo --cast *=bf16", "./ssh", "-- serve"])
+def test_one_for_what_looks_like_a_model_and_it_is_taken_once(line: str, started: list[Any]) -> None:
+    early_engine.start_early(line.split())
+    assert len(started) == 1
+    assert early_engine.take() is not None
+    assert early_engine.take() is None
