@@ -131,7 +131,7 @@ def test_a_thread_is_not_offered_to_be_ended(measuring: Told, monkeypatch: pytes
 def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(measuring: Told) -> None:
     measuring.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     measuring.scan.begin(("int8",))
-    measuring.end("the engine ended: killed (SIGKILL)")
+    measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
     assert measuring.said == [
         "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew. R starts it again."
     ]
@@ -146,7 +146,7 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
 
 
 def test_started_again_it_opens(measuring: Told) -> None:
-    measuring.end("the engine ended")
+    measuring.follow_connection(events.EngineEnded("the engine ended"))
     assert measuring.restart()
     assert measuring.recording.commands == ["restart"]
     assert measuring.is_there()
@@ -157,13 +157,13 @@ def test_started_again_it_opens(measuring: Told) -> None:
 def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(life: Told) -> None:
     life.scan.begin(("int8",))
     life.scan.finished = True
-    life.end("the engine ended")
+    life.follow_connection(events.EngineEnded("the engine ended"))
     assert not life.scan.lost
     life.restart()
     life.scan.begin(("int8",))
-    life.end("the engine ended")
+    life.follow_connection(events.EngineEnded("the engine ended"))
     life.restart()
-    life.end("the engine ended")
+    life.follow_connection(events.EngineEnded("the engine ended"))
     assert ["s scans anew" in words for words in life.said] == [False, True, False]
     assert life.scan.lost
 
@@ -172,3 +172,20 @@ def test_leaving_while_it_writes_is_asked_twice(life: Told) -> None:
     assert life.may_quit()
     life.follow(events.SavingProgress(Recipe(), "writing", 1, 2))
     assert [life.may_quit(), life.may_quit()] == [False, True]
+
+
+def test_a_cut_connection_is_said_until_it_is_there_again(measuring: Told) -> None:
+    measuring.follow_connection(events.EngineLost("the connection to host is cut"))
+    assert measuring.doing() == ("", None, "")
+    assert measuring.idle_words(False) == "connection cut: trying again"
+    assert measuring.is_there()
+    measuring.follow_connection(events.EngineBack())
+    assert measuring.doing() == ("measuring: candidate", 0.25, "Esc stops")
+
+
+@pytest.mark.usefixtures("_at_once")
+def test_out_of_reach_nothing_is_offered_to_be_ended(measuring: Told) -> None:
+    measuring.stop()
+    measuring.follow_connection(events.EngineLost("the connection to host is cut"))
+    measuring.check_stopped()
+    assert not measuring.must_end
