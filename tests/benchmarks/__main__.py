@@ -27,6 +27,7 @@ import dtype_tui
 from dtype_engine.core.cancellation import never
 
 from .rows import Row
+from .starting import starting
 from .table import table
 from .watched import EMPTY_APP, first_paints, keys, p99
 from .weights import round_trips
@@ -386,6 +387,7 @@ SECTIONS = {
     "reference": reference,
     "measuring": measuring,
     "weights": weights,
+    "starting": starting,
     "screen": screen,
     "giant": giant,
     "table": table,

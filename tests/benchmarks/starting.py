@@ -1,0 +1,117 @@
+"""The way from the start to the first figure, with the engine in a process of its own and in a thread: keys, seconds, memory."""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .rows import Row
+from .watched import p99
+
+ROUNDS = 3
+_PAINTED = r"embed|planning only"
+_FIGURE = r"exact|identical|KL mean|SQNR +\d|planning only"
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start. figure: seconds from it to the first figure of the output. keys: seconds from key to first byte, of all that were
+    pressed meanwhile. memory: MiB of all its processes then, shared pages divided by those who share them.
+    """
+
+    figure: float
+    keys: tuple[float, ...]
+    memory: float
+
+
+def starting(folder: Path) -> list[Row]:
+    """The demo, an encoder of the size of MiniLM, and headers of 671 B parameters; the two ways take turns."""
+    from tests.helpers import large_checkpoints
+
+    giant = large_checkpoints.write(folder.parent / "giant-start")
+    models = (("demo", "demo"), ("22 M encoder", str(encoder(folder.parent / "encoder"))), ("671 B", str(giant)))
+    rows: list[Row] = []
+    for name, model in models:
+        ours, threads = [], []
+        for _ in range(ROUNDS):
+            ours.append(start((model,)))
+            threads.append(start((model, "--in-process")))
+        keys = [seconds for one in ours for seconds in one.keys]
+        rows += [
+            Row(
+                f"{name}: keys until the first figure, p99 of {len(keys)} in {ROUNDS} starts",
+                1000 * p99(keys),
+                "ms",
+                30,
+            ),
+            Row(f"{name}: the slowest of them", 1000 * max(keys), "ms", 100),
+            Row(f"{name}: the slowest with the engine in a thread", 1000 * max(max(one.keys) for one in threads), "ms"),
+            Row(f"{name}: first figure / with the engine in a thread", _ratio(ours, threads), "x"),
+            Row(f"{name}: memory of both processes less that of one", _memory(ours) - _memory(threads), "MiB"),
+        ]
+    return rows
+
+
+def encoder(folder: Path) -> Path:
+    """A checkpoint of the shape of all-MiniLM-L6-v2, with random weights."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+    )
+    transformers.BertModel(config).save_pretrained(folder)
+    return folder
+
+
+def start(arguments: Sequence[str]) -> Start:
+    """Start the app, and press keys from its first paint until the first figure."""
+    from tests.helpers.terminal import Terminal
+
+    opened = Terminal(*arguments)
+    opened.wait_for(_PAINTED)
+    keys: list[float] = []
+    presses = 0
+    while not re.search(_FIGURE, opened.text):
+        pressed = time.perf_counter()
+        opened.press("\x1b[B" if (presses // 6) % 2 == 0 else "\x1b[A")
+        presses += 1
+        if opened.read(5.0):
+            keys.append(time.perf_counter() - pressed)
+        quiet = time.perf_counter()
+        while time.perf_counter() - quiet < 0.04:
+            if opened.read(0.01):
+                quiet = time.perf_counter()
+    figure = time.perf_counter() - opened.started
+    opened.wait_for("ready|planning only", 120)
+    time.sleep(0.5)
+    memory = _pss(opened.pid)
+    opened.close()
+    return Start(figure, tuple(keys), memory)
+
+
+def _pss(process: int) -> float:
+    """MiB of a process and its children (Linux's proportional set size)."""
+    listed = subprocess.run(("ps", "-o", "pid=", "--ppid", str(process)), capture_output=True, text=True, check=False)
+    total = 0
+    for number in (process, *map(int, listed.stdout.split())):
+        try:
+            text = Path(f"/proc/{number}/smaps_rollup").read_text()
+        except OSError:  # it has just ended
+            continue
+        total += int(re.findall(r"^Pss:\s+(\d+)", text, re.MULTILINE)[0])
+    return total / 1024
+
+
+def _ratio(ours: Sequence[Start], threads: Sequence[Start]) -> float:
+    return statistics.median(one.figure for one in ours) / statistics.median(one.figure for one in threads)
+
+
+def _memory(starts: Sequence[Start]) -> float:
+    return statistics.median(one.memory for one in starts)
