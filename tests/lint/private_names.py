@@ -26,7 +26,7 @@ MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
     "tui/dtype_tui/base_app.py": re.compile(
         "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
     ),
-    "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks"),
+    "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks|_select_or_command"),
 }
 """Files that may use private names of other libraries, and which."""
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from tests.helpers.observations import cursor, rules, top, typed, typing
 from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.screen_text import until
 from textual.events import Key
 from textual.pilot import Pilot
 from textual.widgets import Input
@@ -207,3 +208,11 @@ async def test_nothing_is_done_by_the_keys_after_the_one_that_leaves() -> None:
         await begun(app, pilot)
         await burst(app, keys_of("q2"))
         assert rules(app) == []
+
+
+async def test_the_palette_runs_what_was_typed_and_not_what_less_of_it_finds() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await begun(app, pilot)
+        await burst(app, keys_of("{ctrl+p}history{enter}"))
+        await until(pilot, lambda: top(app) == "MeasurementsScreen", 10)

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from textual import on
 from textual.app import App, ScreenStackError
 from textual.await_complete import AwaitComplete
 from textual.command import CommandPalette as _CommandPalette
@@ -19,6 +20,8 @@ from textual.css.query import NoMatches
 from textual.dom import DOMNode
 from textual.screen import ModalScreen as _ModalScreen
 from textual.screen import Screen
+from textual.widgets import Input
+from textual.worker import WorkerError
 
 Result = TypeVar("Result")
 
@@ -74,6 +77,16 @@ class CommandPalette(_CommandPalette):
     def dismiss(self, result: None = None) -> AwaitComplete:
         """Close it, unless it is closed."""
         return _close_once(self, super().dismiss, result)
+
+    @on(Input.Submitted)
+    async def choose_once_searched(self, event: Input.Submitted) -> None:
+        """Enter, maybe typed together with the words: Textual would run what the search for fewer of them has listed."""
+        event.prevent_default()
+        event.stop()
+        for search in [worker for worker in self.workers if worker.node is self]:
+            with contextlib.suppress(WorkerError):  # one for fewer of the words, that was given up
+                await search.wait()
+        self._select_or_command(event)
 
     def _action_command_list(self, action: str) -> None:
         # Textual's list may be empty by the time that a key for it is looked at: a search has begun.
