@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from textual.binding import Binding
 
@@ -71,12 +72,13 @@ class CommandWords:
 
     def save_to(self, kind: str, typed: str) -> None:
         """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
-        from dtype_tui.screens.save import where, wish_for
+        from dtype_tui.screens.save import WRITTEN_THERE, where, wish_for
 
         experiment = self._controller.experiment
         if not experiment.has_tree:
             raise UserError("there is nothing to write before the model is there")
-        path, taken = where(typed)
+        there = bool(self._controller.engine.host) and kind in WRITTEN_THERE
+        path, taken = (Path(typed), False) if there else where(typed)
         if taken:
             raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
         self._controller.save(wish_for(kind, path, False, experiment.report))

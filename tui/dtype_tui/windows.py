@@ -141,7 +141,13 @@ class Windows:
         from dtype_tui.screens.save import SaveScreen
 
         self._push(
-            SaveScreen(experiment.title, len(experiment.recipe), experiment.report, lambda: experiment.lost),
+            SaveScreen(
+                experiment.title,
+                len(experiment.recipe),
+                experiment.report,
+                lambda: experiment.lost,
+                controller.engine.host,
+            ),
             lambda request: controller.save(request) if request is not None else None,
         )
         controller.engine.plan_export()

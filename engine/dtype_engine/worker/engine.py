@@ -34,6 +34,11 @@ class Engine(ABC):
     can_restart: ClassVar[bool] = False
     """Whether `restart` ends what runs, however deep in a kernel it is, and opens the model anew."""
 
+    @property
+    def host(self) -> str:
+        """Where it writes exports and reports, as the user calls it; empty for this machine."""
+        return ""
+
     @abstractmethod
     def start(self) -> None:
         """Begin to open the model."""

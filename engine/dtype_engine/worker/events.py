@@ -204,6 +204,14 @@ class Saved(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
+class Composed(NamedTuple):
+    """The text of a file that whoever asked for it writes, on another machine than the engine's."""
+
+    recipe: Recipe
+    text: str
+    notices: tuple[str, ...] = ()
+
+
 class ScanUpdated(NamedTuple):
     """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
 
@@ -296,6 +304,7 @@ Event = (
     | ExportPlanned
     | SavingProgress
     | Saved
+    | Composed
     | ScanUpdated
     | Failed
     | Refused

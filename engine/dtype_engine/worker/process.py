@@ -5,6 +5,7 @@ The app keeps drawing whatever becomes of that process: its end is an event.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
@@ -128,6 +130,10 @@ class EngineProcess(Engine):
         connection = self._connection
         return connection.process_id if connection is not None else None
 
+    @property
+    def host(self) -> str:
+        return "" if self._command.is_local else self._command.name
+
     def start(self) -> None:
         with self._lock:
             self._thread = threading.Thread(target=self._run, name="dtype-engine", daemon=True)
@@ -140,7 +146,10 @@ class EngineProcess(Engine):
 
     def save(self, request: SaveRequest) -> None:
         from dtype_engine.worker.messages import SaveOf
+        from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 
+        if not self._command.is_local and isinstance(request, RecipeRequest | ConvertRequest):
+            request = dataclasses.replace(request, as_text=True)
         with self._lock:
             if not self._ended:
                 self._pending.append(request)
@@ -280,10 +289,30 @@ class EngineProcess(Engine):
                 self._memory = answer.reading
             case events.Saved():
                 self._pending = self._pending[1:]
+                if not self._command.is_local:
+                    answer = answer._replace(sentence=f"{self._command.name}: {answer.sentence}")
+            case events.Composed():
+                answer = self._written(answer)
         self._received += 1
         if self._received % _ACKNOWLEDGE_EVERY == 0:
             connection.send(messages.Acknowledge(self._received))
         self._emit(answer)
+
+    def _written(self, composed: events.Composed) -> events.Saved:
+        """Write here what an engine elsewhere has composed. Raises WireError where nobody asked for it."""
+        from dtype_engine.core.atomic_write import write_text_atomic
+        from dtype_engine.worker.frames import WireError
+        from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
+
+        with self._lock:
+            request = self._pending.pop(0) if self._pending else None
+        if not isinstance(request, RecipeRequest | ConvertRequest) or not request.as_text:
+            raise WireError("a file that nobody asked for")
+        try:
+            path = write_text_atomic(request.file, composed.text, request.replace)
+        except UserError as error:
+            return events.Saved(composed.recipe, False, str(error))
+        return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:
         from dtype_engine.worker.messages import Open

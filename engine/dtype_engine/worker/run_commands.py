@@ -32,6 +32,7 @@ from dtype_engine.worker.commands import (
 )
 from dtype_engine.worker.opening import OpenModel, emit_inputs
 from dtype_engine.worker.planned_losses import PlannedLosses
+from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
@@ -208,8 +209,9 @@ class CommandRunner:
 
     def _save(self, command: Save, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """A save that fails is reported as such: it says nothing about the drift of the recipe."""
-        from dtype_engine.worker.writer import SaveContext, run_save
+        from dtype_engine.worker.writer import SaveContext, compose, run_save
 
+        request = command.request
         recipe, session = command.recipe, self._model.session
         before = session.recipe if session is not None else recipe
         context = SaveContext(
@@ -221,8 +223,11 @@ class CommandRunner:
             token,
         )
         try:
-            sentence, notices = run_save(command.request, context)
-            self._emit(events.Saved(recipe, True, sentence, notices))
+            if isinstance(request, RecipeRequest | ConvertRequest) and request.as_text:
+                self._emit(events.Composed(recipe, *compose(request, context)))
+            else:
+                sentence, notices = run_save(request, context)
+                self._emit(events.Saved(recipe, True, sentence, notices))
         except UserError as error:
             self._emit(events.Saved(recipe, False, str(error)))
         except Cancelled:

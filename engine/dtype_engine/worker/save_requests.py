@@ -23,11 +23,12 @@ class ExportRequest:
 
 @dataclass(frozen=True, slots=True)
 class RecipeRequest:
-    """The recipe in force, with its settings and, where it was measured, the figures."""
+    """The recipe in force, with its settings and, where it was measured, the figures. as_text: see `ConvertRequest`."""
 
     file: Path
     replace: bool = False
     drift: DriftReport | None = None
+    as_text: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,14 @@ class ReportRequest:
 
 @dataclass(frozen=True, slots=True)
 class ConvertRequest:
-    """The recipe in force in the words of another tool."""
+    """The recipe in force in the words of another tool. as_text: the text is told, and written by whoever asked for it, on another
+    machine.
+    """
 
     file: Path
     target: str
     replace: bool = False
+    as_text: bool = False
 
 
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest

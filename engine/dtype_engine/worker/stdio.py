@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib.util
 import os
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import events, imports
 from dtype_engine.worker.commands import Pause
+from dtype_engine.worker.save_requests import ExportRequest, SaveRequest
 
 NICENESS = 5
 
@@ -138,7 +140,7 @@ class EngineServer:
                 self._outbox.acknowledge(request.received)
                 return
             case messages.SaveOf():
-                worker.save(request.request)
+                worker.save(_at_home(request.request))
             case Pause():
                 self._paused_since = time.monotonic() if request.paused else None
                 worker.request(request)
@@ -162,6 +164,14 @@ class EngineServer:
                 if isinstance(event, events.HeadersRead | events.ModelReady):
                     del event
                     trim_heap()
+
+
+def _at_home(request: SaveRequest) -> SaveRequest:
+    """The request with a path below the home of this machine, where it names that."""
+    name = "folder" if isinstance(request, ExportRequest) else "file"
+    with contextlib.suppress(RuntimeError):  # the home of nobody: writing says so
+        return dataclasses.replace(request, **{name: getattr(request, name).expanduser()})
+    return request
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:

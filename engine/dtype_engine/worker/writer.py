@@ -79,13 +79,19 @@ def run_save(request: SaveRequest, context: SaveContext) -> tuple[str, tuple[str
     if isinstance(request, ExportRequest):
         return _export(request, context)
     check_target(request.file, request.replace)
-    if isinstance(request, ConvertRequest):
-        text, notices = _converted(request, context)
-    elif isinstance(request, RecipeRequest):
-        text, notices = _recipe_text(request, context)
-    else:
-        text, notices = _report_text(request, context)
+    text, notices = compose(request, context)
     return f"wrote {printable(str(write_text_atomic(request.file, text, request.replace)), 300)}", notices
+
+
+def compose(
+    request: ConvertRequest | RecipeRequest | ReportRequest, context: SaveContext
+) -> tuple[str, tuple[str, ...]]:
+    """The text of a file, and notices. Raises UserError, Cancelled."""
+    if isinstance(request, ConvertRequest):
+        return _converted(request, context)
+    if isinstance(request, RecipeRequest):
+        return _recipe_text(request, context)
+    return _report_text(request, context)
 
 
 def _known_losses(context: SaveContext) -> tuple[ValueLoss, ...] | None:

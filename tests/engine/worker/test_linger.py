@@ -20,6 +20,7 @@ from tests.helpers.recorded_worker import RecordedProcess
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
 from dtype_engine.worker.connection import SESSION, EngineCommand
+from dtype_engine.worker.save_requests import ConvertRequest, ExportRequest, RecipeRequest
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 ENGINE = str(Path(sys.executable).with_name("dtype-engine"))
@@ -124,6 +125,21 @@ def test_it_is_started_anew_although_it_lingers(far: Far) -> None:
     while Path(f"/proc/{first}").exists() and time.monotonic() < until:
         time.sleep(0.1)
     assert not Path(f"/proc/{first}").exists()
+
+
+def test_exports_are_written_there_and_recipes_here(far: Far, tmp_path: Path) -> None:
+    recorded = far.recorded
+    recorded.worker.set_recipe(RECIPE)
+    recorded.measured(RECIPE)
+    recorded.worker.save(RecipeRequest(tmp_path / "r.yaml"))
+    assert "r.yaml, here" in recorded.wait_for(events.Saved).sentence
+    assert "*.mlp" in (tmp_path / "r.yaml").read_text()
+    recorded.worker.save(RecipeRequest(tmp_path / "r.yaml"))
+    assert not recorded.wait_for(events.Saved, lambda event: "exists" in event.sentence).done
+    recorded.worker.save(ExportRequest(tmp_path / "out"))
+    assert recorded.wait_for(events.Saved, lambda event: "exported" in event.sentence).sentence.startswith("far: ")
+    recorded.worker.save(ConvertRequest(tmp_path / "r.json", "torchao"))
+    assert recorded.wait_for(events.Saved, lambda event: "r.json" in event.sentence).done
 
 
 def engine_process(far: Far) -> int:

@@ -130,6 +130,15 @@ HOSTILE = {
         HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('Rm', '-rf')\nsys.stdin.read()",
         "does not understand",
     ),
+    "a file that nobody asked for": (
+        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('Composed', 0, 'text', [])\nsys.stdin.read()",
+        "does not understand",
+    ),
+    "its own end": (
+        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('EngineLost', 'x')\nsys.stdin.read()",
+        "does not understand",
+    ),
+    "4 GB": (HELLO + "sys.stdout.buffer.write(b'\\xff' * 4)\nsys.stdout.flush()\nsys.stdin.read()", "no dtype-engine"),
     "a bare event": (HELLO + "put('Idle')\nsys.stdin.read()", "dtype-engine"),
     "an empty line": ("print()\nimport sys; sys.stdin.read()\nsys.exit(3)", "status"),
 }

@@ -40,6 +40,8 @@ KINDS: tuple[tuple[str, str], ...] = (
     ("report", "one page: rules, memory, drift, modules (.html, .md)"),
     *((target, "the recipe for this tool, exact for this model") for target in TARGET_SUFFIXES),
 )
+WRITTEN_THERE = ("checkpoint", "report")
+"""What an engine on another machine writes there: no path of this one is looked at."""
 
 
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
@@ -60,9 +62,14 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     ]
 
     def __init__(
-        self, title: str, rules: int, drift: DriftReport | None, lost: Callable[[], Losses | None] = lambda: None
+        self,
+        title: str,
+        rules: int,
+        drift: DriftReport | None,
+        lost: Callable[[], Losses | None] = lambda: None,
+        host: str = "",
     ) -> None:
-        """`lost` gives the weights whose cast loses values; None while that is not known."""
+        """`lost` gives the weights whose cast loses values; None while that is not known. host: as `Engine.host`."""
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
@@ -70,6 +77,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._planned: events.ExportPlanned | None = None
         self._warned: str | None = None
         self._lost = lost
+        self._host = host
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -97,6 +105,11 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def _kind(self) -> str:
         return KINDS[self.index][0]
 
+    @property
+    def _is_there(self) -> bool:
+        """Whether it is written on another machine."""
+        return bool(self._host) and self._kind in WRITTEN_THERE
+
     def _free_name(self) -> str:
         """A name that no file in the working directory has."""
         ending = {"checkpoint": "-cast", "recipe": ".recipe.yaml", "report": "-report.html"}
@@ -104,7 +117,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         number = 1
         while True:
             name = f"{self._base}{end}" if number == 1 else f"{self._base}-{number}{end}"
-            if not Path(name).exists():
+            if self._is_there or not Path(name).exists():
                 return name
             number += 1
 
@@ -116,7 +129,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             text.append(f"{name:<15}", style="bold" if chosen else "")
             shown = meaning if chosen or name not in TARGET_SUFFIXES else ""
             text.append(f"{shown}\n", style="" if chosen else "dim")
-        text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}", style="dim")
+        place = f" on {self._host}" if self._is_there else " here" if self._host else ""
+        text.append(f"\nto a {'new folder' if self._kind == 'checkpoint' else 'new file'}{place}", style="dim")
         return text
 
     def redraw(self) -> None:
@@ -178,7 +192,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         if not typed:
             return
         try:
-            path, taken = where(typed)
+            path, taken = (Path(typed), False) if self._is_there else where(typed)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
             return
