@@ -33,7 +33,8 @@ def carry(source: int, target: int, seconds: float, count: Path) -> threading.Th
                 os.close(target)
                 return
             total += len(data)
-            count.write_text(str(total))
+            count.with_suffix(".new").write_text(str(total))
+            count.with_suffix(".new").replace(count)
             while data:
                 data = data[os.write(target, data) :]
 

@@ -1,0 +1,157 @@
+"""The app in a real pseudo-terminal, with its engine behind a slow line that is cut, or with something hostile there instead."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers import slow_line
+from tests.helpers.terminal import Terminal
+
+pytestmark = pytest.mark.slow
+ENGINE = str(Path(sys.executable).with_name("dtype-engine"))
+Opener = Callable[..., Terminal]
+
+
+@pytest.fixture
+def opened() -> Iterator[Opener]:
+    terminals: list[Terminal] = []
+
+    def open_terminal(*arguments: str, environment: dict[str, str] | None = None) -> Terminal:
+        terminals.append(Terminal(*arguments, environment=environment))
+        return terminals[-1]
+
+    yield open_terminal
+    for terminal in terminals:
+        terminal.close()
+
+
+def line_to(folder: Path, *command: str) -> str:
+    """A command that leads there over a line that takes 150 ms each way."""
+    return shlex.join([sys.executable, slow_line.__file__, str(folder), "0.15", *command])
+
+
+def carried(folder: Path) -> tuple[int, int]:
+    """Bytes that went to the engine and came from it."""
+    return int((folder / "up").read_text()), int((folder / "down").read_text())
+
+
+def settled(terminal: Terminal, folder: Path) -> tuple[int, int]:
+    """The bytes once nothing has gone either way for two seconds."""
+    now, since = carried(folder), time.monotonic()
+    while time.monotonic() - since < 2:
+        terminal.read(0.1)
+        if (newer := carried(folder)) != now:
+            now, since = newer, time.monotonic()
+    return now
+
+
+def cut(folder: Path) -> None:
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
+
+
+def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener, tmp_path: Path) -> None:
+    engine = (ENGINE, "stdio", "--compressed", "--linger", "1m", "--session", "{session}")
+    terminal = opened("--engine-command", line_to(tmp_path, *engine))
+    terminal.wait_for("perplexity")
+    terminal.wait_for(" ready")
+    before = settled(terminal, tmp_path)
+    assert before[1] <= 30_000, "bytes for opening the demo and measuring it"
+    for keys in ("jjjk", "hl", "E", "/mlp", "\x1b", "\x1b", "c", "*norm*=f1", "\x1b"):
+        terminal.press(keys)
+        terminal.read(0.3)
+    assert carried(tmp_path) == before, "what is shown made traffic"
+    (tmp_path / "down-for-now").touch()
+    terminal.press("g2")
+    terminal.wait_for("casting|measuring")
+    time.sleep(0.5)
+    cut(tmp_path)
+    terminal.wait_for("connection cut: trying again")
+    (tmp_path / "down-for-now").unlink()
+    terminal.wait_for("connected again")
+    terminal.wait_for("bf16")
+    terminal.wait_for(" ready")
+    terminal.wait_for(r"SQNR +\d+\.\d")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_ssh_is_given_the_host_and_leads_to_the_engine(opened: Opener, tmp_path: Path) -> None:
+    """A program in place of ssh runs the command with a shell, as sshd does."""
+    fake = tmp_path / "ssh"
+    fake.write_text(f"""#!{sys.executable}
+import os, sys
+words = sys.argv[1:]
+open({str(tmp_path / "said")!r}, "w").write(repr(words))
+os.environ["PATH"] = {str(Path(ENGINE).parent)!r} + ":" + os.environ["PATH"]
+os.execvp("sh", ["sh", "-c", words[words.index("--") + 2]])
+""")
+    fake.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    terminal = opened("ssh://me@far:2222", environment=environment)
+    terminal.wait_for("perplexity")
+    assert "'-p', '2222', '--', 'me@far'" in (tmp_path / "said").read_text()
+    terminal.press("e")
+    terminal.wait_for("to a new folder on me@far")
+    terminal.press("\x1b")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    for model, words in (("ssh://far/nowhere", "no such folder"), ("ssh://-far/x", "is no address")):
+        refused = opened(model, environment=environment)
+        assert refused.exit_status(60) == 2
+        assert words in " ".join(refused.text.split())
+
+
+HELLO = r"""
+import sys, zlib, msgspec
+def put(*message):
+    data = msgspec.msgpack.encode(message)
+    write(len(data).to_bytes(4, "big") + data)
+def write(data):
+    sys.stdout.buffer.write(data)
+    sys.stdout.buffer.flush()
+write(b"\0dtype-engine\0")
+put("Hello", 1, "x", [], 0, False)
+put("Opened", "m\x1b[2J\x1b]0;owned\x07", "")
+"""
+TREE = r"""
+put("TreePart", True, [["a\x1b[2J\x1b]0;owned\x07.weight", [2, 2], "float32"]], [["a\x1b[2J\x1b]0;owned\x07", "K\x1b[31m", None]])
+put("ModelReady", None, "C\x1b[2J", "d\x07", 1.0, "i\x1b[2J", ["n\x1b]0;owned\x07"], None)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (HELLO + "write(bytes(range(1, 256)) * 9999)", "does not understand"),
+        (HELLO + "write(b'\\xff\\xff\\xff\\xff')\nwrite(b'x' * 99999)", "does not understand"),
+        (HELLO + "put('Composed', 0, 'text', [])\nsys.stdin.read()", "does not understand"),
+        (HELLO + TREE, "ready|opening|a.x1b"),
+    ],
+    ids=["garbage", "4 GB", "a file unasked", "control characters"],
+)
+def test_the_app_survives_whatever_tells_it_things(
+    opened: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, words: str
+) -> None:
+    script = tmp_path / "hostile.py"
+    script.write_text(program)
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    terminal = opened("--engine-command", shlex.join([sys.executable, str(script)]))
+    terminal.wait_for(words)
+    assert b"owned\x07" not in terminal.raw
+    terminal.press("?")
+    terminal.wait_for("Esc")
+    terminal.press("\x1b")
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+    assert not list((tmp_path / "work").iterdir())
