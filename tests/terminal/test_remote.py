@@ -68,7 +68,7 @@ def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener
         terminal.read(0.3)
     assert carried(tmp_path) == before, "what is shown made traffic"
     (tmp_path / "down-for-now").touch()
-    terminal.press("g2")
+    terminal.press("2")
     terminal.wait_for("casting|measuring")
     time.sleep(0.5)
     cut(tmp_path)
