@@ -323,14 +323,15 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
         await pilot.press("2")
         await until(pilot, lambda: app.controller.activity.what.startswith("measuring"))
         await pilot.press("t", "f", "t")
-        await until(pilot, lambda: app.controller.activity.waiting == ("flow", "speed"))
-        await until(pilot, lambda: "then: tracing casts, timing" in screen(app))
+        # The second t asks for what is asked for already.
+        await until(pilot, lambda: app.controller.activity.waiting == ("speed", "flow"))
+        await until(pilot, lambda: "then: timing, tracing casts" in screen(app))
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
         await until(
             pilot,
             lambda: (
-                app.controller.activity.running == "measure" and app.controller.activity.waiting == ("flow", "speed")
+                app.controller.activity.running == "measure" and app.controller.activity.waiting == ("speed", "flow")
             ),
         )
         slow(net, 0)

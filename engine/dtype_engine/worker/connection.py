@@ -25,6 +25,8 @@ COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 """The engine of this machine. `-P`: no file of the working directory stands in for a library."""
 
 
+THIS_MACHINE = "the engine"
+"""What messages call an engine that needs no name: there is one, and it is here."""
 SESSION = "{session}"
 """Stands in a command's arguments for what a lingering engine is found by again."""
 _KEPT_OF_STDERR = 4096
@@ -51,14 +53,14 @@ class EngineCommand:
     """
 
     arguments: Sequence[str] = COMMAND
-    name: str = "the engine"
+    name: str = THIS_MACHINE
     compressed: bool = False
     unattended: Sequence[str] = ()
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a child of this process."""
-        return self.arguments is COMMAND
+        """Whether it runs on this machine, and so writes where this process can."""
+        return self.name == THIS_MACHINE
 
     @property
     def lingers(self) -> bool:
@@ -155,12 +157,12 @@ class Connection:
                     f"{name}: {' and '.join(hello.missing)} can't be imported there; install dtype-tui there as a whole"
                 )
         except WireError as error:
-            self.kill()
+            self.end(0.0)
             raise UserError(
                 f"{name}: what answers is no dtype-engine of version {__version__}: {one_line(error, 200)}"
             ) from None
         except UserError:
-            self.kill()
+            self.end(0.0)
             raise
         return hello
 
@@ -176,7 +178,7 @@ class Connection:
             if not isinstance(answer, messages.Opened):
                 raise UserError(f"{self._command.name}: it says nothing of the model: {self.last_words()}")
         except (UserError, WireError) as error:
-            self.kill()
+            self.end(0.0)
             raise UserError(str(error)) from None
         if answer.refusal:
             self.end(1.0)

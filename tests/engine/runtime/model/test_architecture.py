@@ -133,6 +133,7 @@ def test_a_wrong_config_is_one_line(
 ) -> None:
     values, expected = WRONG[what]
     folder = changed(make_llama(), **values)
+    capsys.readouterr()  # what making it wrote
     assert run(cli, "dtype-engine", ["drift", str(folder)]) == 2
     said = capsys.readouterr().err.strip()
     assert expected in said
