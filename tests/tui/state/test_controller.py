@@ -16,6 +16,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
+from dtype_tui.widgets.status import status_line
 
 BF16 = Recipe((Rule("*", "bfloat16"),))
 OTHER = Recipe((Rule("*", "float16"),))
@@ -129,3 +130,13 @@ def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
     controller.handle(events.Idle())
     assert controller.next_of_scan() == "wait"
     assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"
+
+
+def test_the_status_line_says_on_which_machine_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RecordingEngine, "host", "gpu")
+    alone = Alone()
+    assert str(status_line(alone.experiment, ("", None, ""), "", "ready", 80)).endswith("demo · gpu")
+    alone.opened()
+    assert str(status_line(alone.experiment, ("", None, ""), "", "ready", 80)).endswith(
+        "demo · LlamaForCausalLM · cpu on gpu"
+    )

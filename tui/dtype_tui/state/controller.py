@@ -44,6 +44,7 @@ class Controller:
         changed: Callable[[], None],
     ) -> None:
         self.experiment = experiment
+        experiment.host = engine.host
         self.engine = engine
         self.notify = notify
         self._changed = changed

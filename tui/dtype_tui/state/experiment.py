@@ -68,6 +68,8 @@ class Experiment:
     memory: MemoryStats | None = None
     class_name: str = ""
     device: str = ""
+    host: str = ""
+    """The machine that the model is on; empty for this one."""
     inputs: str = ""
     inputs_reading: InputsSummary | None = None
     no_forward: str | None = None
@@ -117,7 +119,8 @@ class Experiment:
 
     def set_model(self, ready: events.ModelReady) -> None:
         """The live model is there."""
-        self.class_name, self.device, self.inputs = ready.class_name, ready.device, ready.inputs
+        self.class_name, self.inputs = ready.class_name, ready.inputs
+        self.device = f"{ready.device} on {self.host}" if self.host else ready.device
         self.no_forward, self.live = ready.no_forward, True
         self.replace_tree(ready.tree)
 

@@ -58,7 +58,8 @@ def status_line(
         line.append(idle)
     if lost := loss_status(experiment.lost or ()):
         line.append(f"  {lost}", style="bold")
-    parts = [part for part in (printable(experiment.title, 40), experiment.class_name, experiment.device) if part]
+    where = printable(experiment.device or experiment.host, 40)
+    parts = [part for part in (printable(experiment.title, 40), experiment.class_name, where) if part]
     while len(parts) > 1 and line.cell_len + len(" · ".join(parts)) + 2 > width:
         parts.pop(1)  # the class goes first, then the device
     about = " · ".join(parts)
