@@ -8,6 +8,7 @@ import os
 import signal
 import tempfile
 
+import hypothesis
 import pytest
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
@@ -17,6 +18,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, handler)
+
+hypothesis.settings.register_profile("no deadline", deadline=None)  # how long an example takes is the machine's
+hypothesis.settings.load_profile("no deadline")
 
 _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 """Fixtures that make a model or run the worker: the first in a process imports torch and transformers, five seconds."""

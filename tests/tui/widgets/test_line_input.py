@@ -59,9 +59,9 @@ class Editor:
                 self._cut(self.cursor - 1, self.cursor)
             case "delete" | "ctrl+d":
                 self._cut(self.cursor, self.cursor + 1)
-            case "ctrl+w":
+            case "ctrl+w" | "ctrl+backspace":
                 self._cut(self._word_before(), self.cursor)
-            case "alt+d" | "ctrl+backspace":
+            case "alt+d":
                 self._cut(self.cursor, self._word_after())
             case "ctrl+u":
                 self._cut(0, self.cursor)
