@@ -24,7 +24,7 @@ def as_type(data: object, kind: type[T]) -> T:
     into a tuple. Raises UserError, which names the entry: `options.prompts[1]: expected str, got int`.
     """
     try:
-        return msgspec.convert(data, kind, dec_hook=_path)
+        return msgspec.convert(data, kind, dec_hook=path_of)
     except msgspec.ValidationError as error:
         found = _WHERE.match(str(error))
         said, where = found.groups() if found else (str(error), "")
@@ -49,7 +49,8 @@ def as_plain(data: object) -> Any:
     return msgspec.to_builtins(data, enc_hook=_path_text)
 
 
-def _path(kind: type, value: object) -> Path:
+def path_of(kind: type, value: object) -> Path:
+    """The path that a text is: msgspec's `dec_hook`. Raises ValueError for any other class or value."""
     if kind is not Path or not isinstance(value, str):
         raise ValueError(f"expected a path, got {type(value).__name__}")
     return Path(value)

@@ -316,3 +316,14 @@ Event = (
     | EngineLost
     | EngineBack
 )
+REPLACEABLE = (
+    LoadingProgress,
+    CastingProgress,
+    MeasuringProgress,
+    WorkingProgress,
+    SavingProgress,
+    Memory,
+    Jobs,
+    ScanUpdated,
+)
+"""Events that say how things stand: only the newest of a type counts."""

@@ -23,8 +23,6 @@ class FrameReader:
         self._read = read
         self._decompressor: Any = None
         self._buffer = bytearray()
-        self.nbytes = 0
-        """Bytes read so far, as they came."""
 
     def find_mark(self, compressed: bool) -> bool:
         """Pass over what a login shell may print before the mark; False where the stream ends first. Raises WireError."""
@@ -62,7 +60,6 @@ class FrameReader:
 
     def _fill(self) -> bool:
         data = self._read(1 << 16)
-        self.nbytes += len(data)
         self._take(data)
         return bool(data)
 

@@ -13,7 +13,6 @@ import sys
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -22,6 +21,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import without_controls
 from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.typed_data import path_of
 from dtype_engine.recipe import Recipe
 from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
 from dtype_engine.worker import commands, events, save_requests
@@ -186,7 +186,7 @@ def decode_request(data: bytes) -> Request:
         message = _REQUESTS.decode(data)
         kind = _COMMANDS.get(type(message).__name__)
         if isinstance(message, SaveOf):
-            return SaveOf(message.kind, msgspec.convert(message.request, _SAVES[message.kind], dec_hook=_path))
+            return SaveOf(message.kind, msgspec.convert(message.request, _SAVES[message.kind], dec_hook=path_of))
         return typing.cast(Request, kind[1](*_values(message)) if kind else message)
     except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
         raise WireError(str(error)) from None
@@ -307,16 +307,10 @@ def _values(message: Any) -> Iterator[Any]:
     return (getattr(message, name) for name in message.__struct_fields__)
 
 
-def _path(kind: type, value: object) -> Path:
-    if kind is not Path or not isinstance(value, str):
-        raise ValueError(f"expected a path, got {type(value).__name__}")
-    return Path(value)
-
-
 _Tensor = _wire_class(TensorInfo, {}, tag=False)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=str)
 _REQUESTS = msgspec.msgpack.Decoder(
     typing.Union[(Open, Resume, Acknowledge, SaveOf, PlanExport, Close, *(made for made, _ in _COMMANDS.values()))],
-    dec_hook=_path,
+    dec_hook=path_of,
 )
 _ANSWERS: Any = typing.Union[(Hello, Opened, *(made for made, _ in _EVENTS.values()))]

@@ -7,24 +7,12 @@ from collections import deque
 
 from dtype_engine.worker import events
 
-REPLACEABLE = (
-    events.LoadingProgress,
-    events.CastingProgress,
-    events.MeasuringProgress,
-    events.WorkingProgress,
-    events.SavingProgress,
-    events.Memory,
-    events.Jobs,
-    events.ScanUpdated,
-)
-"""Events that say how things stand: only the newest of a type counts."""
-
 
 class Outbox:
     """A queue of events in which newer ones take the place of older ones that have not left. Safe to use from any thread.
 
-    keep: what left is kept until it is acknowledged, and leaves again after `rewind`. Events are counted in the order in which
-    they leave.
+    keep: what left is kept until it is acknowledged, and leaves again after the next `open`. Events are counted in the order in
+    which they leave.
     """
 
     def __init__(self, keep: bool = False) -> None:
@@ -38,7 +26,7 @@ class Outbox:
     def put(self, event: events.Event) -> None:
         """Add an event."""
         with self._changed:
-            if isinstance(event, REPLACEABLE):
+            if isinstance(event, events.REPLACEABLE):
                 self._waiting = deque(old for old in self._waiting if type(old) is not type(event))
             elif isinstance(event, events.ModulesMeasured):
                 event = self._merged(event)
@@ -85,8 +73,3 @@ class Outbox:
         with self._changed:
             self._open = False
             self._changed.notify_all()
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits."""
-        return not self._waiting

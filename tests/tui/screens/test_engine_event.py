@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.helpers.recording_engine import engine, make_app, report, running
+from tests.helpers.recording_engine import engine, make_app, report, running, say
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.recipe import Recipe
@@ -18,6 +18,22 @@ def test_a_newer_progress_takes_the_place_of_one_of_its_type_and_a_result_never_
     assert not first.can_replace(memory)
     result = events.Measured(Recipe(), report(Recipe()))
     assert not EngineEvent(result).can_replace(EngineEvent(result))
+
+
+async def test_progress_of_a_whole_that_is_not_one_is_shown_without_a_share() -> None:
+    """An engine elsewhere may say anything."""
+    app = make_app()
+    async with running(app) as pilot:
+        for done, total in ((1, 0), (5, 2), (-3, 2)):
+            await say(
+                app,
+                pilot,
+                events.CastingProgress(Recipe(), done, total),
+                events.WorkingProgress(Recipe(), "it", done, total),
+            )
+            share = app.controller.activity.share
+            assert share is None or 0 <= share <= 1
+        assert "it" in screen(app)
 
 
 async def test_keys_and_drawing_do_not_wait_for_a_flood_of_events() -> None:

@@ -6,15 +6,6 @@ from textual.message import Message
 
 from dtype_engine.worker import events
 
-PROGRESS = (
-    events.LoadingProgress,
-    events.CastingProgress,
-    events.MeasuringProgress,
-    events.WorkingProgress,
-    events.Memory,
-)
-"""Events that say how things stand: only the newest counts."""
-
 
 class EngineEvent(Message, bubble=False):
     """Posted to the main screen from the engine's threads, which hands it on to every window that is open."""
@@ -27,6 +18,6 @@ class EngineEvent(Message, bubble=False):
         """Whether `message`, the next in the queue, makes this one old: a later progress of the same type does, a result never."""
         return (
             isinstance(message, EngineEvent)
-            and isinstance(self.event, PROGRESS)
+            and isinstance(self.event, events.REPLACEABLE)
             and type(message.event) is type(self.event)
         )

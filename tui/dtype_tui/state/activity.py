@@ -66,16 +66,21 @@ class Activity:
             case events.LoadingProgress():
                 self.begin(event.step)
             case events.CastingProgress():
-                self.begin(f"casting {event.total:,} tensors", event.done / event.total)
+                self.begin(f"casting {event.total:,} tensors", _share(event.done, event.total))
             case events.MeasuringProgress():
-                self.begin(f"measuring: {event.run}", event.done / event.total if event.total else None)
+                self.begin(f"measuring: {event.run}", _share(event.done, event.total))
             case events.WorkingProgress():
-                self.begin(event.what, event.done / event.total)
+                self.begin(event.what, _share(event.done, event.total))
             case events.SavingProgress():
                 self.saving = True
-                self.begin(event.what, event.done / max(1, event.total))
+                self.begin(event.what, _share(event.done, event.total))
             case events.Jobs():
                 self.running, self.waiting = event.running, event.waiting
             case events.Idle():
                 self.busy, self.share, self.saving = False, None, False
                 self.running, self.waiting = "", ()
+
+
+def _share(done: int, total: int | None) -> float | None:
+    """From 0 to 1; None of a whole that is not known. An engine elsewhere may say anything."""
+    return min(1.0, max(0.0, done / total)) if total else None
