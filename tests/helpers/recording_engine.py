@@ -81,7 +81,7 @@ class RecordingEngine(Engine):
     def pause(self, waiting: bool) -> None:
         self.commands.append("pause" if waiting else "go on")
 
-    def look_at(self, name: str, targets: tuple[str, ...]) -> None:
+    def inspect_weight(self, name: str, targets: tuple[str, ...]) -> None:
         self.commands.append(f"look at {name}")
 
     def cancel(self, name: str | None = None) -> None:

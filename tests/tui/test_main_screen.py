@@ -369,7 +369,7 @@ async def test_with_neither_tree_nor_model_the_message_stands_in_the_middle() ->
 
 async def test_an_island_that_is_broken_is_said(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        app.controller.experiment.tree.modules["model.norm"].island = "declared"
+        app.controller.experiment.tree.modules["model.norm"].keep_in_fp32 = "declared"
         app.main.show_all()
         await pilot.pause()
         await until(pilot, lambda: "keep f32" in screen(app))

@@ -53,7 +53,7 @@ class Checkpoint:
     aliases: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def scaled(self) -> dict[str, QuantizedWeight]:
+    def quantized(self) -> dict[str, QuantizedWeight]:
         """Tensors that an export of this program stored with scales, by the name that the model has for them.
 
         Raises UserError where the file's own account of them does not agree with its tensors.
@@ -66,25 +66,25 @@ class Checkpoint:
         """The tensors by the names that the model has for them, tied ones under each of theirs. Scales are left out, as they
         belong to their weight.
         """
-        own = {tensor.data.name: name for name, tensor in self.scaled.items() if name not in self.aliases}
-        scales = {tensor.scale.name for tensor in self.scaled.values()}
+        own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
+        scales = {tensor.scale.name for tensor in self.quantized.values()}
         found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
         """The dtype of one of `weights`: a name of `dtypes`, `@tensor` included."""
-        scaled = self.scaled.get(name)
-        return scaled.dtype if scaled is not None else self.weights[name].dtype
+        weight = self.quantized.get(name)
+        return weight.dtype if weight is not None else self.weights[name].dtype
 
     def tree(self) -> Tree:
         """The tree of its tensor names. Module classes are not known from headers, ties only where a pickle has one storage
         under several names.
         """
-        fixed = quantized_parts(self.tensors.keys() - self._own_parts, self.config)
+        parts = quantized_parts(self.tensors.keys() - self._own_parts, self.config)
         further: dict[str, tuple[str, ...]] = {}
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
-        meant = parameters_meant(self.tensors, fixed, self.config)
+        meant = parameters_meant(self.tensors, parts, self.config)
         with without_gc():
             return from_tensors(
                 TensorInfo(
@@ -94,8 +94,8 @@ class Checkpoint:
                     _kind(name),
                     further.get(name, ()),
                     packed_bytes=tensor.nbytes if tensor.packed or tensor.refusal is not None else None,
-                    fixed=tensor.refusal or fixed.get(name),
-                    scaled=name in self.scaled,
+                    uncastable_reason=tensor.refusal or parts.get(name),
+                    quantized=name in self.quantized,
                     meant=meant.get(name),
                 )
                 for name, tensor in self.weights.items()
@@ -104,8 +104,8 @@ class Checkpoint:
 
     @property
     def _own_parts(self) -> set[str]:
-        """Names of the data and the scales of `scaled`, as the files have them."""
-        return {part.name for tensor in self.scaled.values() for part in (tensor.data, tensor.scale)}
+        """Names of the data and the scales of `quantized`, as the files have them."""
+        return {part.name for tensor in self.quantized.values() for part in (tensor.data, tensor.scale)}
 
     @property
     def stored_bytes(self) -> int:

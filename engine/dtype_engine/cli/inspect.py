@@ -22,7 +22,7 @@ def inspect(request: RunRequest, as_object: bool) -> None:
     tensors = [
         {
             "name": tensor.name, "shape": list(tensor.shape), "dtype": tensor.dtype, "planned": plan.dtypes[tensor.name],
-            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.fixed,
+            "kind": tensor.kind, "bytes": tensor.nbytes, "tied": list(tensor.aliases), "fixed": tensor.uncastable_reason,
         }
         for tensor in tree.tensors.values()
     ]  # fmt: skip

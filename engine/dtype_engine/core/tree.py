@@ -27,12 +27,12 @@ class TensorInfo:
     """One tensor of the model as it is stored, before any cast.
 
     `aliases` are the further names of a tied weight: it is one tensor, listed and counted once, under `name`. `packed_bytes`
-    has the bytes of a dtype that only its format knows (GGUF's blocks, whose values are float32), `fixed` says why a tensor is
-    never cast where its dtype alone does not (it is part of a quantised weight). `scaled`: a storage-only dtype that comes with
-    the scales of this program, as an exported checkpoint has it. `made_on_load`: the files do not hold it, the model makes it,
-    so it has no bytes among those stored or planned. `stored_as`: its names in the files where they are others, several where
-    it is packed of several tensors; patterns go by either. `meant`: the parameters that a part of a quantised weight stands
-    for, where those are not its elements. `numel` elements, `nbytes` bytes as stored, the scales included.
+    has the bytes of a dtype that only its format knows (GGUF's blocks, whose values are float32). `uncastable_reason` says why
+    a tensor is never cast where its dtype alone does not (it is part of a quantised weight). `quantized`: a storage-only dtype
+    that comes with the scales of this program, as an exported checkpoint has it. `made_on_load`: the files do not hold it, the
+    model makes it, so it has no bytes among those stored or planned. `stored_as`: its names in the files where they are others,
+    several where it is packed of several tensors; patterns go by either. `meant`: the parameters that a part of a quantised
+    weight stands for, where those are not its elements. `numel` elements, `nbytes` bytes as stored, the scales included.
     """
 
     name: str
@@ -41,8 +41,8 @@ class TensorInfo:
     kind: Kind = "parameter"
     aliases: tuple[str, ...] = ()
     packed_bytes: int | None = None
-    fixed: str | None = None
-    scaled: bool = False
+    uncastable_reason: str | None = None
+    quantized: bool = False
     made_on_load: bool = False
     stored_as: tuple[str, ...] = ()
     meant: int | Literal["unknown"] | None = None
@@ -54,7 +54,7 @@ class TensorInfo:
         numel = math.prod(self.shape)
         known = dtypes.BY_NAME.get(self.dtype)
         nbytes = self.packed_bytes if self.packed_bytes is not None else numel * known.bits // 8 if known else 0
-        if self.scaled:
+        if self.quantized:
             nbytes = dtypes.nbytes_in(self.shape, self.dtype)
         object.__setattr__(self, "numel", numel)
         object.__setattr__(self, "nbytes", nbytes)
@@ -81,7 +81,7 @@ class TensorInfo:
         """Whether a rule may change its dtype: only tensors in a dtype that is computed in are ever cast, and blocks that can be
         dequantized.
         """
-        return self.fixed is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
+        return self.uncastable_reason is None and (self.dtype in dtypes.COMPUTE_DTYPES or self.packed_bytes is not None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Module:
     class_name: str | None = None
     children: dict[str, Module] = field(default_factory=dict)
     tensors: dict[str, TensorInfo] = field(default_factory=dict)
-    island: str | None = None
+    keep_in_fp32: str | None = None
     first: int = 0
     end: int = 0
 

@@ -23,13 +23,13 @@ class Selection:
     """What one pattern takes of a tree.
 
     `modules` were matched themselves, those left out that lie inside another; `tensors` are the castable tensors
-    taken, each once, by their canonical names; `fixed` counts those that it matched and that are never cast (integers,
+    taken, each once, by their canonical names; `uncastable_count` counts those that it matched and that are never cast (integers,
     booleans, parts of quantised weights, and non-persistent buffers that it does not name).
     """
 
     modules: frozenset[str]
     tensors: tuple[str, ...]
-    fixed: int = 0
+    uncastable_count: int = 0
 
     def __len__(self) -> int:
         return len(self.tensors)
@@ -47,7 +47,7 @@ def select(tree: Tree, pattern: Pattern | str, seconds: float = MATCHING_S) -> S
 def _selected(tree: Tree, compiled: Pattern) -> Selection:
     modules: set[str] = set()
     taken: dict[str, None] = {}
-    fixed: set[str] = set()
+    uncastable: set[str] = set()
     stack: list[Module] = [tree.root]
     while stack:
         node = stack.pop()
@@ -58,7 +58,7 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
                 if tensor.castable and (tensor.persistent or any(map(compiled.matches_exactly, tensor.names))):
                     taken[tensor.name] = None
                 else:
-                    fixed.add(tensor.name)
+                    uncastable.add(tensor.name)
             continue
         prefix = f"{node.name}." if node.name else ""
         for local, tensor in node.tensors.items():
@@ -68,15 +68,15 @@ def _selected(tree: Tree, compiled: Pattern) -> Selection:
             if tensor.castable and (tensor.persistent or compiled.matches_exactly(name)):
                 taken[tensor.name] = None
             else:
-                fixed.add(tensor.name)
+                uncastable.add(tensor.name)
         stack.extend(reversed(node.children.values()))
     for tensor in tree.renamed:
         if tensor.name not in taken and all(map(compiled.takes, tensor.stored_as)):
             if tensor.castable:
                 taken[tensor.name] = None
             else:
-                fixed.add(tensor.name)
-    return Selection(frozenset(modules), tuple(taken), len(fixed - taken.keys()))
+                uncastable.add(tensor.name)
+    return Selection(frozenset(modules), tuple(taken), len(uncastable - taken.keys()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ NO_CLASSES = "and nothing says which architecture this model has: a config.json 
 
 def explain_no_match(tree: Tree, pattern: str, taken: Selection | None = None) -> str:
     """Why a pattern takes nothing, in a sentence."""
-    if taken is not None and taken.fixed:
+    if taken is not None and taken.uncastable_count:
         return (
             f"pattern {shortened(pattern)} takes only tensors that are never cast "
             "(integers, booleans, quantised weights, or non-persistent buffers that it does not name)"

@@ -79,7 +79,7 @@ def _norms_and_head(tree: Tree) -> Iterator[Rule]:
 
 
 def _islands(tree: Tree) -> Iterator[Rule]:
-    declared = [name for name, module in tree.modules.items() if module.island and not _inside_island(tree, name)]
+    declared = [name for name, module in tree.modules.items() if module.keep_in_fp32 and not _inside_kept(tree, name)]
     yield from (Rule(pattern, "float32") for pattern in covering(tree, declared))
 
 
@@ -160,8 +160,8 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
     return patterns
 
 
-def _inside_island(tree: Tree, name: str) -> bool:
-    return any(tree.modules[above].island for above in ancestors(name))
+def _inside_kept(tree: Tree, name: str) -> bool:
+    return any(tree.modules[above].keep_in_fp32 for above in ancestors(name))
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:

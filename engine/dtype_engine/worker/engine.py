@@ -112,7 +112,7 @@ class Engine(ABC):
         """Hold a scan where it is, or resume it."""
         self.request(Pause(waiting))
 
-    def look_at(self, name: str, targets: tuple[str, ...]) -> None:
+    def inspect_weight(self, name: str, targets: tuple[str, ...]) -> None:
         """Read one tensor's values: exponents, and the error of a cast to each of `targets`."""
         self.request(InspectWeight(name, targets))
 

@@ -272,18 +272,18 @@ class AnswerDecoder:
             {name: self._safe(kind) for name, kind, _ in modules if kind is not None} if with_classes else None,
             by_number=not with_classes,
         )
-        for name, _, island in modules:
-            if island is not None and name in tree.modules:
-                tree.modules[name].island = self._safe(island)
+        for name, _, kept in modules:
+            if kept is not None and name in tree.modules:
+                tree.modules[name].keep_in_fp32 = self._safe(kept)
         return tree
 
 
 def _tree_parts(tree: Tree) -> Iterator[bytes]:
     tensors = (_trimmed(tensor) for tensor in tree.tensors.values())
     modules = (
-        (module.name, module.class_name, module.island)
+        (module.name, module.class_name, module.keep_in_fp32)
         for module in tree.modules.values()
-        if module.class_name is not None or module.island is not None
+        if module.class_name is not None or module.keep_in_fp32 is not None
     )
     while True:
         part = TreePart(tree.has_classes, tuple(islice(tensors, _A_PART)), tuple(islice(modules, _A_PART)))

@@ -50,7 +50,7 @@ def tree_of_a_moe() -> Tree:
     tensors += [TensorInfo("model.norm.weight", (4,), "float32"), TensorInfo("lm_head.weight", (8, 4), "float32")]
     tree = Tree(tensors, classes)
     for layer in (1, 3):
-        tree.modules[f"model.layers.{layer}.mlp.gate"].island = "declared by the model (_keep_in_fp32_modules)"
+        tree.modules[f"model.layers.{layer}.mlp.gate"].keep_in_fp32 = "declared by the model (_keep_in_fp32_modules)"
     return tree
 
 

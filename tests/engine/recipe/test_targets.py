@@ -61,8 +61,8 @@ def llama_tree() -> Tree:
         TensorInfo("model.rotary_emb.inv_freq", (16,), "float32", "non-persistent buffer"),
     ]
     tree = Tree(tensors, classes)
-    tree.modules["model.layers.3.mlp"].island = "declared by the model (_keep_in_fp32_modules_strict)"
-    tree.modules["model.layers.4.input_layernorm"].island = "declared by the model (_keep_in_fp32_modules)"
+    tree.modules["model.layers.3.mlp"].keep_in_fp32 = "declared by the model (_keep_in_fp32_modules_strict)"
+    tree.modules["model.layers.4.input_layernorm"].keep_in_fp32 = "declared by the model (_keep_in_fp32_modules)"
     return tree
 
 
@@ -119,8 +119,8 @@ def loaded(context: Context, base: str) -> dict[str, str]:
     for tensor in context.tree.tensors.values():
         found[tensor.name] = base if tensor.persistent and tensor.castable else tensor.dtype
     for name, module in context.tree.modules.items():
-        strict = "_strict" in (module.island or "")
-        if module.island and (base == "float16" or (strict and base == "bfloat16")):
+        strict = "_strict" in (module.keep_in_fp32 or "")
+        if module.keep_in_fp32 and (base == "float16" or (strict and base == "bfloat16")):
             for tensor in context.tree.below(name):
                 found[tensor.name] = "float32" if tensor.castable else tensor.dtype
     return found

@@ -74,7 +74,7 @@ def described(tree: Tree) -> list[object]:
             (
                 name,
                 module.class_name,
-                module.island,
+                module.keep_in_fp32,
                 list(module.children),
                 list(module.tensors),
                 module.first,
@@ -110,7 +110,7 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
             lambda: worker.scan(("int8",)),
         ):
             ask()
-        worker.look_at("lm_head.weight", ("int8",))
+        worker.inspect_weight("lm_head.weight", ("int8",))
         worker.plan_export()
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
         recorded.wait_for(events.ExportPlanned)
@@ -130,7 +130,10 @@ def made_up(hint: Any) -> Any:
         return RECIPE
     if hint is Tree:
         return from_tensors(
-            [TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)), TensorInfo("d", (), "int8", fixed="why")]
+            [
+                TensorInfo("a.b", (2, 3), "float32", aliases=("c.b",)),
+                TensorInfo("d", (), "int8", uncastable_reason="why"),
+            ]
         )
     if origin is typing.Literal:
         return arguments[0]

@@ -34,8 +34,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row("tied", f"{names}: counted there, not here")
         grid.add_row("stored", f"{_bytes_by_dtype(stored)}")
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
-        if module.island:
-            grid.add_row("keep float32", module.island)
+        if module.keep_in_fp32:
+            grid.add_row("keep float32", module.keep_in_fp32)
         reading = experiment.modules.get(node)
         if reading is not None:
             grid.add_row(
@@ -58,7 +58,9 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
                 "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
             )
         if not tensor.castable:
-            grid.add_row("never cast", tensor.fixed or f"{tensor.dtype} is not a dtype that one computes in")
+            grid.add_row(
+                "never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype that one computes in"
+            )
         for loss in experiment.lost or ():
             if loss.tensor == tensor.name:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""

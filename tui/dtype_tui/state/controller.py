@@ -196,7 +196,7 @@ class Controller:
             self.notify(f"{rule} is in force already", "information")
             return
         self._warn_unmatched()
-        broken = experiment.broken_islands(len(experiment.recipe) - 1)
+        broken = experiment.not_kept_in_fp32(len(experiment.recipe) - 1)
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
@@ -325,7 +325,7 @@ class Controller:
 
     def inspect_values(self, tensor: str) -> None:
         """Read a tensor's values, and compare them in other dtypes."""
-        self.engine.look_at(tensor, INSPECTED_DTYPES)
+        self.engine.inspect_weight(tensor, INSPECTED_DTYPES)
         self._expect("values")
 
     def save(self, request: SaveRequest) -> None:

@@ -308,7 +308,7 @@ class Experiment:
             sum(tensor.numel for tensor in tensors),
             before,
             after,
-            taken.fixed,
+            taken.uncastable_count,
         )
 
     def refusal(self, rule: Rule) -> str | None:
@@ -326,13 +326,13 @@ class Experiment:
         more = "; the model is still loading, and may have other names than its files" if loading else ""
         return explain_no_match(self.tree, rule.pattern, taken) + more
 
-    def broken_islands(self, index: int) -> list[str]:
+    def not_kept_in_fp32(self, index: int) -> list[str]:
         """Modules that the model wants kept in float32 and that the rule at `index` now holds in less."""
         names = set(self.plan.selections[index].tensors)
         return [
             module.name
             for module in self.tree.modules.values()
-            if module.island
+            if module.keep_in_fp32
             and any(
                 tensor.name in names
                 and self.plan.decided_by.get(tensor.name) == index
@@ -352,4 +352,4 @@ class Preview:
     elements: int
     bytes_before: int
     bytes_after: int
-    fixed: int
+    uncastable_count: int

@@ -115,10 +115,8 @@ class CastPrompt(BottomPrompt):
 def preview_words(preview: Preview) -> str:
     """`takes 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
-        if preview.fixed:
-            return (
-                f"takes nothing: its {preview.fixed} tensors are never cast (integers, or buffers that are not saved)"
-            )
+        if preview.uncastable_count:
+            return f"takes nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"
         return "takes nothing in this model"
     count = len(preview.tensors)
     return (

@@ -133,11 +133,11 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
         twist = ("▾ " if state.opened else "▸ ") if expandable else "  "
         label = name_cell(row.label or experiment.title, width)
         failed = "failed here" if row.name and row.name == experiment.failed_module else ""
-        island = "keep f32" if row.module.island else ""
+        kept = "keep f32" if row.module.keep_in_fp32 else ""
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
         tied = f"= {', '.join(tensor.name.removesuffix('.weight') for tensor in elsewhere)}" if elsewhere else ""
-        beside = " ".join(word for word in (failed, tied, island, row.module.class_name) if word)
+        beside = " ".join(word for word in (failed, tied, kept, row.module.class_name) if word)
     else:
         twist = "  "
         label = name_cell(row.label, width)

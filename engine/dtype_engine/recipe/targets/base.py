@@ -160,7 +160,7 @@ def split(
     """Which weights a quantiser can take as planned, and what is left out.
 
     Such tools quantise the `weight` of modules of certain classes, and load everything else in one dtype.
-    `by_transformers` says that transformers does that loading, which keeps declared islands in float32.
+    `by_transformers` says that transformers does that loading, which keeps in float32 what the model declares so.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -186,7 +186,7 @@ def split(
         if by_transformers and tensor.persistent and instead != (kept := loaded_dtype(context, tensor, base)):
             instead = kept
             if why is None and dtype != kept:
-                why = "transformers keeps this island in float32 when it loads the model"
+                why = "transformers keeps this module in float32 when it loads the model"
         if why is None and dtype != instead:
             why = (
                 f"{tool} has one dtype for everything it does not quantise"
@@ -229,10 +229,10 @@ def _common_dtype(tensors: Sequence[TensorInfo], planned: Mapping[str, str]) -> 
 
 
 def loaded_dtype(context: Context, tensor: TensorInfo, dtype: str) -> str:
-    """What `from_pretrained(dtype=...)` makes of a tensor: islands are widened to float32, and only they."""
-    islands = [context.tree.modules[name].island or "" for name in ancestors(tensor.name)]
-    strict = any("_keep_in_fp32_modules_strict" in island for island in islands) and dtype in ("float16", "bfloat16")
-    plain = any("_keep_in_fp32_modules" in island for island in islands) and dtype == "float16"
+    """What `from_pretrained(dtype=...)` makes of a tensor: what the model keeps in float32 is widened, and only that."""
+    kept = [context.tree.modules[name].keep_in_fp32 or "" for name in ancestors(tensor.name)]
+    strict = any("_keep_in_fp32_modules_strict" in why for why in kept) and dtype in ("float16", "bfloat16")
+    plain = any("_keep_in_fp32_modules" in why for why in kept) and dtype == "float16"
     return "float32" if strict or plain else dtype
 
 

@@ -27,7 +27,7 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
     config = copy.deepcopy(contents.config)
     _set_dtype(config, export_dtype(contents))
     before = config.get("quantization_config")
-    scaled = [item for item in contents.items if item.scaled]
+    scaled = [item for item in contents.items if item.has_scales]
     if before is not None and scaled and not any(item.source_bytes for item in scaled):
         method = before.get("quant_method") if isinstance(before, dict) else before
         raise UserError(

@@ -53,7 +53,7 @@ class TensorEntry:
 class ExportTensor:
     """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
 
-    scaled: it is written with scales. portable: as compressed-tensors has it, so that others read it. source_bytes: where its
+    has_scales: it is written with scales. portable: as compressed-tensors has it, so that others read it. source_bytes: where its
     data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
     `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
     values lie in a file as torch has them, if they do: they are read from there rather than mapped.
@@ -63,7 +63,7 @@ class ExportTensor:
     shape: tuple[int, ...]
     stored: str
     dtype: str
-    scaled: bool
+    has_scales: bool
     portable: bool
     source_bytes: tuple[ByteRange, ...]
     values: Callable[[], torch.Tensor]
@@ -74,7 +74,7 @@ class ExportTensor:
     def entries(self) -> tuple[TensorEntry, ...]:
         """Its tensors in the file: data, then scales. Scales of a matrix are [channels, 1], or [1] for one scale a tensor."""
         torch_name = dtypes.BY_NAME[self.dtype].torch_name
-        if not self.scaled:
+        if not self.has_scales:
             return (TensorEntry(self.name, torch_name, self.shape),)
         count = dtypes.scale_count(self.shape, self.dtype)
         matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].per_tensor
@@ -148,11 +148,11 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
         if info.persistent:
             tied |= dict.fromkeys(info.aliases, info.name)
             weight, dtype = model.weights[info.name], planned[info.name]
-            scaled = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.scaled)
+            has_scales = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.quantized)
             items.append(
                 ExportTensor(
-                    info.name, info.shape, info.dtype, dtype, scaled, False, (),
-                    partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if scaled else None,
+                    info.name, info.shape, info.dtype, dtype, has_scales, False, (),
+                    partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if has_scales else None,
                 )
             )  # fmt: skip
     notices = (*_notices(items), *_tied_notice(tied))
@@ -190,8 +190,8 @@ def _placed_contents(
                 f"{placement.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it "
                 f"can't be exported in {dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
             )
-        scaled = name in checkpoint.scaled or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
-        items.append(_item(checkpoint, name, tensor, dtype, scaled, _expressible(tree, info, name, dtype)))
+        has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
+        items.append(_item(checkpoint, name, tensor, dtype, has_scales, _expressible(tree, info, name, dtype)))
     linears = tuple(name for name, node in tree.modules.items() if node.class_name == "Linear")
     folder = checkpoint.path if checkpoint.path.is_dir() else None
     if folder is None and checkpoint.config is not None:
@@ -221,10 +221,10 @@ def _placed_contents(
 
 
 def _item(
-    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, scaled: bool, portable: bool
+    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
 ) -> ExportTensor:
     stored = checkpoint.dtype(name)
-    weight = checkpoint.scaled.get(name)
+    weight = checkpoint.quantized.get(name)
     parts = (tensor,) if weight is None else (weight.data, weight.scale)
     ranges = [part.bytes for part in parts]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
@@ -232,7 +232,16 @@ def _item(
     values = partial(read_tensor, checkpoint, name)
     byte_range = tensor.bytes if weight is None else None
     return ExportTensor(
-        name, tensor.shape, stored, dtype, scaled, scaled and portable, source_bytes, values, quantized, byte_range
+        name,
+        tensor.shape,
+        stored,
+        dtype,
+        has_scales,
+        has_scales and portable,
+        source_bytes,
+        values,
+        quantized,
+        byte_range,
     )
 
 
@@ -258,7 +267,7 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
 
 
 def _notices(items: list[ExportTensor]) -> tuple[str, ...]:
-    own = [item.name for item in items if item.scaled and not item.portable]
+    own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
     return (
@@ -276,7 +285,7 @@ def _uncast_notices(items: list[ExportTensor], tree: Tree, placements: Mapping[s
         if info is None:
             unplaced.append(item.name)
         elif not info.castable:
-            fixed.append((item.name, info.fixed or f"is stored as {item.stored}, which is never cast"))
+            fixed.append((item.name, info.uncastable_reason or f"is stored as {item.stored}, which is never cast"))
     notices = []
     if unplaced:
         notices.append(
@@ -298,7 +307,7 @@ def _refuse_scales(layout: Layout, items: list[ExportTensor]) -> None:
         return
     loader = "PEFT" if layout.kind == "adapter" else "diffusers"
     for item in items:
-        if item.scaled and item.dtype != item.stored:
+        if item.has_scales and item.dtype != item.stored:
             raise UserError(
                 f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
                 f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
@@ -310,7 +319,7 @@ def _refuse_unwritable(checkpoint: Checkpoint, items: list[ExportTensor]) -> Non
     lost = [
         item
         for item in items
-        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.scaled or row.safetensors)
+        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.has_scales or row.safetensors)
     ]
     refused = [item for item in items if checkpoint.weights[item.name].refusal is not None]
     first = next(iter(refused or lost), None)

@@ -131,7 +131,7 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
     rest = {key: value for key, value in part.metadata.items() if not key.startswith(SCALED_KEY) and key not in names}
     local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
     further = {name: first for name, first in local.items() if first in names}
-    return rest | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.scaled}
+    return rest | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.has_scales}
 
 
 def _index(files: Files) -> str:

@@ -83,11 +83,12 @@ def _snippet(contents: Contents, name: str) -> list[str]:
 
 
 def _ours(contents: Contents) -> list[str]:
-    if not any(item.scaled for item in contents.items):
+    quantized = sorted({item.dtype for item in contents.items if item.has_scales})
+    if not quantized:
         return ["gives the model with every weight in the dtype of the table, mapped from the files."]
     return [
         "gives the model with every weight in the dtype of the table, but for those with scales "
-        f"({', '.join(sorted({item.dtype for item in contents.items if item.scaled}))}): a plain module has no place for scales, "
+        f"({', '.join(quantized)}): a plain module has no place for scales, "
         f"so they come back as values in {export_dtype(contents)}. `de.open` keeps them as they are stored, and runs them so.",
     ]
 
@@ -99,13 +100,13 @@ def loading_text(contents: Contents) -> str:
     if contents.config is None:
         return "load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load it."
     wide = export_dtype(contents)
-    scaled = [item for item in contents.items if item.scaled]
+    scaled = [item for item in contents.items if item.has_scales]
     ours = f"load_pretrained gives these dtypes{f', fp8 and int8 as values in {wide}' if scaled else ''}."
     if any(not item.portable for item in scaled):
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
     if scaled:
         return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
-    if not scaled and (how := _quantised_before(contents)):
+    if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
         return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
@@ -120,14 +121,14 @@ def _quantised_before(contents: Contents) -> str | None:
 
 def _theirs(contents: Contents) -> list[str]:
     """What plain `from_pretrained` of transformers 5 does with it."""
-    if not any(item.scaled for item in contents.items) and (how := _quantised_before(contents)):
+    if not any(item.has_scales for item in contents.items) and (how := _quantised_before(contents)):
         return [
             f"Its weights are {how} already, as they were in the source. `from_pretrained` of transformers, and `load_pretrained`",
             "above, load them with the package for that, if it is there.",
         ]
     if contents.config is None:
         return ["There is no `config.json`, so `from_pretrained` of transformers can't load it."]
-    own = [item.name for item in contents.items if item.scaled and not item.portable]
+    own = [item.name for item in contents.items if item.has_scales and not item.portable]
     if own:
         return [
             f"Plain `from_pretrained` of transformers can't load it: {len(own)} weights (first `{printable(own[0])}`) are stored "

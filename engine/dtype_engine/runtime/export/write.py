@@ -143,7 +143,7 @@ def _write_values(
 ) -> None:
     """An item's values in its dtype, and what that loses."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.scaled:
+    if item.has_scales:
         scale = _write_codes(values, item.dtype, out, offsets[0], progress, counter)
         _write_tensor(scale, scale.dtype, out, offsets[1], progress)
     else:

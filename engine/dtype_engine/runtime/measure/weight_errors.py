@@ -67,7 +67,9 @@ def round_trips_of_live(
 def skipped(tree: Tree) -> list[SkippedTensor]:
     """The tensors that no cast is ever tried on, in the tree's order, and why."""
     return [
-        SkippedTensor(tensor.name, tensor.dtype, tensor.fixed or f"is stored as {tensor.dtype}, which is never cast")
+        SkippedTensor(
+            tensor.name, tensor.dtype, tensor.uncastable_reason or f"is stored as {tensor.dtype}, which is never cast"
+        )
         for tensor in tree.order
         if not tensor.castable and tensor.persistent
     ]

@@ -1,4 +1,4 @@
-"""A model as every command and other tools see it: one tree with module classes, ties and islands, in the stored dtypes.
+"""A model as every command and other tools see it: one tree with module classes and ties, in the stored dtypes.
 
 Mostly the architecture on the meta device and the headers of the files say all of it. Of a Python source, or a pickle that
 holds a whole module, the module itself is loaded. Where no architecture is known it is what the files say.

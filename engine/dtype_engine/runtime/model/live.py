@@ -117,12 +117,12 @@ class LiveModel:
         module: nn.Module,
         title: str,
         device: torch.device,
-        scaled: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
         **rest: Any,
     ) -> LiveModel:
         """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals.
 
-        `scaled`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each.
+        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
@@ -131,9 +131,10 @@ class LiveModel:
         if device.type != "cpu":
             _move(module, device)
         infos, tensors = collect_tensors(module)
-        quantized = {info.name: (scaled or {})[name] for info in infos for name in info.names if name in (scaled or {})}
+        quantized = quantized or {}
+        quantized = {info.name: quantized[name] for info in infos for name in info.names if name in quantized}
         infos = [
-            dataclasses.replace(info, dtype=quantized[info.name][0], scaled=True) if info.name in quantized else info
+            dataclasses.replace(info, dtype=quantized[info.name][0], quantized=True) if info.name in quantized else info
             for info in infos
         ]
         besides: list[TensorInfo] = []
@@ -207,7 +208,7 @@ class LiveModel:
     def _unpacked(self) -> list[torch.Tensor]:
         """Weights that another program's code has unpacked from quantised ones since, as compressed-tensors does in the first
         forward pass."""
-        if all(weight.info.fixed is None for weight in self.weights.values()):
+        if all(weight.info.uncastable_reason is None for weight in self.weights.values()):
             return []
         held = {id(tensor): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         return [tensor for key, tensor in held.items() if key not in self.by_id]
@@ -279,10 +280,10 @@ def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """The tree of a module, with classes and islands; `infos` where its tensors were collected before."""
+    """The tree of a module, with classes and what the model keeps in float32; `infos` where its tensors were collected before."""
     listed = collect_tensors(module)[0] if infos is None else infos
     tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
-    _mark_islands(module, tree)
+    _mark_kept_in_fp32(module, tree)
     return tree
 
 
@@ -296,11 +297,11 @@ def _move(module: nn.Module, device: torch.device) -> None:
         raise UserError(f"the model does not fit on {device}: {str(error).split('. ')[0]}; try --device cpu") from None
 
 
-def _mark_islands(module: nn.Module, tree: Tree) -> None:
+def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
     """Mark the modules that their model's own code wants kept in float32."""
     declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
     for prefix, pattern, attribute in declared:
         for name, node in tree.modules.items():
             inside = name.startswith(f"{prefix}.") if prefix else bool(name)
-            if inside and node.island is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
-                node.island = f"declared by the model ({attribute})"
+            if inside and node.keep_in_fp32 is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
+                node.keep_in_fp32 = f"declared by the model ({attribute})"

@@ -96,7 +96,7 @@ def _from_checkpoint(
         loaded.module,
         source.title,
         device,
-        scaled=loaded.scaled,
+        quantized=loaded.quantized,
         files=checkpoint.files,
         folder=folder,
         notices=loaded.notices,
@@ -119,10 +119,10 @@ def _unpack(module: nn.Module) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A module with every weight as stored; `scaled` has the dtype and scales of the storage-only ones by live name."""
+    """A module with every weight as stored; `quantized` has the dtype and scales of the storage-only ones by live name."""
 
     module: nn.Module
-    scaled: dict[str, tuple[str, torch.Tensor]]
+    quantized: dict[str, tuple[str, torch.Tensor]]
     notices: tuple[str, ...] = ()
 
 
@@ -156,7 +156,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         model_class = chosen.model_class
         on_step(f"loading {model_class.__name__}")
         more: dict[str, Any] = {"config": chosen.config}
-        if checkpoint.scaled:
+        if checkpoint.quantized:
             # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
@@ -180,20 +180,20 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     module.requires_grad_(False)
     placements = map_names(module, restorable(checkpoint))
     _restore_stored(module, checkpoint, placements)
-    scaled = {
+    quantized = {
         placements[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
-        for name, tensor in checkpoint.scaled.items()
+        for name, tensor in checkpoint.quantized.items()
         if name in placements
     }
     notices = [*checkpoint.notices, *chosen.notices]
     if missing := sorted(loading_info.get("missing_keys") or ()):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
-    scales = {tensor.scale.name for tensor in checkpoint.scaled.values()}
+    scales = {tensor.scale.name for tensor in checkpoint.quantized.values()}
     if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - scales):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
-    return Loaded(module, scaled, tuple(notices))
+    return Loaded(module, quantized, tuple(notices))
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
@@ -213,7 +213,7 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
-    for name, (_, scale) in loaded.scaled.items():
+    for name, (_, scale) in loaded.quantized.items():
         state[name].data = dequantize(state[name].data, scale, compute)
     trim_heap()
     for parameter in module.parameters():
@@ -229,7 +229,7 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     module.requires_grad_(False)
     infos, tensors = collect_tensors(module)
     by_any_name = {name: info for info in infos for name in info.names if info.persistent}
-    scaled = {}
+    quantized = {}
     filled = set()
     for name, stored in checkpoint.weights.items():
         info = by_any_name.get(name)
@@ -238,11 +238,11 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
         tensors[info.name].data = read_stored(checkpoint, stored)
         filled.add(info.name)
-        if (quantized := checkpoint.scaled.get(name)) is not None:
-            scaled[info.name] = (quantized.dtype, read_mapped(quantized.scale).reshape(-1).clone())
+        if (weight := checkpoint.quantized.get(name)) is not None:
+            quantized[info.name] = (weight.dtype, read_mapped(weight.scale).reshape(-1).clone())
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
-    return Loaded(module, scaled)
+    return Loaded(module, quantized)
 
 
 def build_on_meta(checkpoint: Checkpoint, options: Options) -> nn.Module | None:

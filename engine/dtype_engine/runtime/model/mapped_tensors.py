@@ -78,9 +78,9 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
 
     The one way to a checkpoint's values, whatever form it has. Raises UserError as `read_stored` does.
     """
-    scaled = checkpoint.scaled.get(name)
-    if scaled is not None:
-        return dequantize(read_mapped(scaled.data), read_mapped(scaled.scale).reshape(-1), torch.float32)
+    weight = checkpoint.quantized.get(name)
+    if weight is not None:
+        return dequantize(read_mapped(weight.data), read_mapped(weight.scale).reshape(-1), torch.float32)
     return read_stored(checkpoint, checkpoint.weights[name])
 
 

@@ -55,7 +55,7 @@ def restorable(checkpoint: Checkpoint) -> list[str]:
     return [
         name
         for name in checkpoint.weights
-        if name in checkpoint.scaled or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
+        if name in checkpoint.quantized or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
     ]
 
 

@@ -57,23 +57,27 @@ def with_files(
             continue
         files = [headers[name] for name in sources[held] if name in headers]
         dtype = info.dtype if own_dtypes else stored[held]
-        fixed = next((header.fixed for header in files if header.fixed), info.fixed)
+        uncastable_reason = next(
+            (header.uncastable_reason for header in files if header.uncastable_reason), info.uncastable_reason
+        )
         if (
-            fixed is None
+            uncastable_reason is None
             and dtype in dtypes.COMPUTE_DTYPES
             and any(header.dtype not in dtypes.COMPUTE_DTYPES for header in files)
         ):
-            fixed = f"stored as {files[0].dtype}, which is never cast"
+            uncastable_reason = f"stored as {files[0].dtype}, which is never cast"
         changed = dataclasses.replace(
             info,
-            shape=files[0].shape if len(files) == 1 and files[0].fixed else info.shape,  # packed: that of the words
+            shape=files[0].shape
+            if len(files) == 1 and files[0].uncastable_reason
+            else info.shape,  # packed: that of the words
             dtype=dtype,
-            fixed=fixed,
-            scaled=info.scaled or any(name in checkpoint.scaled for name in sources[held]),
+            uncastable_reason=uncastable_reason,
+            quantized=info.quantized or any(name in checkpoint.quantized for name in sources[held]),
             meant=next((header.meant for header in files if header.meant is not None), info.meant),
             stored_as=() if set(sources[held]) <= set(info.names) else tuple(sources[held]),
         )
-        if files and not changed.scaled and (size := sum(header.nbytes for header in files)) != changed.nbytes:
+        if files and not changed.quantized and (size := sum(header.nbytes for header in files)) != changed.nbytes:
             changed = dataclasses.replace(changed, packed_bytes=size)  # packed of parts in several dtypes, say
         described.append(changed)
     return described
@@ -85,7 +89,9 @@ def unused(
     """The tensors of the files that the module has no place for."""
     taken = {name for info in infos for name in info.names}
     return [
-        dataclasses.replace(header, fixed=header.fixed or f"not used by {title}: it stays as it is stored")
+        dataclasses.replace(
+            header, uncastable_reason=header.uncastable_reason or f"not used by {title}: it stays as it is stored"
+        )
         for name, header in headers.items()
         if name not in placements and name not in taken
     ]
@@ -120,5 +126,5 @@ def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
 
 def _without_quantised(infos: list[TensorInfo], headers: Mapping[str, TensorInfo]) -> list[TensorInfo]:
     """Without the plain weights that a quantised checkpoint has as other tensors of the same module."""
-    parts = {name.rpartition(".")[0] for name, header in headers.items() if header.fixed}
+    parts = {name.rpartition(".")[0] for name, header in headers.items() if header.uncastable_reason}
     return [info for info in infos if not (info.made_on_load and info.name.rpartition(".")[0] in parts)]

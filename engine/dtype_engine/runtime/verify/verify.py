@@ -134,7 +134,7 @@ def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValu
         wanted = torch_dtype(entry.dtype), _torch_shape(entry)
         if (stored.dtype, tuple(stored.shape)) != wanted:
             return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
-    if item.scaled and (recorded := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
+    if item.has_scales and (recorded := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
         return f"should be {item.dtype}, and the file says {recorded or 'nothing of scales'}"
     missing = next((name for name in _names_read(item) if name not in source.names), None)
     if missing is not None:
@@ -147,7 +147,7 @@ def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValu
 
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
     """The source's names for what an item is made of: one that has scales already has them beside it."""
-    if item.scaled and item.dtype == item.stored:
+    if item.has_scales and item.dtype == item.stored:
         return tuple(entry.name for entry in item.entries)
     return (item.name,)
 
@@ -157,7 +157,7 @@ def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, .
     values = tuple(map(source.read, _names_read(item)))
     if len(values) == len(item.entries) == 2:
         return values
-    if not item.scaled:
+    if not item.has_scales:
         return (values[0].to(torch_dtype(item.dtype)),)
     return scaled_anew(values[0], item.dtype)
 
@@ -243,7 +243,7 @@ def drift_of_export(
         loaded = load_module(exported, exported.path.name, options)
     else:
         loaded = load_into(load(source, options).module, exported)
-    back = LiveModel.wrap(loaded.module, exported.path.name, model.device, scaled=loaded.scaled)
+    back = LiveModel.wrap(loaded.module, exported.path.name, model.device, quantized=loaded.quantized)
     if back.weights.keys() != model.weights.keys():
         raise UserError(
             f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"

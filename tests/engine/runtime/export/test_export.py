@@ -195,7 +195,7 @@ def test_an_export_of_an_export_keeps_what_has_scales(make_llama: Any, tmp_path:
     assert one.keys() == two.keys()
     for name, tensor in one.items():
         assert same_bits(two[name], tensor.half() if "q_proj" in name else tensor), name
-    assert open_checkpoint(tmp_path / "two").scaled.keys() == open_checkpoint(tmp_path / "one").scaled.keys()
+    assert open_checkpoint(tmp_path / "two").quantized.keys() == open_checkpoint(tmp_path / "one").quantized.keys()
     groups = json.loads((tmp_path / "two" / "config.json").read_text())["quantization_config"]["config_groups"]
     assert len(groups["group_0"]["targets"]) == 6
 

@@ -130,5 +130,5 @@ def test_islands_are_the_modules_that_the_model_declares() -> None:
     module.add_module("wo2", nn.Linear(2, 2))
     module._keep_in_fp32_modules = ["wo"]
     tree = de.open(module, inputs=(torch.zeros(1, 2),)).tree
-    assert tree.modules["wo"].island is not None
-    assert tree.modules["wo2"].island is None
+    assert tree.modules["wo"].keep_in_fp32 is not None
+    assert tree.modules["wo2"].keep_in_fp32 is None
