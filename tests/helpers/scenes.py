@@ -67,7 +67,9 @@ async def mixed(app: DtypeApp, pilot: Pilot[None]) -> None:
     app.controller.put_in_force(MIXED)
     await say(app, pilot, events.Memory(MIXED, memory()))
     await say(app, pilot, events.Measured(MIXED, report(MIXED, 1.64e-2, modules())), events.Idle())
-    await say(app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)))
+    await say(
+        app, pilot, events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0))
+    )
     app.query_one(ModuleTree).go_to("model.layers.4.mlp")
     await pilot.press("l")
 

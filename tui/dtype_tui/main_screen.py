@@ -136,12 +136,12 @@ class MainScreen(Screen[None]):
 
     def _show_panes(self) -> None:
         node = self._tree.current.name if self._tree.rows else ""
-        self.side.show(self.controller.life.doing()[0] or self.controller.life.no_engine_words, node)
+        self.side.show(self.controller.life.current_activity()[0] or self.controller.life.no_engine_words, node)
 
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
-        self._put("#status", status_line(experiment, life.doing(), life.activity.queue, idle, width))
+        self._put("#status", status_line(experiment, life.current_activity(), life.activity.queue, idle, width))
         keys = next_keys(
             experiment, bool(self.tree_view.filter_text), life.activity.busy, life.error is not None, width
         )
@@ -287,7 +287,7 @@ class MainScreen(Screen[None]):
             self._windows.inputs(lambda line: self._set_inputs(self.controller.engine.set_inputs, line))
 
     def _set_inputs(self, set_inputs: Callable[[str], None], line: str) -> None:
-        self._awaited.forget()
+        self._awaited.reset()
         set_inputs(line)
 
     def action_settings(self) -> None:
@@ -333,12 +333,12 @@ class MainScreen(Screen[None]):
             self.tree_view.set_filter("")
             self.show_all()
         else:
-            self._awaited.forget()
+            self._awaited.reset()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
 
     def action_restart_engine(self) -> None:
-        self._awaited.forget()
+        self._awaited.reset()
         self.controller.restart_engine()
 
     async def action_filter(self) -> None:

@@ -37,7 +37,7 @@ def check_files(options: Options) -> None:
         )
 
 
-def typed(options: Options, line: str) -> Options:
+def parse_inputs_line(options: Options, line: str) -> Options:
     """The options with what a line asks for: a prompt, or the paths of text, image, sound or tensor files.
 
     Text takes the place of the text before, an image that of the images; a tensor file that of everything. An empty line
@@ -67,7 +67,7 @@ def typed(options: Options, line: str) -> Options:
         if len(found["tensors"]) > 1 or (found["tensors"] and len(paths) > 1):
             raise UserError("a tensor file stands alone: it has all the arguments of a forward pass")
         if found["tensors"]:
-            changed = dataclasses.replace(typed(options, ""), tensors=found["tensors"][0])
+            changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=found["tensors"][0])
         else:
             changed = dataclasses.replace(options, tensors=None)
             if found["texts"]:

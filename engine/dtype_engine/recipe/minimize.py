@@ -20,7 +20,7 @@ from dtype_engine.recipe.rules import Recipe, Rule
 _MOST_KINDS = 4
 
 
-def compress(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
+def minimize(tree: Tree, wanted: Mapping[str, str]) -> Recipe:
     """A recipe whose plan has `wanted` (dtypes by canonical tensor name) and everything else as stored."""
     target = {name: tensor.dtype for name, tensor in tree.tensors.items()} | dict(wanted)
     now = {name: tensor.dtype for name, tensor in tree.tensors.items()}

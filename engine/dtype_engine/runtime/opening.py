@@ -11,7 +11,7 @@ from torch import nn
 from dtype_engine.checkpoint import refuse_unreadable
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.input_args import typed
+from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
@@ -62,4 +62,4 @@ def open_session(
         if refused is None:
             raise
         refused(str(error))
-        return Session(live, typed(options, ""), given)
+        return Session(live, parse_inputs_line(options, ""), given)

@@ -13,7 +13,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import make_plan
-from dtype_engine.recipe.minimize import compress
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats
 from dtype_engine.results.inputs import InputsSummary
@@ -345,7 +345,7 @@ class Session(CastModel):
         """
         front = self.front(constraints)
         fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
-        recipe = compress(self.tree, solution.dtypes)
+        recipe = minimize(self.tree, solution.dtypes)
         if measure:
             self.apply(recipe, cancelled=cancelled)
         measured = scalar_drift(self.drift(cancelled=cancelled).output) if measure else None

@@ -129,7 +129,7 @@ class Measured(NamedTuple):
     report: DriftReport
 
 
-class FloorMeasured(NamedTuple):
+class NoiseFloorMeasured(NamedTuple):
     """The drift of the reference against itself, over the inputs in use."""
 
     floor: NoiseFloor
@@ -292,7 +292,7 @@ Event = (
     | MeasuringProgress
     | ModulesMeasured
     | Measured
-    | FloorMeasured
+    | NoiseFloorMeasured
     | NonfiniteFound
     | LossRemedyFound
     | AttributionReady

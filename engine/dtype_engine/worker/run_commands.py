@@ -94,7 +94,7 @@ class CommandRunner:
                 floor = session.floor(self._progress(recipe, "the reference against itself"), token)
                 if floor is not self._emitted_floor:
                     self._emitted_floor = floor
-                    self._emit(events.FloorMeasured(floor))
+                    self._emit(events.NoiseFloorMeasured(floor))
             case TraceCasts():
                 session.use_recipe(recipe, cancelled=token)
                 self._emit(events.ImplicitCastsTraced(recipe, session.flow(token)))
@@ -159,11 +159,11 @@ class CommandRunner:
             self._planned_losses.tell(checkpoint, self._model.tree(), recipe, self._emit, token, command.read_values)
 
     def _set_inputs(self, session: Session, recipe: Recipe, line: str, token: CancelToken) -> Iterable[Command]:
-        from dtype_engine.core.input_args import typed
+        from dtype_engine.core.input_args import parse_inputs_line
 
         self._emit(events.WorkingProgress(recipe, "preparing the inputs", 0, 1))
         try:
-            session.use_inputs(typed(session.options, line), token)
+            session.use_inputs(parse_inputs_line(session.options, line), token)
         except UserError as error:
             self._emit(events.InputsRefused(str(error)))
             return ()

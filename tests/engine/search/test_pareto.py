@@ -19,7 +19,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
-from dtype_engine.recipe.minimize import compress
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.search.pareto import Choice, Constraints, Item, ParetoFront, make_items
 
 CHOICES = st.lists(
@@ -129,7 +129,7 @@ WANTED = st.one_of(
 def test_the_rules_stand_for_exactly_the_plan(wanted: list[str]) -> None:
     tree = tree_of()
     asked = dict(zip(NAMES, wanted, strict=True))
-    recipe = compress(tree, asked)
+    recipe = minimize(tree, asked)
     plan = make_plan(tree, recipe)
     assert {name: plan.dtypes[name] for name in NAMES} == asked
     assert plan.dtypes["model.rotary.inv_freq"] == "float32"
@@ -141,16 +141,16 @@ def test_rules_are_few_and_readable(tmp_path: Path) -> None:
     tree = tree_of()
     wanted = dict.fromkeys(NAMES, "float32")
     wanted |= {name: "int8" for name in NAMES if ".mlp." in name and name.split(".")[2] in "123"}
-    recipe = compress(tree, wanted)
+    recipe = minimize(tree, wanted)
     assert list(map(str, recipe.rules)) == ["model.layers.{1..3}.mlp=int8"]
     wanted |= {name: "bfloat16" for name in NAMES if "norm" in name}
-    recipe = compress(tree, wanted)
+    recipe = minimize(tree, wanted)
     assert len(recipe) == 2
     file = tmp_path / "recipe.yaml"
     file.write_text(write_recipe(recipe))
     assert read_recipe_file(file).recipe == recipe
-    assert len(compress(tree, dict.fromkeys(NAMES, "float16"))) == 1
-    assert len(compress(tree, dict.fromkeys(NAMES, "float32"))) == 0
+    assert len(minimize(tree, dict.fromkeys(NAMES, "float16"))) == 1
+    assert len(minimize(tree, dict.fromkeys(NAMES, "float32"))) == 0
 
 
 def combine_scores(tree: Tree, kinds: tuple[str, ...] = ("bfloat16", "int8")) -> dict[tuple[str, str], float]:

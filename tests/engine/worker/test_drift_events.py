@@ -20,7 +20,7 @@ def short(way: Way) -> Iterator[RecordedEngine]:
 
 
 def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> None:
-    floor = short.wait_for(events.FloorMeasured)
+    floor = short.wait_for(events.NoiseFloorMeasured)
     short.wait_for(events.Idle)
     short.worker.set_recipe(BRAIN)
     measured = short.measured(BRAIN)
@@ -28,11 +28,11 @@ def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> 
     causes = short.wait_for(events.AttributionReady)
     assert causes.recipe == BRAIN
     assert causes.report.whole == pytest.approx(measured.report.output.kl_mean, rel=1e-6)
-    assert short.of(events.FloorMeasured) == [floor]
+    assert short.of(events.NoiseFloorMeasured) == [floor]
 
 
 def test_causes_stop_and_the_next_question_is_answered(short: RecordedEngine) -> None:
-    short.wait_for(events.FloorMeasured)
+    short.wait_for(events.NoiseFloorMeasured)
     short.worker.set_recipe(BRAIN)
     short.measured(BRAIN)
     start = len(short.events)

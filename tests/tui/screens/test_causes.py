@@ -91,7 +91,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
         async with running(app, size) as pilot:
             await measured(app, pilot)
             await say(
-                app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0))
+                app,
+                pilot,
+                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 128.0, 1e-5, 1e-7, 9e-13, 1.0)),
             )
             text = screen(app)
             assert "FAIL" in text
@@ -101,7 +103,9 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "KL 9.0e-13 nats, 128.0 dB" in text
             assert "no more than its floor" not in text
             await say(
-                app, pilot, events.FloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0))
+                app,
+                pilot,
+                events.NoiseFloorMeasured(NoiseFloor(("eager attention",), 256, 30.0, 1e-5, 1e-7, 9e-4, 1.0)),
             )
             assert "no more than its floor" in screen(app)
         app = make_app()

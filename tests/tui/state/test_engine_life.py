@@ -9,7 +9,7 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_tui.state import engine_life
 from dtype_tui.state.engine_life import EngineLife
-from dtype_tui.state.scan import ScanView
+from dtype_tui.state.scan import ScanState
 
 MEASURING = events.MeasuringProgress(Recipe(), "candidate", 1, 4)
 
@@ -21,7 +21,7 @@ class Told(EngineLife):
         self.said: list[str] = []
         self.drawn = 0
         self.recording = RecordingEngine(lambda event: None)
-        self.scan = ScanView()
+        self.scan = ScanState()
         super().__init__(self.recording, self.scan, lambda words, severity: self.said.append(words), self._draw)
 
     def _draw(self) -> None:
@@ -47,11 +47,11 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_opens_then_does_what_the_engine_tells(life: Told) -> None:
-    assert life.doing() == ("opening", None, "Esc stops")
+    assert life.current_activity() == ("opening", None, "Esc stops")
     life.follow(MEASURING)
-    assert life.doing() == ("measuring: candidate", 0.25, "Esc stops")
+    assert life.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
     life.follow(events.Idle())
-    assert life.doing() == ("", None, "")
+    assert life.current_activity() == ("", None, "")
     assert life.idle_words(False) == "ready"
     assert life.idle_words(True) == "no engine: planning only"
 
@@ -60,13 +60,13 @@ def test_stopping_is_said_until_it_has_stopped(measuring: Told) -> None:
     measuring.stop()
     assert measuring.recording.commands == ["cancel"]
     assert measuring.drawn == 1
-    assert measuring.doing() == ("stopping: measuring: candidate", None, "")
+    assert measuring.current_activity() == ("stopping: measuring: candidate", None, "")
     measuring.follow(MEASURING)
-    assert measuring.doing()[0].startswith("stopping")
+    assert measuring.current_activity()[0].startswith("stopping")
     measuring.follow(events.Idle())
-    assert measuring.doing()[0] == ""
+    assert measuring.current_activity()[0] == ""
     measuring.follow(MEASURING)
-    assert measuring.doing()[2] == "Esc stops"
+    assert measuring.current_activity()[2] == "Esc stops"
 
 
 def test_where_nothing_runs_nothing_is_stopped(life: Told) -> None:
@@ -88,7 +88,7 @@ def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
     assert measuring.said == [
         "measuring: candidate has not stopped. Esc again ends the engine and starts another, with this recipe"
     ]
-    assert measuring.doing() == ("not stopped: measuring: candidate", None, "Esc again ends the engine")
+    assert measuring.current_activity() == ("not stopped: measuring: candidate", None, "Esc again ends the engine")
     measuring.follow(end)
     assert not measuring.must_end
 
@@ -99,7 +99,7 @@ def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: To
     measuring.heard_of_end("measure")
     measuring.check_stopped()
     assert not measuring.must_end
-    assert measuring.doing()[2] == "Esc stops"
+    assert measuring.current_activity()[2] == "Esc stops"
 
 
 @pytest.mark.usefixtures("_at_once")
@@ -135,13 +135,13 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
     assert measuring.said == [
         "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew. R starts it again."
     ]
-    assert measuring.doing() == ("", None, "")
+    assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == measuring.no_engine_words == "no engine: R starts it again"
     assert not measuring.scan.running
     measuring.expect("flow")
     measuring.begin("casting")
     assert measuring.said[-1] == "no engine: R starts it again"
-    assert measuring.doing()[0] == ""
+    assert measuring.current_activity()[0] == ""
     assert measuring.may_quit()
 
 
@@ -150,7 +150,7 @@ def test_started_again_it_opens(measuring: Told) -> None:
     assert measuring.restart()
     assert measuring.recording.commands == ["restart"]
     assert measuring.is_there()
-    assert measuring.doing()[0] == "opening"
+    assert measuring.current_activity()[0] == "opening"
     assert measuring.said == ["the engine ended. R starts it again."]
 
 
@@ -176,11 +176,11 @@ def test_leaving_while_it_writes_is_asked_twice(life: Told) -> None:
 
 def test_a_cut_connection_is_said_until_it_is_there_again(measuring: Told) -> None:
     measuring.follow_connection(events.EngineLost("the connection to host is cut"))
-    assert measuring.doing() == ("", None, "")
+    assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == "connection cut: trying again"
     assert measuring.is_there()
     measuring.follow_connection(events.EngineBack())
-    assert measuring.doing() == ("measuring: candidate", 0.25, "Esc stops")
+    assert measuring.current_activity() == ("measuring: candidate", 0.25, "Esc stops")
 
 
 @pytest.mark.usefixtures("_at_once")

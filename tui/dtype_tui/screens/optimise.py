@@ -19,7 +19,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
-from dtype_engine.recipe.minimize import compress
+from dtype_engine.recipe.minimize import minimize
 from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution
 from dtype_engine.search.solve import fixed_bytes
@@ -138,7 +138,7 @@ class OptimiseScreen(ModalScreen[None]):
             return
 
         def find() -> None:
-            recipe = compress(self.experiment.tree, solution.dtypes)
+            recipe = minimize(self.experiment.tree, solution.dtypes)
             self.app.call_from_thread(self._rules_found, solution, recipe)
 
         self._timer = self.set_timer(_RESTS_S, lambda: self.run_worker(find, thread=True, exclusive=True))

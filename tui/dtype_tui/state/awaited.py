@@ -29,7 +29,7 @@ class AwaitedResults:
         if self._controller.activity.busy:  # else there is nobody to answer
             self._asked.add(key)
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """What is asked now is another thing than before, or what was asked won't come."""
         self._asked.clear()
 
@@ -45,7 +45,7 @@ class AwaitedResults:
             case events.WeightInspected():
                 self._answered(f"values of {event.name}")
             case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
-                self.forget()
+                self.reset()
 
     def _answered(self, what: str) -> None:
         self._asked = {key for key in self._asked if key[0] != what}

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from dtype_engine.worker.engine import Engine
-    from dtype_tui.state.scan import ScanView
+    from dtype_tui.state.scan import ScanState
 
 Severity = Literal["information", "warning", "error"]
 """Of a sentence that is shown."""
@@ -27,7 +27,7 @@ class EngineLife:
     def __init__(
         self,
         engine: Engine,
-        scan: ScanView,
+        scan: ScanState,
         notify: Callable[[str, Severity], None],
         changed: Callable[[], None],
     ) -> None:
@@ -141,7 +141,7 @@ class EngineLife:
             self._engine.cancel()
             self._changed()
 
-    def doing(self) -> tuple[str, float | None, str]:
+    def current_activity(self) -> tuple[str, float | None, str]:
         """What the engine does ("" while nothing), how much of it is done, and what Esc does now."""
         what, share = self.activity.now()
         if not what or self.lost:

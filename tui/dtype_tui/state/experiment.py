@@ -27,7 +27,7 @@ from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
 from dtype_tui.state.measurement_log import measured, remember
-from dtype_tui.state.scan import ScanView, figure
+from dtype_tui.state.scan import ScanState, figure
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
@@ -79,7 +79,7 @@ class Experiment:
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)
-    scan: ScanView = field(default_factory=ScanView)
+    scan: ScanState = field(default_factory=ScanState)
     has_tree: bool = True
     """False: nothing is known of the model yet, and `tree` is empty."""
     partial: bool = False
@@ -142,7 +142,7 @@ class Experiment:
         match event:
             case events.InputsReady():
                 self.set_inputs(event.reading)
-            case events.FloorMeasured():
+            case events.NoiseFloorMeasured():
                 self.floor = event.floor
             case events.ScanUpdated():
                 self.scan.set_report(self.tree, event.report, event.finished)

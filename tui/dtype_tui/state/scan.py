@@ -35,7 +35,7 @@ class Point:
 
 
 @dataclass
-class ScanView:
+class ScanState:
     """One model's scan. `version` grows with all that a screen may show."""
 
     report: ScanReport | None = None

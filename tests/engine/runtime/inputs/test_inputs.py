@@ -23,7 +23,7 @@ from tests.helpers.paths import TINYNET
 import dtype_engine as de
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
-from dtype_engine.core.input_args import typed
+from dtype_engine.core.input_args import parse_inputs_line
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.inputs.audio import open_sound, resampled
 from dtype_engine.runtime.inputs.text import read_jsonl
@@ -448,21 +448,21 @@ def test_a_typed_line_is_a_prompt_or_files(tmp_path: Path) -> None:
     text.write_text("words")
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     before = de.Options(prompts=("old",), images=(Path("old.png"),), sequence_length=9)
-    assert typed(de.Options(), "what's this?").prompts == ("what's this?",)
-    new = typed(before, f" {picture} ")
+    assert parse_inputs_line(de.Options(), "what's this?").prompts == ("what's this?",)
+    new = parse_inputs_line(before, f" {picture} ")
     assert (new.images, new.prompts, new.sequence_length) == ((picture,), ("old",), 9)
-    both = typed(de.Options(), f"'{picture}' {text}")
+    both = parse_inputs_line(de.Options(), f"'{picture}' {text}")
     assert (both.images, both.texts) == ((picture,), (text,))
-    tensors = typed(de.Options(prompts=("old",), sequence_length=9), str(tmp_path / "x.safetensors"))
+    tensors = parse_inputs_line(de.Options(prompts=("old",), sequence_length=9), str(tmp_path / "x.safetensors"))
     assert tensors == de.Options(tensors=tmp_path / "x.safetensors")
-    assert typed(tensors, "new").tensors is None
-    assert typed(before, "") == de.Options()
+    assert parse_inputs_line(tensors, "new").tensors is None
+    assert parse_inputs_line(before, "") == de.Options()
     for line, said in (
         ("nowhere.png", "there is no file nowhere.png"),
         (f"{tmp_path / 'x.safetensors'} {text}", "alone"),
     ):
         with pytest.raises(de.UserError, match=said):
-            typed(de.Options(), line)
+            parse_inputs_line(de.Options(), line)
 
 
 def test_other_inputs_of_an_open_session(saved: Callable[..., Path], tmp_path: Path, picture: Path) -> None:
