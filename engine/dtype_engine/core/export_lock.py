@@ -112,8 +112,22 @@ def _clear_up(folder: Path, target: Path) -> None:
 
 def _remove_unclaimed(folder: Path) -> None:
     """Remove a folder whose writer ended before it had the claim: nothing else is in it yet."""
-    if {entry.name for entry in folder.iterdir()} <= {
-        _NEW
-    } and time.time() - folder.stat().st_mtime > _UNCLAIMED_SECONDS:
+    if {entry.name for entry in folder.iterdir()} <= {_NEW} and (
+        _has_ended(folder / _NEW) or time.time() - folder.stat().st_mtime > _UNCLAIMED_SECONDS
+    ):
         (folder / _NEW).unlink(missing_ok=True)
         folder.rmdir()
+
+
+def _has_ended(unlocked: Path) -> bool:
+    """Whether a claim that is not yet locked names a process of this machine that is gone."""
+    try:
+        claim = json.loads(unlocked.read_text(encoding="utf-8"))
+        if (claim["writer"], claim["host"]) != (_WRITER, socket.gethostname()):
+            return False
+        os.kill(claim["process"], 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, ValueError, TypeError, LookupError, OverflowError):
+        return False
+    return False

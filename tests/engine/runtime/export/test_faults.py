@@ -271,10 +271,13 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
         left(".other.partial-dead", json.dumps(ours)),
         left("out.partial-dead", json.dumps(ours)),
     ]
-    began = [tmp_path / ".out.partial-empty", tmp_path / ".out.partial-new", tmp_path / ".out.partial-young"]
+    began = [tmp_path / f".out.partial-{name}" for name in ("empty", "new", "young", "ended", "living")]
     for folder in began:
         folder.mkdir()
-    (began[1] / f"{claim.CLAIM}.new").write_text("{")
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    for folder, text in zip(began[1:], ("{", "{", ours | {"process": ended.pid}, ours), strict=True):
+        (folder / f"{claim.CLAIM}.new").write_text(text if isinstance(text, str) else json.dumps(text))
     for folder in began[:2]:
         os.utime(folder, (0, 0))
     alive = left(".out.partial-alive", None)
@@ -284,7 +287,7 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
         export(source, out)
         assert alive.is_dir()
     assert not dead.exists()
-    assert [folder.exists() for folder in began] == [False, False, True]
+    assert [folder.exists() for folder in began] == [False, False, True, False, True]
     assert all((folder / "model.safetensors").exists() for folder in (*others, alive, link))
     assert not (out / claim.CLAIM).exists()
 
