@@ -11,7 +11,10 @@ import tempfile
 import hypothesis
 import pytest
 
+from dtype_tui.state.first_start import note_start
+
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
+note_start()  # the line for who never started it is tested by itself
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.

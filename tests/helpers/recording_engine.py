@@ -102,7 +102,8 @@ def demo_tree() -> Tree:
 
 def make_app(tree: Tree | None = None, title: str = "demo", **more: Any) -> DtypeApp:
     """The app on a tree, the demo's unless another is given; `more` as in `Launch`."""
-    return app_of(Launch(title, tree if tree is not None else demo_tree(), **more))
+    is_demo = tree is None
+    return app_of(Launch(title, tree if tree is not None else demo_tree(), **{"is_demo": is_demo, **more}))
 
 
 def app_of(launch: Launch) -> DtypeApp:

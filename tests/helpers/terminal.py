@@ -29,15 +29,23 @@ def clean(written: bytes) -> bytes:
 
 
 class Terminal:
-    """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows)."""
+    """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows). first: as somebody who never did before."""
 
     def __init__(
-        self, *arguments: str, size: tuple[int, int] = (120, 36), environment: dict[str, str] | None = None
+        self,
+        *arguments: str,
+        size: tuple[int, int] = (120, 36),
+        environment: dict[str, str] | None = None,
+        first: bool = False,
     ) -> None:
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
         self._state = tempfile.mkdtemp()
+        if not first:
+            state = Path((environment or {}).get("XDG_STATE_HOME", self._state), "dtype-tui")
+            state.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (state / "tour-offered").touch()
         self.started = time.perf_counter()
         # Opened by hand and not by pty.fork, so that the terminal can still be asked after the program has ended.
         self.keyboard, self._terminal = pty.openpty()

@@ -107,6 +107,8 @@ IN_MAIN = (
             back,
             Key("ctrl+p", top, "CommandPalette"),
             back,
+            Key("ctrl+t", lambda app: app.guide.tour is not None, True),
+            press("ctrl+t"),
             Key("enter", title, "down_proj"),
             back,
             Key("f", asked, "flow"),

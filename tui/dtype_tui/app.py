@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
 
 from textual import events as textual_events
+from textual.actions import ActionParseResult
 from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
+from textual.dom import DOMNode
 from textual.screen import Screen
 
 from dtype_engine.core.tree import Tree
@@ -27,6 +29,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import Severity
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.launch import Launch
+from dtype_tui.tour_guide import TourGuide
 
 if TYPE_CHECKING:
     from dtype_tui.state.session_saver import SessionSaver  # not for the first paint
@@ -63,6 +66,7 @@ class DtypeApp(BaseApp[None]):
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
         self.saver: SessionSaver | None = None
+        self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _say(self, text: str, severity: Severity) -> None:
         self.main.say(text, severity)
@@ -102,6 +106,7 @@ class DtypeApp(BaseApp[None]):
             self.saver.say = lambda trouble: self.main.say(trouble, "warning")
         pause_gc()
         self.controller.engine.start()
+        self.guide.begin()
 
     def _end_with_the_server(self) -> None:
         from dtype_tui.process.terminal import server_disconnected
@@ -123,6 +128,23 @@ class DtypeApp(BaseApp[None]):
 
     def on_resize(self, event: textual_events.Resize) -> None:
         self.main.lay_out(event.size)
+
+    async def run_action(
+        self,
+        action: str | ActionParseResult,
+        default_namespace: DOMNode | None = None,
+        namespaces: Mapping[str, DOMNode] | None = None,
+    ) -> bool:
+        """As Textual does; the tour hears of it."""
+        if isinstance(action, str) and self.guide.closes_offer(action):
+            return True
+        handled = await super().run_action(action, default_namespace, namespaces)
+        if handled and isinstance(action, str):
+            self.guide.acted(action)
+        return handled
+
+    def action_tour(self) -> None:
+        self.guide.begin_or_leave()
 
     async def action_quit(self) -> None:
         if self.controller.life.may_quit():

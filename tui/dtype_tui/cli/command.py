@@ -38,7 +38,7 @@ class _Opening:
     """A model that was found: how the app calls it, what is known of it before it is open, and who opens it.
 
     path: its files, where they are on this machine. reference: what it is saved and taken up again by. is_kept: whether sessions of
-    it are saved.
+    it are saved. is_demo: it is the built-in one.
     """
 
     title: str
@@ -48,6 +48,7 @@ class _Opening:
     tree: Tree | None = None
     partial: bool = False
     is_kept: bool = True
+    is_demo: bool = False
 
 
 @click.command(cls=ModelCommand, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]})
@@ -70,13 +71,17 @@ def command(
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
     `demo`, the built-in one. Without it the models that lie here are offered. ssh://HOST/PATH is a model on another machine, where
-    dtype-tui is installed: the screen is here, the engine there. `dtype-tui serve` opens the app in a browser.
+    dtype-tui is installed: the screen is here, the engine there. `dtype-tui tour` shows the keys on the built-in model, and
+    `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
     model, options = request.model, request.options
     if engine_command is None and not is_address(model):
         check_files(options)
     saved = None
+    begins_tour = model == "tour" and not resume and engine_command is None and not Path("tour").exists()
+    if begins_tour:
+        model = "demo"
     if resume:
         if engine_command is not None:
             raise UserError("--resume: what was open through --engine-command is not kept")
@@ -97,6 +102,7 @@ def command(
     else:
         opening = _open_there(request, engine_command)
     from dtype_tui.app import DtypeApp
+    from dtype_tui.state.first_start import is_first_start
     from dtype_tui.state.launch import Launch
 
     def session_saver() -> SessionSaver:
@@ -115,6 +121,9 @@ def command(
         saved=saved,
         saver=session_saver if opening.is_kept else None,
         config=config,
+        is_demo=opening.is_demo,
+        begins_tour=begins_tour,
+        offers_tour=not begins_tour and is_first_start(),
     )
     app = DtypeApp(launch, opening.make_engine)
     app.run()
@@ -124,6 +133,8 @@ def command(
 
 def _open_here(request: RunRequest, in_process: bool) -> _Opening:
     """Find a model on this machine, and read what its headers say. Raises UserError."""
+    from dtype_engine.checkpoint.source import DEMO
+
     options = request.options
     source = request.locate()
     tree, whole = source.peek()
@@ -146,7 +157,7 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
 
         return EngineProcess(EngineCommand(), request.model, options, emit, read_headers=not whole, process=take())
 
-    return _Opening(source.title, request.model, make_engine, source.path, tree, not whole)
+    return _Opening(source.title, request.model, make_engine, source.path, tree, not whole, is_demo=source.path == DEMO)
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:

@@ -51,6 +51,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
 )
 APP_KEYS: list[BindingType] = with_ids(
     [
+        Binding("ctrl+t", "app.tour", "Tour: two minutes on the demo model; again: leave it", priority=True),
         Binding("ctrl+p", "app.command_palette", "Palette: every action by its name"),
         Binding("ctrl+z", "app.suspend_process", "Suspend; fg in the shell comes back"),
         Binding("q", "app.quit", "Quit"),

@@ -23,7 +23,8 @@ class Launch:
 
     tree: of the headers read so far; None where nothing is known before the model is open. partial: `tree` is that of the first
     of a large checkpoint's headers alone. recipe: to put in force, after the rules of `preset` and of the session taken up.
-    saver: makes what saves the session; called after the first paint.
+    saver: makes what saves the session; called after the first paint. is_demo: it is the built-in model, which the tour is about.
+    begins_tour: with the tour. offers_tour: with a line that says that there is one.
     """
 
     title: str
@@ -36,3 +37,6 @@ class Launch:
     saved: SavedSession | None = None
     saver: Callable[[], SessionSaver] | None = None
     config: Config = field(default_factory=Config)
+    is_demo: bool = False
+    begins_tour: bool = False
+    offers_tour: bool = False

@@ -30,6 +30,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
 from dtype_tui.state.addresses import is_address
+from dtype_tui.state.first_start import state_folder
 from dtype_tui.state.measurement_log import MeasuredRecipe
 
 VERSION = 1
@@ -127,9 +128,7 @@ def newest_session(model: str | None = None, any_model: bool = True) -> SavedSes
 
 def sessions_folder() -> Path:
     """Where sessions are kept."""
-    import platformdirs
-
-    return platformdirs.user_state_path("dtype-tui") / "sessions"
+    return state_folder() / "sessions"
 
 
 def canonical_model_ref(model: str | None) -> str | None:

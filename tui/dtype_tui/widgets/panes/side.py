@@ -28,7 +28,7 @@ class SidePanes(Vertical):
     SidePanes > DriftPane { max-height: 50%; }
     SidePanes > MemoryPane { max-height: 34%; }
     SidePanes > RecipePane { height: 1fr; min-height: 4; }
-    SidePanes.narrow { width: 100%; height: 11; min-width: 0; }
+    SidePanes.narrow { width: 100%; height: 1fr; max-height: 11; min-width: 0; }
     SidePanes.narrow > #tabs { display: block; }
     SidePanes.narrow > Pane { display: none; height: 1fr; max-height: 100%; border: none; }
     SidePanes.narrow > Pane.active { display: block; }

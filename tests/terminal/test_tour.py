@@ -1,0 +1,71 @@
+"""The tour in the installed program, in a real pseudo-terminal."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.helpers.terminal import Terminal
+
+from dtype_tui.state.tour import STEPS
+
+DOWN, RIGHT, LEFT, ESCAPE, CTRL_T = "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[27u", "\x14"
+KEYS = (
+    DOWN, DOWN * 4 + RIGHT, "2", "d", ESCAPE, "w", "u", "c", "\t\r", "s", "\r", "o", LEFT * 3, "\r", ESCAPE, "e", f"{DOWN}\r",
+)  # fmt: skip
+"""For each step but the last."""
+Opener = Callable[..., Terminal]
+
+
+@pytest.fixture
+def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
+    monkeypatch.chdir(tmp_path)
+    made: list[Terminal] = []
+
+    def make(*arguments: str, **settings: object) -> Terminal:
+        made.append(Terminal(*arguments, size=(80, 24), **settings))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for terminal in made:
+        terminal.close()
+
+
+def test_from_the_first_look_to_a_recipe_file(opened: Opener, tmp_path: Path) -> None:
+    terminal = opened("tour")
+    terminal.wait_for(r"Tour 1 of")
+    terminal.wait_for("embed_tokens")
+    assert len(KEYS) == len(STEPS) - 1
+    begun = time.perf_counter()
+    for number, keys in enumerate(KEYS, 1):
+        terminal.wait_for(rf"Tour {number} of {len(STEPS)} .*leaves it", 240)
+        terminal.press(keys)
+    terminal.wait_for(rf"Tour {len(STEPS)} of", 60)
+    print(f"the tour took {time.perf_counter() - begun:.0f} s without a moment's thought")
+    until = time.monotonic() + 60
+    while not (files := list(tmp_path.glob("*.yaml"))):
+        assert time.monotonic() < until, terminal.text
+        terminal.read(0.1)
+    assert yaml.safe_load(files[0].read_text())["rules"]
+    terminal.press(CTRL_T)
+    terminal.wait_for(r"\A(?![\s\S]*Tour \d)", 20)
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()
+
+
+def test_the_first_start_offers_it_and_the_second_does_not(opened: Opener, tmp_path: Path) -> None:
+    state = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    terminal = opened("demo", environment=state, first=True)
+    terminal.wait_for("New here")
+    terminal.press(CTRL_T)
+    terminal.wait_for("Tour 1 of", 20)
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    terminal = opened("demo", environment=state, first=True)
+    terminal.wait_for("ready", 120)
+    assert not re.search("New here|Tour", terminal.text)

@@ -1,0 +1,204 @@
+"""The tour: each step waits for its key, and everything else works as ever. The engine says what it would say."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tests.helpers.observations import cursor, rules, top
+from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.scenes import ready, scanned
+from tests.helpers.screen_text import lines, notices, screen, until
+from textual.pilot import Pilot
+
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_engine.worker.save_requests import RecipeRequest
+from dtype_tui.app import DtypeApp
+from dtype_tui.config.config import Config
+from dtype_tui.state.first_start import is_first_start
+from dtype_tui.state.tour import STEPS
+from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.tour_panel import TourPanel
+
+SMALL = (80, 24)
+
+
+async def measured(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The engine has measured what is in force."""
+    recipe = app.controller.experiment.recipe
+    drift = (ModuleDrift("model.layers.3", 40.0, 1e-3, 0),)
+    await say(app, pilot, events.Measured(recipe, report(recipe, modules=drift)), events.Idle())
+
+
+def step(app: DtypeApp) -> int:
+    """Of the tour, from 1; 0 where there is none."""
+    return app.guide.tour.index + 1 if app.guide.tour is not None else 0
+
+
+async def came_to(app: DtypeApp, pilot: Pilot[None], number: int) -> None:
+    await until(pilot, lambda: step(app) == number and f"Tour {number} of {len(STEPS)}" in screen(app), 10)
+
+
+async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    app = make_app(begins_tour=True)
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        number = 1
+        for keys in (["down"], [*["down"] * 4, "right"], ["2"]):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+        assert rules(app) == ["model.layers.1=bfloat16"]
+        assert step(app) == 3, "it waits for the engine"
+        await measured(app, pilot)
+        for keys, opens in ((["d"], "CausesScreen"), (["escape"], "MainScreen"), (["w"], "MainScreen")):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+            assert top(app) == opens
+        assert cursor(app) == "model.layers.3"
+        for keys in (["u"], ["c"], ["tab", "enter"]):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+        assert rules(app) == ["model.layers.*=bfloat16"]
+        await measured(app, pilot)
+        for keys in (["s"], ["enter"]):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+        assert engine(app).commands[-1].startswith("scan ")
+        assert step(app) == number - 1, "it waits for the scan"
+        await say(app, pilot, scanned(app), events.Idle())
+        for keys in (["o"], ["left"]):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+        await came_to(app, pilot, number)
+        await until(pilot, lambda: app.screen.recipe is not None)  # type: ignore[attr-defined]
+        await pilot.press("enter")
+        assert len(rules(app)) > 1
+        await measured(app, pilot)
+        number += 1
+        for keys in (["escape"], ["e"], ["down", "enter"]):
+            await came_to(app, pilot, number)
+            await pilot.press(*keys)
+            number += 1
+        assert isinstance(engine(app).wishes[-1], RecipeRequest)
+        await came_to(app, pilot, len(STEPS))
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        assert (step(app), len(app.query(TourPanel))) == (0, 0)
+
+
+async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
+    app = make_app(begins_tour=True)
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        await pilot.press("2", "question_mark")
+        await pilot.pause()
+        assert (rules(app), top(app), step(app)) == (["*=bfloat16"], "Overlay", 1)
+        assert len(app.screen.query(TourPanel)) == 1, "over a window, too"
+        await pilot.press("escape", "j")
+        await came_to(app, pilot, 2)
+
+
+async def test_a_window_left_too_soon_is_asked_for_again() -> None:
+    app = make_app(begins_tour=True)
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        assert app.guide.tour is not None
+        app.guide.tour.index = 7
+        await pilot.press("c")
+        await came_to(app, pilot, 9)
+        await pilot.press("escape")
+        await came_to(app, pilot, 8)
+        await pilot.press("c", "enter")
+        assert step(app) == 9
+        await measured(app, pilot)
+        await came_to(app, pilot, 10)
+
+
+async def test_it_can_be_left_while_a_line_is_typed_and_says_how() -> None:
+    app = make_app(begins_tour=True)
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        await pilot.press("colon", *"ca")
+        assert "Ctrl+t leaves it" in screen(app)
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        assert "Tour" not in screen(app)
+
+
+async def test_keys_that_were_put_elsewhere_are_named() -> None:
+    keys = {"cast-node-bfloat16": "f6", "move-next": "f7", "tour": "f9"}
+    app = make_app(begins_tour=True, config=Config(keys=keys))
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        assert "f7 and Up move" in screen(app)
+        assert "f9 leaves it" in screen(app)
+        await pilot.press("f7", *["f7"] * 5, "right")
+        await came_to(app, pilot, 3)
+        assert "f6 casts what the cursor is on" in screen(app)
+        await pilot.press("f6")
+        assert len(rules(app)) == 1
+        await pilot.press("f9")
+        assert step(app) == 0
+
+
+@pytest.mark.parametrize("size", [(60, 15), SMALL, (120, 36)])
+async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing(size: tuple[int, int]) -> None:
+    app = make_app(begins_tour=True)
+    async with running(app, size) as pilot:
+        await ready(app, pilot)
+        await pilot.press("G")
+        tree = app.query_one(ModuleTree)
+        assert app.guide.tour is not None
+        for index in range(len(STEPS)):
+            app.guide.tour.index = index
+            app.guide._show()
+            await pilot.pause()
+            panel = app.query_one(TourPanel)
+            words = " ".join(line.strip() for line in lines(app)[panel.region.y + 1 :])
+            assert words.split() == app.guide.tour.words.split()
+            assert panel.region.height <= (4 if size[0] == 60 else 3)
+            assert tree.region.height >= 6
+            assert not panel.region.overlaps(tree.region)
+            assert "? help" in screen(app)
+            assert 0 < tree.cursor - tree.scroll_offset.y + 1 < tree.region.height
+
+
+def test_every_step_names_keys_that_there_are() -> None:
+    app = make_app()
+    for one in STEPS:
+        for name in re.findall(r"\{([\w-]+)\}", one.words + one.meanwhile):
+            assert app.guide.key_of(name)
+
+
+@pytest.mark.parametrize(("is_demo", "said"), [(True, "Ctrl+t begins a tour"), (False, "dtype-tui tour")])
+async def test_the_first_start_offers_it(is_demo: bool, said: str) -> None:
+    app = make_app(is_demo=is_demo, offers_tour=True)
+    async with running(app, SMALL) as pilot:
+        await ready(app, pilot)
+        await until(pilot, lambda: said in " ".join(screen(app).split()), 5)
+        await pilot.press("j", "2")
+        assert rules(app) == ["model=bfloat16"]
+        asked = engine(app).commands[:]
+        await pilot.press("escape")
+        await pilot.pause()
+        assert "New here?" not in screen(app)
+        assert engine(app).commands == asked, "it closed the line, and stopped nothing"
+        await pilot.press("ctrl+t")
+        await pilot.pause()
+        assert step(app) == is_demo
+        assert is_demo or "dtype-tui tour" in notices(app)[-1]
+
+
+def test_it_is_the_first_start_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    assert [is_first_start(), is_first_start()] == [True, False]
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    assert not is_first_start()
