@@ -16,7 +16,19 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Request
+from dtype_engine.worker.commands import (
+    Cancel,
+    Command,
+    FollowRecipe,
+    Generate,
+    InspectWeight,
+    Pause,
+    Request,
+    Scan,
+    SetInputs,
+    SetRecipe,
+    SetSettings,
+)
 from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.save_requests import SaveRequest
 from dtype_tui.app import DtypeApp
@@ -39,34 +51,27 @@ class RecordingEngine(Engine):
         self.commands.append("start")
 
     def request(self, request: Request) -> None:
-        raise AssertionError(f"a request without a method: {request}")
-
-    def set_recipe(self, recipe: Recipe) -> None:
-        self.recipes.append(recipe)
-
-    def follow_recipe(self, recipe: Recipe) -> None:
-        self.commands.append(f"follow {recipe}")
-
-    def measure(self) -> None:
-        self.commands.append("measure")
-
-    def flow(self) -> None:
-        self.commands.append("flow")
-
-    def set_inputs(self, line: str) -> None:
-        self.lines.append(line)
-
-    def causes(self) -> None:
-        self.commands.append("causes")
-
-    def set_settings(self, settings: RunSettings) -> None:
-        self.settings.append(settings)
-
-    def generate(self, tokens: int) -> None:
-        self.commands.append(f"generate {tokens}")
-
-    def speed(self) -> None:
-        self.commands.append("speed")
+        match request:
+            case SetRecipe():
+                self.recipes.append(request.recipe)
+            case FollowRecipe():
+                self.commands.append(f"follow {request.recipe}")
+            case SetSettings():
+                self.settings.append(request.settings)
+            case SetInputs():
+                self.lines.append(request.line)
+            case Generate():
+                self.commands.append(f"generate {request.tokens}")
+            case Scan():
+                self.commands.append(f"scan {','.join(request.dtypes)}")
+            case Pause():
+                self.commands.append("pause" if request.paused else "go on")
+            case InspectWeight():
+                self.commands.append(f"look at {request.tensor}")
+            case Cancel():
+                self.commands.append("cancel" if request.name is None else f"cancel {request.name}")
+            case Command():
+                self.commands.append(request.name)
 
     def plan_export(self) -> None:
         self.commands.append("plan export")
@@ -74,18 +79,6 @@ class RecordingEngine(Engine):
     def save(self, request: SaveRequest) -> None:
         self.commands.append("save")
         self.wishes.append(request)
-
-    def scan(self, dtypes: tuple[str, ...]) -> None:
-        self.commands.append(f"scan {','.join(dtypes)}")
-
-    def pause(self, waiting: bool) -> None:
-        self.commands.append("pause" if waiting else "go on")
-
-    def inspect_weight(self, name: str, targets: tuple[str, ...]) -> None:
-        self.commands.append(f"look at {name}")
-
-    def cancel(self, name: str | None = None) -> None:
-        self.commands.append("cancel" if name is None else f"cancel {name}")
 
     def restart(self) -> None:
         self.commands.append("restart")

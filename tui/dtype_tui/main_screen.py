@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import ClassVar
 
 from rich.text import Text
@@ -23,12 +23,13 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import MeasureSpeed, TraceCasts
 from dtype_tui.command_words import CommandWords
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
-from dtype_tui.state.awaited import AwaitedResults
+from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
@@ -266,13 +267,13 @@ class MainScreen(Screen[None]):
         self.controller.measure()
 
     def action_flow(self) -> None:
-        self._awaited.ask("flow", self.controller.flow)
+        self._awaited.ask(TraceCasts())
 
     def action_generate(self) -> None:
-        self._awaited.ask("generate", self.controller.generate)
+        self._awaited.ask(GENERATE)
 
     def action_speed(self) -> None:
-        self._awaited.ask("speed", self.controller.speed)
+        self._awaited.ask(MeasureSpeed())
 
     def action_causes(self) -> None:
         self._windows.causes()
@@ -282,13 +283,13 @@ class MainScreen(Screen[None]):
         if not self.experiment.live:
             self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
         elif line:
-            self._set_inputs(self.controller.set_inputs, line)
+            self._set_inputs(line)
         else:
-            self._windows.inputs(lambda line: self._set_inputs(self.controller.engine.set_inputs, line))
+            self._windows.inputs(self._set_inputs)
 
-    def _set_inputs(self, set_inputs: Callable[[str], None], line: str) -> None:
+    def _set_inputs(self, line: str) -> None:
         self._awaited.reset()
-        set_inputs(line)
+        self.controller.set_inputs(line)
 
     def action_settings(self) -> None:
         self._windows.settings()
@@ -298,7 +299,7 @@ class MainScreen(Screen[None]):
         if tensor is None:
             self.say("values are those of a tensor: go to one", "information")
         else:
-            self._awaited.ask(f"values of {tensor.name}", lambda: self.controller.inspect_values(tensor.name))
+            self._awaited.ask(inspect(tensor.name))
 
     def action_scan(self) -> None:
         self._windows.scan(self.show_all)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import AttributeDrift, Cancel
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -70,11 +71,11 @@ class Windows:
             controller.notify(why, "information")
             return
         if experiment.causes is None:
-            controller.causes()
+            controller.ask(AttributeDrift())
         from dtype_tui.screens.causes import CausesScreen
 
-        activity = controller.activity
-        self._push(CausesScreen(experiment, activity.now, activity.waits, lambda: controller.engine.cancel("causes")))
+        activity, stop = controller.activity, Cancel("causes")
+        self._push(CausesScreen(experiment, activity.now, activity.waits, lambda: controller.engine.request(stop)))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
         """What the model is run on; `set_inputs` is called with the line there, which names others."""

@@ -33,21 +33,21 @@ JobName = Literal[
 
 @dataclass(frozen=True)
 class SetRecipe:
-    """Cast to `recipe` and measure it."""
+    """Cast to `recipe` and measure it; whatever runs for another recipe stops."""
 
     recipe: Recipe
 
 
 @dataclass(frozen=True)
 class FollowRecipe:
-    """Take over a recipe with the same plan as the one in force; measure it only where that one has no figures."""
+    """Take over another recipe that plans the same; measure it only where the one in force has no figures."""
 
     recipe: Recipe
 
 
 @dataclass(frozen=True)
 class SetSettings:
-    """Run candidates with these settings, and measure the recipe in force again."""
+    """Run candidates with these settings from now on, and measure the recipe in force again."""
 
     settings: RunSettings
 
@@ -61,7 +61,9 @@ class Pause:
 
 @dataclass(frozen=True)
 class Cancel:
-    """Stop the running command and drop the waiting ones; with a name, only those of that name."""
+    """Stop the running command and drop the waiting ones; with a name, only those of that name. The recipe stays: its casts are
+    completed at the next command.
+    """
 
     name: str | None = None
 
@@ -86,7 +88,9 @@ class Command:
 
 @dataclass(frozen=True)
 class SetInputs(Command):
-    """Run on the inputs that `line` names (see `core.input_args.typed`), then measure."""
+    """Run on the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. What runs for the old ones
+    stops; it runs again where the new ones are refused.
+    """
 
     name = "inputs"
     rank = 0
@@ -176,7 +180,7 @@ class Generate(Command):
 
 @dataclass(frozen=True)
 class Scan(Command):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan."""
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan; a newer recipe is measured in between."""
 
     name = "scan"
     dtypes: tuple[str, ...]

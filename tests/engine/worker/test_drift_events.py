@@ -9,6 +9,7 @@ from tests.helpers.recorded_worker import RecordedEngine, Way
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import AttributeDrift, Cancel, SetRecipe
 
 BRAIN = Recipe((Rule("*", "bfloat16"),))
 
@@ -22,9 +23,9 @@ def short(way: Way) -> Iterator[RecordedEngine]:
 def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> None:
     floor = short.wait_for(events.NoiseFloorMeasured)
     short.wait_for(events.Idle)
-    short.worker.set_recipe(BRAIN)
+    short.worker.request(SetRecipe(BRAIN))
     measured = short.measured(BRAIN)
-    short.worker.causes()
+    short.worker.request(AttributeDrift())
     causes = short.wait_for(events.AttributionReady)
     assert causes.recipe == BRAIN
     assert causes.report.whole == pytest.approx(measured.report.output.kl_mean, rel=1e-6)
@@ -33,13 +34,13 @@ def test_the_floor_is_told_once_and_causes_when_asked(short: RecordedEngine) -> 
 
 def test_causes_stop_and_the_next_question_is_answered(short: RecordedEngine) -> None:
     short.wait_for(events.NoiseFloorMeasured)
-    short.worker.set_recipe(BRAIN)
+    short.worker.request(SetRecipe(BRAIN))
     short.measured(BRAIN)
     start = len(short.events)
-    short.worker.causes()
+    short.worker.request(AttributeDrift())
     short.wait_for(events.WorkingProgress, lambda event: event.what.startswith("running each module"), start)
-    short.worker.cancel()
+    short.worker.request(Cancel())
     assert short.wait_for(events.Stopped, since=start).job == "causes"
     assert not short.of(events.AttributionReady)
-    short.worker.causes()
+    short.worker.request(AttributeDrift())
     short.wait_for(events.AttributionReady, since=start)

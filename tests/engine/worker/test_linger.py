@@ -19,6 +19,7 @@ from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import SetRecipe
 from dtype_engine.worker.connection import SESSION, EngineCommand
 from dtype_engine.worker.save_requests import ConvertRequest, ExportRequest, RecipeRequest
 
@@ -68,13 +69,13 @@ def test_what_is_measured_while_the_line_is_cut_arrives_afterwards_and_once(far:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
     (far.folder / "down-for-now").touch()
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     recorded.wait_for(events.CastDone, lambda event: event.recipe == RECIPE)
     far.cut()
     assert "far" in recorded.wait_for(events.EngineLost).message
     later = RECIPE.then(Rule.parse("lm_head=f16"))
     time.sleep(2)
-    recorded.worker.set_recipe(later)  # asked for while nobody hears it
+    recorded.worker.request(SetRecipe(later))  # asked for while nobody hears it
     (far.folder / "down-for-now").unlink()
     recorded.wait_for(events.EngineBack)
     assert recorded.measured(later).report.rules == ("*.mlp=bfloat16", "lm_head=float16")
@@ -93,7 +94,7 @@ def test_a_line_that_is_cut_again_and_again_loses_and_repeats_nothing(far: Far) 
         recipe = recipe.then(Rule.parse(f"{pattern}=bf16"))
         recipes.append(recipe)
         since = len(recorded.events)
-        recorded.worker.set_recipe(recipe)
+        recorded.worker.request(SetRecipe(recipe))
         if len(recipes) > 1:
             far.cut()
             recorded.wait_for(events.EngineBack, since=since)
@@ -105,7 +106,7 @@ def test_a_line_that_is_cut_again_and_again_loses_and_repeats_nothing(far: Far) 
 def test_an_engine_that_dies_is_told_and_another_takes_its_place(far: Far) -> None:
     recorded = far.recorded
     recorded.wait_for(events.Measured)
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     os.kill(engine_process(far), signal.SIGKILL)
     assert "killed (SIGKILL)" in recorded.wait_for(events.EngineEnded).message
     since = len(recorded.events)
@@ -129,7 +130,7 @@ def test_it_is_started_anew_although_it_lingers(far: Far) -> None:
 
 def test_exports_are_written_there_and_recipes_here(far: Far, tmp_path: Path) -> None:
     recorded = far.recorded
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     recorded.measured(RECIPE)
     recorded.worker.save(RecipeRequest(tmp_path / "r.yaml"))
     assert "r.yaml, here" in recorded.wait_for(events.Saved).sentence

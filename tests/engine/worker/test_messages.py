@@ -100,17 +100,17 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
     with RecordedWorker() as recorded:
         recorded.wait_for(events.Idle)
         worker = recorded.worker
-        worker.set_recipe(RECIPE)
+        worker.request(commands.SetRecipe(RECIPE))
         recorded.measured(RECIPE)
-        for ask in (
-            worker.flow,
-            worker.causes,
-            worker.speed,
-            lambda: worker.generate(2),
-            lambda: worker.scan(("int8",)),
+        for command in (
+            commands.TraceCasts(),
+            commands.AttributeDrift(),
+            commands.MeasureSpeed(),
+            commands.Generate(2),
+            commands.Scan(("int8",)),
+            commands.InspectWeight("lm_head.weight", ("int8",)),
         ):
-            ask()
-        worker.inspect_weight("lm_head.weight", ("int8",))
+            worker.request(command)
         worker.plan_export()
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
         recorded.wait_for(events.ExportPlanned)

@@ -14,6 +14,7 @@ from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import SetRecipe, TraceCasts
 from dtype_engine.worker.connection import EngineCommand, signal_words
 from dtype_engine.worker.save_requests import RecipeRequest
 
@@ -39,7 +40,7 @@ def start() -> Iterator[Start]:
 
 def test_it_measures_what_was_asked_for_before_it_was_there_and_writes(start: Start, tmp_path: Path) -> None:
     recorded = start()
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     measured = recorded.measured(RECIPE)
     assert measured.report.rules == ("*.mlp=bfloat16",)
     assert sum(isinstance(event, events.Measured) for event in recorded.events) == 1, (
@@ -60,14 +61,14 @@ def test_what_a_signal_means_is_said() -> None:
 
 def test_its_death_is_told_and_another_takes_its_place(start: Start) -> None:
     recorded = start()
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     recorded.wait_for(events.Memory)
     os.kill(recorded.child, signal.SIGKILL)
     ended = recorded.wait_for(events.EngineEnded)
     assert "killed (SIGKILL), perhaps for want of memory; it held" in ended.message
-    recorded.worker.flow()  # there is no one to ask
+    recorded.worker.request(TraceCasts())  # there is no one to ask
     since, later = len(recorded.events), RECIPE.then(Rule.parse("lm_head=f16"))
-    recorded.worker.set_recipe(later)
+    recorded.worker.request(SetRecipe(later))
     recorded.worker.restart()
     assert recorded.measured(later, since).report.rules == ("*.mlp=bfloat16", "lm_head=float16")
     assert not recorded.of(events.ImplicitCastsTraced)

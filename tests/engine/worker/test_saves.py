@@ -14,6 +14,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Cancel, SetRecipe
 from dtype_engine.worker.save_requests import (
     ConvertRequest,
     ExportRequest,
@@ -60,7 +61,7 @@ def save(recorded: RecordedEngine, request: SaveRequest) -> events.Saved:
 
 
 def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     recorded.worker.plan_export()
     plan = recorded.wait_for(events.ExportPlanned).plan
     assert plan is not None
@@ -101,14 +102,14 @@ def test_a_new_recipe_does_not_stop_what_is_written_for_the_one_before(
     recorded: RecordedEngine, tmp_path: Path
 ) -> None:
     worker = recorded.worker
-    worker.set_recipe(RECIPE)
+    worker.request(SetRecipe(RECIPE))
 
     changes = []
 
     def change(event: events.Event) -> None:
         if isinstance(event, events.SavingProgress) and event.done < event.total and not changes:
             changes.append(event)
-            worker.set_recipe(Recipe())
+            worker.request(SetRecipe(Recipe()))
 
     recorded.on_event = change
     assert save(recorded, ExportRequest(tmp_path / "out")).done
@@ -125,7 +126,7 @@ def test_stopping_an_export_leaves_nothing(recorded: RecordedEngine, tmp_path: P
 
     def stop(event: events.Event) -> None:
         if isinstance(event, events.SavingProgress) and event.done < event.total:
-            recorded.worker.cancel()
+            recorded.worker.request(Cancel())
 
     recorded.on_event = stop
     saved = save(recorded, ExportRequest(tmp_path / "out"))
@@ -139,9 +140,9 @@ def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_f
     if not recorded.of(events.ModelReady):
         pytest.skip("nothing is cast without a live model")
     start = len(recorded.events)
-    recorded.worker.set_recipe(RECIPE)
+    recorded.worker.request(SetRecipe(RECIPE))
     recorded.worker.save(ReportRequest(tmp_path / "r.md"))
-    recorded.worker.set_recipe(Recipe())
+    recorded.worker.request(SetRecipe(Recipe()))
     recorded.wait_for(events.Saved, since=start)
     recorded.wait_for(events.Idle, since=recorded.events.index(recorded.of(events.Saved, start)[0]))
     assert "under 2 rules" in (tmp_path / "r.md").read_text()
@@ -153,10 +154,10 @@ def test_after_a_report_for_an_older_recipe_the_model_is_cast_as_the_recipe_in_f
 def test_a_long_export_stops_and_leaves_nothing(tmp_path: Path, way: Way) -> None:
     model = sparse_file(tmp_path / "zeros.safetensors", 24)
     with RecordedEngine(way, str(model), Options(device="cpu")) as recorded:
-        recorded.worker.set_recipe(RECIPE)
+        recorded.worker.request(SetRecipe(RECIPE))
         recorded.worker.save(ExportRequest(tmp_path / "out"))
         recorded.wait_for(events.SavingProgress)
-        recorded.worker.cancel()
+        recorded.worker.request(Cancel())
         saved = recorded.wait_for(events.Saved)
     assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
     assert list(tmp_path.iterdir()) == [model]

@@ -10,6 +10,7 @@ from tests.helpers.recorded_worker import RecordedEngine, RecordedWorker, Way
 
 from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Cancel, Generate, Measure, MeasureSpeed, SetRecipe, SetSettings, TraceCasts
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
@@ -46,8 +47,8 @@ def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None
     demo.wait_for(events.Idle)
     for _ in range(5):
         start = len(demo.events)
-        demo.worker.set_recipe(HALF)
-        demo.worker.set_recipe(BRAIN)
+        demo.worker.request(SetRecipe(HALF))
+        demo.worker.request(SetRecipe(BRAIN))
         demo.wait_for(events.Measured, since=start)
         after = demo.events[start:]
         done = next(
@@ -59,41 +60,41 @@ def test_a_new_recipe_supersedes_the_one_under_way(demo: RecordedEngine) -> None
 
 def test_measurements_belong_to_the_recipe_they_carry(demo: RecordedEngine) -> None:
     for recipe in (HALF, BRAIN, Recipe()):
-        demo.worker.set_recipe(recipe)
+        demo.worker.request(SetRecipe(recipe))
         event = demo.measured(recipe)
         assert event.report.rules == tuple(map(str, recipe.rules))
         assert event.report.memory.planned_bytes == event.report.memory.stored_bytes // (2 if recipe.rules else 1)
 
 
 def test_text_and_times_are_told_for_the_recipe_in_force(demo: RecordedEngine) -> None:
-    demo.worker.set_recipe(HALF)
-    demo.worker.generate(3)
-    demo.worker.speed()
+    demo.worker.request(SetRecipe(HALF))
+    demo.worker.request(Generate(3))
+    demo.worker.request(MeasureSpeed())
     text = demo.wait_for(events.Generated)
     assert text.recipe == HALF
     assert len(text.texts[0].candidate.ids) == 3
     times = demo.wait_for(events.SpeedMeasured)
     assert times.report.rules == ("*=float16",)
     assert any(event.what == "timing: reference" for event in demo.of(events.WorkingProgress))
-    demo.worker.set_settings(RunSettings(autocast="bfloat16"))
+    demo.worker.request(SetSettings(RunSettings(autocast="bfloat16")))
     demo.wait_for(events.Measured, lambda event: event.report.settings == "autocast bfloat16")
 
 
 def test_esc_stops_a_measurement_and_the_session_goes_on(way: Way) -> None:
     with RecordedEngine(way, options=Options(prompts=("import os\n" * 1200,))) as recorded:
         recorded.wait_for(events.ModulesMeasured)
-        recorded.worker.cancel()
+        recorded.worker.request(Cancel())
         assert recorded.wait_for(events.Stopped) == events.Stopped(Recipe(), "measure")
         recorded.wait_for(events.Idle)
         assert not recorded.of(events.Measured)
-        recorded.worker.measure()
+        recorded.worker.request(Measure(read_values=True))
         recorded.measured(Recipe())
 
 
 def test_what_waits_while_the_model_opens_is_stopped_and_told(way: Way) -> None:
     recorded = RecordedEngine(way)
-    recorded.worker.flow()
-    recorded.worker.cancel()
+    recorded.worker.request(TraceCasts())
+    recorded.worker.request(Cancel())
     recorded.worker.start()
     try:
         recorded.wait_for(events.Idle)
@@ -107,14 +108,14 @@ def test_a_model_that_can_not_be_opened_is_told(tmp_path: Path, way: Way) -> Non
     path = tmp_path / "broken.py"
     path.write_text("raise ValueError('no such luck')")
     recorded = RecordedEngine(way, f"{path}:Model")
-    recorded.worker.speed()
+    recorded.worker.request(MeasureSpeed())
     recorded.worker.start()
     assert "no such luck" in recorded.wait_for(events.OpenFailed).message
     recorded.wait_for(events.Refused)
     recorded.wait_for(events.Idle)
     assert [event.job for event in recorded.of(events.Refused)] == ["speed"]
-    recorded.worker.set_recipe(HALF)
-    recorded.worker.generate(3)
+    recorded.worker.request(SetRecipe(HALF))
+    recorded.worker.request(Generate(3))
     refused = recorded.wait_for(events.Refused, lambda event: event.job == "generate")
     assert "could not be opened" in refused.message
     assert [event.job for event in recorded.of(events.Refused)] == ["speed", "generate"]
@@ -133,9 +134,9 @@ def test_a_forward_pass_that_fails_leaves_the_session_alive(tmp_path: Path, way:
         "def example_inputs(): return (torch.ones(1, 2),)\n"
     )
     with RecordedEngine(way, f"{path}:Model") as recorded:
-        recorded.worker.set_recipe(HALF)
+        recorded.worker.request(SetRecipe(HALF))
         assert "not in half" in recorded.wait_for(events.Failed).message
-        recorded.worker.set_recipe(BRAIN)
+        recorded.worker.request(SetRecipe(BRAIN))
         recorded.measured(BRAIN)
 
 

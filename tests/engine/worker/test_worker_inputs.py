@@ -8,6 +8,7 @@ from tests.helpers.recorded_worker import RecordedEngine, Way
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import SetInputs, SetRecipe
 
 HALF = Recipe((Rule("*", "float16"),))
 BRAIN = Recipe((Rule("*", "bfloat16"),))
@@ -26,20 +27,20 @@ def test_the_inputs_are_told_when_the_model_is_ready(demo: RecordedEngine) -> No
 
 def test_new_inputs_supersede_a_measurement_and_older_ones(demo: RecordedEngine) -> None:
     demo.wait_for(events.ModelReady)
-    demo.worker.set_recipe(BRAIN)
+    demo.worker.request(SetRecipe(BRAIN))
     for word in ("one", "two", "three"):
-        demo.worker.set_inputs(f"import {word}")
+        demo.worker.request(SetInputs(f"import {word}"))
     demo.wait_for(events.InputsReady, lambda event: "three" in event.reading.batches[0].what)
     assert measured(demo, "1 sequence of your prompts").recipe == BRAIN
     start = len(demo.events)
-    demo.worker.set_inputs("")
+    demo.worker.request(SetInputs(""))
     assert measured(demo, "6 default prompts", start).recipe == BRAIN
 
 
 def test_refused_inputs_leave_everything_as_it_is(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
-    demo.worker.set_inputs("nowhere.png")
+    demo.worker.request(SetInputs("nowhere.png"))
     said = demo.wait_for(events.InputsRefused, since=start)
     assert said == events.InputsRefused("there is no file nowhere.png")
     demo.wait_for(events.Idle, since=start)
@@ -49,17 +50,17 @@ def test_refused_inputs_leave_everything_as_it_is(demo: RecordedEngine) -> None:
 def test_a_measurement_that_refused_inputs_stopped_begins_again(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
-    demo.worker.set_recipe(HALF)
-    demo.worker.set_inputs("nowhere.png")
+    demo.worker.request(SetRecipe(HALF))
+    demo.worker.request(SetInputs("nowhere.png"))
     demo.wait_for(events.InputsRefused, since=start)
     assert measured(demo, "6 default prompts", start).recipe == HALF
 
 
 def test_inputs_survive_a_recipe_that_comes_right_after_them(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
-    demo.worker.set_inputs("import os\n" * 200)
-    demo.worker.set_recipe(HALF)
-    demo.worker.set_recipe(BRAIN)
+    demo.worker.request(SetInputs("import os\n" * 200))
+    demo.worker.request(SetRecipe(HALF))
+    demo.worker.request(SetRecipe(BRAIN))
     demo.wait_for(events.Measured, lambda event: event.recipe == BRAIN and "your prompts" in event.report.inputs)
 
 

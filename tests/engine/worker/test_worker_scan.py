@@ -6,15 +6,16 @@ from tests.helpers.recorded_worker import RecordedEngine
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Cancel, Pause, Scan, SetRecipe
 
 
 def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
-    demo.worker.scan(("int8",))
+    demo.worker.request(Scan(("int8",)))
     demo.wait_for(events.ScanUpdated, since=start)
     recipe = Recipe((Rule("*.mlp", "bfloat16"),))
-    demo.worker.set_recipe(recipe)
+    demo.worker.request(SetRecipe(recipe))
     measured = demo.events.index(demo.measured(recipe, start))
     demo.wait_for(events.ScanUpdated, lambda event: event.finished, measured)
     counts = [event.report.sequences for event in demo.of(events.ScanUpdated)]
@@ -25,11 +26,11 @@ def test_estimates_stream_a_newer_recipe_comes_first_and_the_scan_goes_on(demo: 
 def test_a_paused_scan_stops_all_the_same_and_the_next_is_not_paused(demo: RecordedEngine) -> None:
     demo.wait_for(events.Idle)
     start = len(demo.events)
-    demo.worker.pause(True)
-    demo.worker.scan(("int8",))
-    demo.worker.cancel()
-    demo.worker.pause(True)
-    demo.worker.scan(("int8",))
-    demo.worker.cancel()
-    demo.worker.scan(("int8",))
+    demo.worker.request(Pause(True))
+    demo.worker.request(Scan(("int8",)))
+    demo.worker.request(Cancel())
+    demo.worker.request(Pause(True))
+    demo.worker.request(Scan(("int8",)))
+    demo.worker.request(Cancel())
+    demo.worker.request(Scan(("int8",)))
     demo.wait_for(events.ScanUpdated, lambda event: event.finished, start)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Command, Generate, InspectWeight, MeasureSpeed, TraceCasts
 from dtype_tui.state.controller import Controller
+
+GENERATE = Generate(tokens=48)
+
+
+def inspect(tensor: str) -> InspectWeight:
+    """Read a tensor's values, and compare them in other dtypes."""
+    return InspectWeight(tensor, ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"))
 
 
 class AwaitedResults:
@@ -14,18 +20,15 @@ class AwaitedResults:
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._asked: set[tuple[str, Recipe, str]] = set()
+        self._asked: set[tuple[Command, Recipe, str]] = set()
 
-    def ask(self, what: str, ask: Callable[[], None]) -> None:
-        """Call `ask`, unless the same is awaited with the same recipe and the same settings.
-
-        what: a job, or "values of " and a tensor.
-        """
+    def ask(self, command: Command) -> None:
+        """Ask the engine, unless the same is awaited with the same recipe and the same settings."""
         experiment = self._controller.experiment
-        key = (what, experiment.recipe, str(experiment.settings))
+        key = (command, experiment.recipe, str(experiment.settings))
         if key in self._asked:
             return
-        ask()
+        self._controller.ask(command)
         if self._controller.activity.busy:  # else there is nobody to answer
             self._asked.add(key)
 
@@ -37,15 +40,15 @@ class AwaitedResults:
         """The engine tells something: it may be the answer, or that none comes."""
         match event:
             case events.ImplicitCastsTraced():
-                self._answered("flow")
+                self._answered(TraceCasts())
             case events.Generated():
-                self._answered("generate")
+                self._answered(GENERATE)
             case events.SpeedMeasured():
-                self._answered("speed")
+                self._answered(MeasureSpeed())
             case events.WeightInspected():
-                self._answered(f"values of {event.name}")
+                self._answered(inspect(event.name))
             case events.Idle() | events.EngineEnded() | events.Failed() | events.Refused() | events.Stopped():
                 self.reset()
 
-    def _answered(self, what: str) -> None:
-        self._asked = {key for key in self._asked if key[0] != what}
+    def _answered(self, command: Command) -> None:
+        self._asked = {key for key in self._asked if key[0] != command}

@@ -12,6 +12,7 @@ from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Command, FollowRecipe, Measure, Pause, Scan, SetInputs, SetRecipe, SetSettings
 from dtype_engine.worker.engine import Engine
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state import measurement_log
@@ -23,10 +24,6 @@ if TYPE_CHECKING:
     from dtype_engine.worker.save_requests import SaveRequest
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
-
-GENERATED_TOKENS = 48
-INSPECTED_DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
-"""Dtypes that a tensor's values are compared in."""
 
 
 class Controller:
@@ -134,10 +131,10 @@ class Controller:
         if saved is not None:
             self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
             self.experiment.measured[:] = saved.valid_measurements
-            self.engine.set_recipe(self.experiment.recipe)
+            self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
-            self.engine.set_recipe(recipe)
+            self.engine.request(SetRecipe(recipe))
         self._preset, self._after_preset = launch.preset, recipe
         if self._preset is None:
             return
@@ -160,7 +157,7 @@ class Controller:
             self.notify(str(error), "warning")
             return
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
-            self.engine.set_recipe(self.experiment.recipe)
+            self.engine.request(SetRecipe(self.experiment.recipe))
 
     # -- recipes -------------------------------------------------------------------------------------------------
 
@@ -174,9 +171,9 @@ class Controller:
     def _recipe_changed(self) -> None:
         """Tell the engine that the recipe in force is another, and show what is known at once."""
         if self.experiment.same_plan and not self.activity.busy:
-            self.engine.follow_recipe(self.experiment.recipe)
+            self.engine.request(FollowRecipe(self.experiment.recipe))
         else:
-            self.engine.set_recipe(self.experiment.recipe)
+            self.engine.request(SetRecipe(self.experiment.recipe))
             if self.open_error is None:
                 self.life.begin("casting")
         self._changed()
@@ -283,7 +280,7 @@ class Controller:
         if not self.life.is_there():
             return
         self.experiment.forget_readings()
-        self.engine.measure()
+        self.engine.request(Measure(read_values=True))
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:
@@ -291,42 +288,21 @@ class Controller:
         if settings == self.experiment.settings:
             return
         self.experiment.set_settings(settings)
-        self.engine.set_settings(settings)
+        self.engine.request(SetSettings(settings))
         self._changed()
 
     def set_inputs(self, line: str) -> None:
         """Run on what the line names from now on."""
-        self.engine.set_inputs(line)
+        self.engine.request(SetInputs(line))
         self._expect("inputs")
 
-    def flow(self) -> None:
-        """Trace the implicit casts of a forward pass."""
-        self._run_forward("flow", self.engine.flow)
-
-    def causes(self) -> None:
-        """Run each module as cast by itself."""
-        self._run_forward("causes", self.engine.causes)
-
-    def generate(self) -> None:
-        """Let reference and candidate write."""
-        self._run_forward("generate", lambda: self.engine.generate(GENERATED_TOKENS))
-
-    def speed(self) -> None:
-        """Time forward passes."""
-        self._run_forward("speed", self.engine.speed)
-
-    def _run_forward(self, job: str, ask: Callable[[], None]) -> None:
-        """Ask for a job that needs forward passes; where there are none, say why."""
-        if self.experiment.no_forward:
+    def ask(self, command: Command) -> None:
+        """Ask for a job; where it needs forward passes and there are none, say why."""
+        if command.needs_model and self.experiment.no_forward:
             self.notify(self.experiment.no_forward, "warning")
-        else:
-            ask()
-            self._expect(job)
-
-    def inspect_values(self, tensor: str) -> None:
-        """Read a tensor's values, and compare them in other dtypes."""
-        self.engine.inspect_weight(tensor, INSPECTED_DTYPES)
-        self._expect("values")
+            return
+        self.engine.request(command)
+        self._expect(command.name)
 
     def save(self, request: SaveRequest) -> None:
         """Write something."""
@@ -385,8 +361,7 @@ class Controller:
         if dtypes != scan.asked:
             scan.clear()
         scan.begin(dtypes)
-        self.engine.scan(dtypes)
-        self._expect("scan")
+        self.ask(Scan(dtypes))
 
     def pause_scan(self) -> None:
         """Let a scan wait where it is, or go on."""
@@ -394,5 +369,5 @@ class Controller:
         if scan.running or scan.paused:
             scan.paused = not scan.paused
             scan.version += 1
-            self.engine.pause(scan.paused)
+            self.engine.request(Pause(scan.paused))
             self._changed()

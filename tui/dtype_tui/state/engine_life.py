@@ -6,6 +6,7 @@ import time
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import Cancel
 from dtype_tui.state.activity import Activity, Progress
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class EngineLife:
         if self.activity.busy:
             if self._stopping is None:
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
-            self._engine.cancel()
+            self._engine.request(Cancel())
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:

@@ -22,6 +22,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.measure.weight_errors import inspect_weight
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import InspectWeight, SetRecipe
 from dtype_engine.worker.opening import OpenModel
 from dtype_engine.worker.save_requests import ExportRequest
 from dtype_engine.worker.writer import SaveContext, plan_export
@@ -179,10 +180,10 @@ def test_what_the_app_asks_of_blocks_is_answered(tmp_path: Path) -> None:
         worker.plan_export()
         refused = wait(events.ExportPlanned)
         assert "is stored as q8_0" in str(refused)
-        worker.set_recipe(Recipe((Rule("*", "bfloat16"),)))
+        worker.request(SetRecipe(Recipe((Rule("*", "bfloat16"),))))
         worker.plan_export()
         assert wait(events.ExportPlanned, lambda event: event.plan is not None).plan.nbytes == 2 * (32 + 3 * 512)
-        worker.inspect_weight("blk.0.weight", ("bfloat16",))
+        worker.request(InspectWeight("blk.0.weight", ("bfloat16",)))
         assert wait(events.WeightInspected).reading.errors[0].stored == "q8_0"
         worker.save(ExportRequest(tmp_path / "out"))
         assert wait(events.Saved).done

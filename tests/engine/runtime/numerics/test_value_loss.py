@@ -31,6 +31,7 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 from dtype_engine.runtime.numerics.round_trip import round_trip
 from dtype_engine.runtime.numerics.value_loss import count_losses
 from dtype_engine.worker import events
+from dtype_engine.worker.commands import SetRecipe
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 
 LARGE, TINY = 1e6, 1e-9
@@ -445,7 +446,7 @@ def test_crepe() -> None:
 def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights: Path, tmp_path: Path) -> None:
     recorded = RecordedWorker(str(weights), Options(device="cpu"))
     worker = recorded.worker
-    worker.set_recipe(Recipe((Rule("*", "float16"),)))
+    worker.request(SetRecipe(Recipe((Rule("*", "float16"),))))
     worker.save(ReportRequest(tmp_path / "r.md"))
     worker.save(RecipeRequest(tmp_path / "r.yaml"))
     worker.save(ExportRequest(tmp_path / "out"))
@@ -469,7 +470,7 @@ def test_what_is_written_without_a_live_model_tells_what_the_files_lose(weights:
 def test_the_worker_tells_losses_before_it_measures_and_then_what_keeps_the_values() -> None:
     recipe = Recipe((Rule("*", "float16"),))
     recorded = RecordedWorker(f"{__file__}:Net", Options(device="cpu"))
-    recorded.worker.set_recipe(recipe)
+    recorded.worker.request(SetRecipe(recipe))
     recorded.worker.start()
     recorded.wait_for(events.Idle)
     recorded.worker.close()
