@@ -19,6 +19,8 @@ from pathlib import Path
 
 COMMAND = "import sys; from dtype_engine.cli import main; main()"
 """The program `dtype-engine`."""
+ENGINE = "import sys; sys.path.remove(''); from dtype_engine.worker.stdio import main; main()"
+"""The app's engine, which finds no module in the folder that it runs in (`python -P`)."""
 
 # Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
 # exit status; where the connection ends first, whoever asked is gone, and the program is killed.

@@ -69,7 +69,7 @@ def make_engine(
     """An engine of `model` that runs this way; a process of its own need not import torch."""
     if way == "thread":
         return Worker(locate(model, options.trust_pickle), options, emit, read_headers)
-    command = EngineCommand(preloaded.command("from dtype_engine.worker.stdio import main; main()"))
+    command = EngineCommand(preloaded.command(preloaded.ENGINE))
     return EngineProcess(command, model, options, emit, read_headers)
 
 

@@ -12,10 +12,12 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from tests.helpers import preloaded
 from textual.events import Paste
 from textual.pilot import Pilot
 
 from dtype_engine.cli.program import run
+from dtype_engine.worker import connection
 from dtype_tui.app import DtypeApp
 from dtype_tui.cli import command as cli
 
@@ -28,10 +30,14 @@ _PATIENCE_S = 90.0
 
 
 def app_of(*arguments: str) -> DtypeApp:
-    """The app that the command line makes, not yet running. Raises Refused for exit status 2 with its one line."""
+    """The app that the command line makes, not yet running. Raises Refused for exit status 2 with its one line. Its engine need not
+    import torch.
+    """
     made: list[DtypeApp] = []
     said = StringIO()
+    engine = connection.EngineCommand(preloaded.command(preloaded.ENGINE))
     with (
+        patch.object(connection, "EngineCommand", lambda: engine),
         patch.object(DtypeApp, "run", lambda app, *rest, **more: made.append(app)),
         patch.object(cli, "_need_a_terminal", lambda: None),
         redirect_stderr(said),

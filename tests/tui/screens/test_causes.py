@@ -205,7 +205,8 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
         await pilot.press("d")
         await until(pilot, lambda: app.controller.experiment.causes is not None)
         assert app.controller.experiment.causes is not None
-        assert causes_headline(app.controller.experiment.causes)[:40] in screen(app)
+        headline = causes_headline(app.controller.experiment.causes)[:40]
+        await until(pilot, lambda: headline in screen(app))
         await pilot.press("escape", "H")
         await pilot.pause()
         await until(pilot, lambda: "not finite" in screen(app))
