@@ -57,7 +57,7 @@ def test_all_of_it(written: Path) -> None:
         ("keys: [undo]", "keys: must hold names and values"),
         ("defaults: {devise: cpu}", "unknown default devise; did you mean device?"),
         ("- theme", "must hold names and values"),
-        ("theme: [", "not YAML"),
+        ("theme: [", "no valid YAML in line 1"),
         ("theme: [nord]", "unknown theme"),
         ("theme: 2024-13-45", "2024-13-45 is no valid timestamp"),
         ('theme: !!int "zz"', "zz is no valid int"),

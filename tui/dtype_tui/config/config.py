@@ -19,7 +19,6 @@ import platformdirs
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular
-from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 
 _LARGEST = 100_000
@@ -58,49 +57,40 @@ def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable
     from dtype_engine.core.plain_yaml import load_yaml  # most people have no such file, and it takes a while
 
     try:
-        found = load_yaml(text)
+        return _checked(load_yaml(text), list(actions), list(themes), list(options))
     except UserError as error:
-        raise UserError(f"{path}: not YAML: {error}") from None
-    if found is None:
-        return Config()
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: must hold names and values, such as `theme: high-contrast`")
-    _known(path, "setting", found, ("theme", "ascii", "keys", "defaults"))
-    theme, ascii_choice = found.get("theme"), found.get("ascii", "auto")
+        raise UserError(f"{path}: {error}") from None
+
+
+def _checked(found: object, actions: list[str], themes: list[str], options: list[str]) -> Config:
+    """What YAML has read. Raises UserError, which names the entry."""
+    from dtype_engine.core.typed_data import refuse_unknown
+
+    given = _mapping("this file", found)
+    refuse_unknown("setting", given, ("theme", "ascii", "keys", "defaults"))
+    theme, ascii_choice = given.get("theme"), given.get("ascii", "auto")
     if theme is not None:
-        _known(path, "theme", (theme,), tuple(themes))
+        refuse_unknown("theme", (theme,), themes)
     if ascii_choice not in ASCII_CHOICES:
-        raise UserError(f"{path}: ascii: {_shown(ascii_choice)} is none of {', '.join(ASCII_CHOICES)}")
-    keys, defaults = (_mapping(path, name, found.get(name)) for name in ("keys", "defaults"))
-    _known(path, "key's action", keys, tuple(actions))
+        raise UserError(f"ascii: {_shown(ascii_choice)} is none of {', '.join(ASCII_CHOICES)}")
+    keys, defaults = _mapping("keys", given.get("keys")), _mapping("defaults", given.get("defaults"))
+    refuse_unknown("key's action", keys, actions)
     for action, key in keys.items():
         if not isinstance(key, str) or not key.strip():
-            raise UserError(
-                f'{path}: keys: {_shown(action)}: {_shown(key)} is no key; write it as text, such as "f5" or "ctrl+s"'
-            )
+            raise UserError(f'keys: {action}: {_shown(key)} is no key; write it as text, such as "f5" or "ctrl+s"')
     twice = {key for key in keys.values() if list(keys.values()).count(key) > 1}
     if twice:
-        raise UserError(f"{path}: keys: {_shown(', '.join(sorted(twice)))} is given to more than one action")
-    _known(path, "default", defaults, tuple(options))
+        raise UserError(f"keys: {_shown(', '.join(sorted(twice)))} is given to more than one action")
+    refuse_unknown("default", defaults, options)
     return Config(theme, ascii_choice, keys, defaults)
 
 
-def _mapping(path: Path, name: str, value: object) -> dict[str, Any]:
+def _mapping(what: str, value: object) -> dict[str, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise UserError(f"{path}: {name}: must hold names and values, not {_shown(value)}")
+        raise UserError(f"{what}: must hold names and values, not {_shown(value)}")
     return value
-
-
-def _known(path: Path, what: str, names: Iterable[object], known: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in known:
-            near = nearest(str(name), known)
-            raise UserError(
-                f"{path}: unknown {what} {_shown(name)}; "
-                + (f"did you mean {near}?" if near else f"there are {', '.join(known)}")
-            )
 
 
 def _shown(value: object) -> str:
