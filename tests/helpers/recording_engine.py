@@ -45,7 +45,7 @@ class RecordingEngine(Engine):
     commands: list[str] = field(default_factory=list)
     settings: list[RunSettings] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
-    wishes: list[SaveRequest] = field(default_factory=list)
+    saves: list[SaveRequest] = field(default_factory=list)
 
     def start(self) -> None:
         self.commands.append("start")
@@ -78,7 +78,7 @@ class RecordingEngine(Engine):
 
     def save(self, request: SaveRequest) -> None:
         self.commands.append("save")
-        self.wishes.append(request)
+        self.saves.append(request)
 
     def restart(self) -> None:
         self.commands.append("restart")

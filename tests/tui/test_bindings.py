@@ -170,9 +170,9 @@ WORDS: dict[str, tuple[Look, Any]] = {
     "sort bytes": (lambda app: app.query_one(ModuleTree).order, "bytes"),
     "columns bytes": (lambda app: app.query_one(ModuleTree).hidden, {"params", "drift"}),
     "theme high-contrast": (lambda app: app.theme, "high-contrast"),
-    "export out": (lambda app: engine(app).wishes[-1:], [ExportRequest(Path("out"))]),
-    "recipe r.yaml": (lambda app: engine(app).wishes[-1:], [RecipeRequest(Path("r.yaml"))]),
-    "report r.md": (lambda app: engine(app).wishes[-1:], [ReportRequest(Path("r.md"))]),
+    "export out": (lambda app: engine(app).saves[-1:], [ExportRequest(Path("out"))]),
+    "recipe r.yaml": (lambda app: engine(app).saves[-1:], [RecipeRequest(Path("r.yaml"))]),
+    "report r.md": (lambda app: engine(app).saves[-1:], [ReportRequest(Path("r.md"))]),
     "preset all-bf16": (rules, ["*=bfloat16"]),
     "inputs import os": (lambda app: engine(app).lines, ["import os"]),
 }

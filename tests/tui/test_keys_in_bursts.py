@@ -77,7 +77,7 @@ def state(app: DtypeApp) -> dict[str, Any]:
         "asked": engine(app).commands[:],
         "recipes": [str(recipe) for recipe in engine(app).recipes],
         "inputs": engine(app).lines[:],
-        "wishes": engine(app).wishes[:],
+        "saves": engine(app).saves[:],
         "settings": engine(app).settings[:],
     }
 
@@ -159,7 +159,7 @@ async def test_the_save_window_keeps_what_is_typed_before_it_is_there(
     async with running(app) as pilot:
         await begun(app, pilot)
         await burst(app, keys_of("e{down}{up}{ctrl+u}casts{enter}j"))
-        assert engine(app).wishes == [ExportRequest(Path("casts"), False)]
+        assert engine(app).saves == [ExportRequest(Path("casts"), False)]
         assert (top(app), cursor(app) != "") == ("MainScreen", True)
 
 
@@ -173,9 +173,9 @@ async def test_a_file_is_replaced_only_by_a_second_enter_right_after_the_first(
     async with running(app) as pilot:
         await begun(app, pilot)
         await burst(app, keys_of("e{ctrl+u}there{enter}x{backspace}{enter}"))
-        assert engine(app).wishes == []
+        assert engine(app).saves == []
         await burst(app, keys_of("{enter}"))
-        assert engine(app).wishes == [ExportRequest(Path("there"), True)]
+        assert engine(app).saves == [ExportRequest(Path("there"), True)]
 
 
 @pytest.mark.parametrize(("key", "command"), [("f", "flow"), ("g", "generate 48"), ("t", "speed")])

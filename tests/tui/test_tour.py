@@ -87,7 +87,7 @@ async def test_from_the_first_look_to_a_recipe(tmp_path: Path, monkeypatch: pyte
             await came_to(app, pilot, number)
             await pilot.press(*keys)
             number += 1
-        assert isinstance(engine(app).wishes[-1], RecipeRequest)
+        assert isinstance(engine(app).saves[-1], RecipeRequest)
         await came_to(app, pilot, len(STEPS))
         await pilot.press("ctrl+t")
         await pilot.pause()

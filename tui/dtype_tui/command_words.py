@@ -72,7 +72,7 @@ class CommandWords:
 
     def save_to(self, kind: str, typed: str) -> None:
         """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
-        from dtype_tui.screens.save import WRITTEN_THERE, where, wish_for
+        from dtype_tui.screens.save import WRITTEN_THERE, save_request, where
 
         experiment = self._controller.experiment
         if not experiment.has_tree:
@@ -81,7 +81,7 @@ class CommandWords:
         path, taken = (Path(typed), False) if there else where(typed)
         if taken:
             raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
-        self._controller.save(wish_for(kind, path, False, experiment.report))
+        self._controller.save(save_request(kind, path, False, experiment.report))
 
     def completer(self) -> Completer:
         """What may stand in a line: the keys' actions, the commands with words, and this model's names."""

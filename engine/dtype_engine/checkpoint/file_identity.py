@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
 
@@ -29,10 +30,8 @@ class FileIdentity:
     @classmethod
     def of(cls, path: Path) -> FileIdentity:
         """The file that `path` names now, links followed. Raises UserError where there is none."""
-        try:
+        with reading(printable(str(path), 500)):
             status = os.stat(path)
-        except OSError as error:
-            raise UserError(f"can't read {printable(str(path), 500)}: {error.strerror}") from None
         return cls(path, status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
     def change(self) -> str | None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.regular_files import open_regular
+from dtype_engine.core.regular_files import open_regular, reading
 from dtype_engine.core.text import printable
 
 MAGIC = b"GGUF"
@@ -56,11 +56,8 @@ class GGUFHeader:
 
 def read_gguf_header(path: Path) -> GGUFHeader:
     """Raises UserError with the file and what is wrong with it."""
-    try:
-        with open_regular(path) as file:
-            return _Reader(path, file).header()
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
+    with reading(path), open_regular(path) as file:
+        return _Reader(path, file).header()
 
 
 class _Reader:

@@ -20,6 +20,7 @@ from dtype_engine.checkpoint.pickle_zip import check_archive
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 
@@ -137,22 +138,18 @@ def _place(tensor: torch.Tensor) -> Any:
 
 def load_pickle(path: Path, trust: bool) -> Any:
     """What the file holds; `trust` runs whatever code it asks for. Raises UserError."""
-    try:
+    with reading(path):
         if not stat.S_ISREG(path.stat().st_mode):
             raise UserError(f"{path} is not a regular file")
         zipped = zipfile.is_zipfile(path)
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
     archive = check_archive(path, trust) if zipped else None
     if archive is not None and archive.scripted:
         raise UserError(f"{path} is a TorchScript archive, whose code is compiled: export its state_dict() instead")
     if not zipped and _first_byte(path) != b"\x80":
         raise UserError(f"{path} is no PyTorch file: it is neither a zip archive nor a pickle")
     if not zipped and not trust:
-        try:
+        with reading(path):
             check_legacy(path)
-        except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
     import torch
 
     try:

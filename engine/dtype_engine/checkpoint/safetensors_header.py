@@ -16,7 +16,7 @@ from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.regular_files import open_regular
+from dtype_engine.core.regular_files import open_regular, reading
 from dtype_engine.core.text import printable
 
 LONGEST_HEADER = 100_000_000
@@ -100,26 +100,23 @@ def too_many_tensors(path: Path) -> str:
 
 def _header_bytes(path: Path) -> tuple[bytes, int, int]:
     """The JSON part, where the tensors' bytes begin, and the file's size."""
-    try:
-        with open_regular(path) as file:
-            size = os.fstat(file.fileno()).st_size
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
-            length = int.from_bytes(prefix, "little")
-            if length > LONGEST_HEADER:
-                raise UserError(
-                    f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; "
-                    "this is no safetensors file"
-                )
-            if 8 + length > size:
-                raise UserError(
-                    f"{path}: the header claims {length} bytes and the file has {size}: "
-                    "it is truncated or no safetensors file"
-                )
-            return file.read(length), 8 + length, size
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
+    with reading(path), open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        prefix = file.read(8)
+        if len(prefix) < 8:
+            raise UserError(f"{path}: {size} bytes are too few for a safetensors file")
+        length = int.from_bytes(prefix, "little")
+        if length > LONGEST_HEADER:
+            raise UserError(
+                f"{path}: the header claims {length} bytes, over the limit of {LONGEST_HEADER}; "
+                "this is no safetensors file"
+            )
+        if 8 + length > size:
+            raise UserError(
+                f"{path}: the header claims {length} bytes and the file has {size}: "
+                "it is truncated or no safetensors file"
+            )
+        return file.read(length), 8 + length, size
 
 
 def _surely_without_duplicates(raw: bytes, header: object) -> bool:

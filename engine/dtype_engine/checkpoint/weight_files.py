@@ -10,7 +10,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import MOST_TENSORS, CheckpointTensor, read_header, too_many_tensors
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 
 INDEX = "model.safetensors.index.json"
@@ -51,10 +51,8 @@ def find_weight_files(folder: Path) -> tuple[Path, ...]:
     for name in _SINGLES:
         if (folder / name).exists():
             return (resolve_inside(folder, name),)
-    try:
+    with reading(folder):
         present = sorted(entry.name for entry in folder.iterdir())
-    except OSError as error:
-        raise UserError(f"can't read {folder}: {error.strerror}") from None
     if (files := _of_variant(folder, present)) is not None:
         return files
     for suffixes, what in (
@@ -134,9 +132,8 @@ def resolve_inside(folder: Path, name: str, index: str = INDEX) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object in a file. Raises UserError that names the file."""
     try:
-        data = json.loads(read_regular(path, _LARGEST_JSON).decode())
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
+        with reading(path):
+            data = json.loads(read_regular(path, _LARGEST_JSON).decode())
     except (ValueError, RecursionError):
         raise UserError(f"{path} is not valid JSON") from None
     if not isinstance(data, dict):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
-from dtype_engine.core.regular_files import open_regular, read_text
+from dtype_engine.core.regular_files import open_regular, read_text, reading
 from dtype_engine.core.text import printable
 
 IMAGES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff")
@@ -22,11 +22,8 @@ def check_files(options: Options) -> None:
     for path in options.texts:
         read_text(path)
     for path in (*options.images, *options.audio, *((options.tensors,) if options.tensors else ())):
-        try:
-            with open_regular(path) as file:
-                empty = not file.read(1)
-        except OSError as error:
-            raise UserError(f"can't read {path}: {error.strerror}") from None
+        with reading(path), open_regular(path) as file:
+            empty = not file.read(1)
         if empty:
             raise UserError(f"{path} is empty")
     if options.tensors is not None and options.tensors.suffix.lower() not in TENSORS:

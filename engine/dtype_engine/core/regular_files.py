@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -39,6 +41,15 @@ def read_regular(path: Path, most: int) -> bytes:
     return bytes(content)
 
 
+@contextmanager
+def reading(what: object) -> Iterator[None]:
+    """Raise UserError where reading `what`, a path or words with one, fails with an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"can't read {what}: {error.strerror}") from None
+
+
 def _refuse_special(path: Path, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise UserError(f"{path} is a folder, not a file")
@@ -49,10 +60,8 @@ def _refuse_special(path: Path, status: os.stat_result) -> None:
 def read_text(path: Path) -> str:
     """A text file. Raises UserError that says what is wrong with it."""
     try:
-        with open_regular(path) as file:
+        with reading(path), open_regular(path) as file:
             text = io.TextIOWrapper(file, encoding="utf-8").read()
-    except OSError as error:
-        raise UserError(f"can't read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
         raise UserError(f"{path} is not text (UTF-8)") from None
     if not text.strip():

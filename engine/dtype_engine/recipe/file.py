@@ -27,7 +27,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.plain_yaml import load_yaml
-from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_type
 from dtype_engine.recipe.plan import MATCHING_S
@@ -61,9 +61,8 @@ class RecipeFile:
 def read_recipe_file(path: Path) -> RecipeFile:
     """Read a recipe file. Raises UserError that names the file, and the rule or entry where one is to blame."""
     try:
-        text = read_regular(path, _LARGEST).decode()
-    except OSError as error:
-        raise UserError(f"can't read the recipe {path}: {error.strerror}") from None
+        with reading(f"the recipe {path}"):
+            text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
     return _understood(path, text)

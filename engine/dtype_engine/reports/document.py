@@ -40,19 +40,17 @@ def build_report(
     drift: DriftReport | None,
     versions: Mapping[str, str],
     no_drift: str = "",
-    when: datetime | None = None,
     lost: Sequence[ValueLoss] | None = None,
 ) -> Report:
     """The report of a plan. `drift` must be of this plan's recipe; where there is none, `no_drift` says why, and `lost` are the
     weights whose cast loses values, None where nobody looked.
     """
     losses = drift.lost if drift is not None else lost
-    when = when or datetime.now(UTC)
     sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), *_lost(plan, losses)]
     sections.append(_tree(tree, plan))
     if drift is not None:
         sections.append(_where(tree, drift))
-    sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions, when)]
+    sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions)]
     return Report(printable(title, 200), _summary(plan, drift, losses), tuple(sections))
 
 
@@ -329,10 +327,8 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     return Section("Every module", (Table(head, tuple(rows), 4), *more))
 
 
-def _made_with(
-    settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str], when: datetime
-) -> Section:
-    rows = [("when", f"{when:%Y-%m-%d %H:%M} UTC")]
+def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mapping[str, str]) -> Section:
+    rows = [("when", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")]
     if drift is not None:
         rows += [
             ("inputs", printable(drift.inputs, 500)),

@@ -1,6 +1,6 @@
-"""What may be left with: a checkpoint, a recipe file, a report, a recipe for another tool.
+"""What the app may ask the worker to write: a checkpoint, a recipe file, a report, a recipe for another tool.
 
-The app makes a wish, the worker fulfils it. A wish never replaces what is there unless it says so.
+Nothing replaces what is there unless the request says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ class ExportRequest:
 
     folder: Path
     replace: bool = False
-    max_shard_size: str = "5GB"
 
 
 @dataclass(frozen=True, slots=True)

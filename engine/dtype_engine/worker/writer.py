@@ -58,15 +58,15 @@ class SaveContext:
         return plan
 
 
-def plan_export(context: SaveContext, max_shard_size: str = "5GB") -> ExportPlan:
+def plan_export(context: SaveContext) -> ExportPlan:
     """What an export would write. Raises UserError where this recipe can't be exported."""
-    from dtype_engine.runtime.export.export import names_of, shards
+    from dtype_engine.runtime.export.export import SHARD_SIZE, names_of, shards
     from dtype_engine.runtime.export.readme import by_dtype, loading_text
 
     contents = _contents(context)
     return ExportPlan(
         contents.nbytes,
-        len(names_of(shards(contents, max_shard_size))),
+        len(names_of(shards(contents, SHARD_SIZE))),
         tuple((name, share.tensors, share.nbytes) for name, share in by_dtype(contents).items()),
         loading_text(contents),
         contents.notices,
@@ -143,11 +143,10 @@ def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[st
     report = export(
         _contents(context),
         request.folder,
-        request.max_shard_size,
-        _with_rate(context.on_progress),
-        context.cancelled,
-        request.replace,
-        losses,
+        on_bytes=_with_rate(context.on_progress),
+        cancelled=context.cancelled,
+        force=request.replace,
+        lost=losses,
     )
     rate = f", {human_bytes(report.nbytes / report.seconds)}/s" if report.seconds else ""
     size = f"{human_bytes(report.nbytes)} in {seconds_text(report.seconds)}{rate}"

@@ -136,7 +136,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
             assert words in text, words
         assert app.screen.query_one(Input).value == "demo-cast"
         await pilot.press("enter")
-        assert engine(app).wishes == [ExportRequest(Path("demo-cast"))]
+        assert engine(app).saves == [ExportRequest(Path("demo-cast"))]
         assert "writing" in screen(app)
         engine(app).emit(events.SavingProgress(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
         await pilot.pause()
@@ -166,7 +166,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
         await until(pilot, lambda: "packed of several tensors" in screen(app))
         await pilot.press("escape")
         await pilot.pause()
-        assert engine(app).wishes == []
+        assert engine(app).saves == []
 
 
 async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
@@ -177,13 +177,13 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         for place, (kind, _) in enumerate(KINDS):
             await pilot.press("e", *["down"] * place)
             await pilot.press("enter")
-            wish = engine(app).wishes[-1]
+            request = engine(app).saves[-1]
             if kind in ("recipe", "report"):
-                assert isinstance(wish, RecipeRequest | ReportRequest)
-                assert wish.drift is measured
+                assert isinstance(request, RecipeRequest | ReportRequest)
+                assert request.drift is measured
             elif kind != "checkpoint":
-                assert isinstance(wish, ConvertRequest)
-                assert (wish.target, wish.file.name.startswith(f"demo.{kind}.")) == (kind, True)
+                assert isinstance(request, ConvertRequest)
+                assert (request.target, request.file.name.startswith(f"demo.{kind}.")) == (kind, True)
         Path("demo.recipe.yaml").write_text("mine")
         await pilot.press("e", "down")
         field = app.screen.query_one(Input)
@@ -196,7 +196,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         await pilot.pause()
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")
-        assert engine(app).wishes[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
+        assert engine(app).saves[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
 
 
 async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
@@ -208,7 +208,7 @@ async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:
             await pilot.pause()
             assert says in notices(app)[-1]
             assert isinstance(app.screen, SaveScreen)
-        assert engine(app).wishes == []
+        assert engine(app).saves == []
 
 
 async def test_the_session_is_kept_as_it_changes() -> None:

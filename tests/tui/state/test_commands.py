@@ -154,7 +154,7 @@ async def test_a_path_is_completed_to_its_end_and_written_to(tmp_path: Path, mon
         assert app.query_one(CommandLine).query_one(Input).value == "export casts/of today/"
         await pilot.press(*"bf16", "enter")
         await pilot.pause()
-        assert engine(app).wishes == [ExportRequest(Path("casts/of today/bf16"))]
+        assert engine(app).saves == [ExportRequest(Path("casts/of today/bf16"))]
         assert "writing" in screen(app)
 
 
@@ -169,7 +169,7 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         await enter(app, pilot, f"report {tmp_path}/r.html")
         (tmp_path / "empty").mkdir()
         await enter(app, pilot, f"export {tmp_path}/empty")
-        assert engine(app).wishes == [
+        assert engine(app).saves == [
             RecipeRequest(tmp_path / "a b.yaml"),
             RecipeRequest(tmp_path / "c.yaml", drift=measured),
             ReportRequest(tmp_path / "r.html", drift=measured),
@@ -196,7 +196,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
         assert notices(app)[-1].startswith("can't write ~nobody-of-this-name/r.yaml: ")
         await enter(app, pilot, f"report {tmp_path}/{'x' * 300}.html")
         assert "File name too long" in notices(app)[-1]
-        assert engine(app).wishes == []
+        assert engine(app).saves == []
 
 
 async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
@@ -242,7 +242,7 @@ async def test_before_there_is_a_model_there_is_nothing_to_write(tmp_path: Path)
         for line, says in ((f"export {tmp_path}/x", "nothing to write"), ("preset all-bf16", "not there yet")):
             await enter(app, pilot, line)
             assert says in notices(app)[-1]
-        assert engine(app).wishes == engine(app).recipes == []
+        assert engine(app).saves == engine(app).recipes == []
 
 
 async def test_a_cast_is_typed_completed_previewed_and_applied() -> None:

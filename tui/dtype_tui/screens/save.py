@@ -200,7 +200,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
             self._warned = typed
             self.redraw()
             return
-        self.dismiss(wish_for(self._kind, path, taken, self._drift))
+        self.dismiss(save_request(self._kind, path, taken, self._drift))
 
 
 def where(typed: str) -> tuple[Path, bool]:
@@ -219,7 +219,7 @@ def where(typed: str) -> tuple[Path, bool]:
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def wish_for(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
+def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
     """The request for one of `KINDS`; `drift` is the measurement on the screen, if there is one."""
     match kind:
         case "checkpoint":

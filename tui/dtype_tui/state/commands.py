@@ -57,12 +57,12 @@ WITH_ARGUMENTS = (
 """Commands that take words after them, beside those that are a key's action."""
 
 
-def all_commands(actions: Iterable[tuple[str, str]], more: Iterable[Command] = ()) -> dict[str, Command]:
-    """Every command by name: those above, `more` of the kind, and the keys' actions (name, description)."""
+def all_commands(actions: Iterable[tuple[str, str]]) -> dict[str, Command]:
+    """Every command by name: those above, and the keys' actions (name, description)."""
     by_name = {
         name_of(action): Command(name_of(action), action, (), text) for action, text in actions if "(" not in action
     }
-    return by_name | {command.name: command for command in (*WITH_ARGUMENTS, *more)}
+    return by_name | {command.name: command for command in WITH_ARGUMENTS}
 
 
 def parse(line: str, commands: dict[str, Command]) -> tuple[Command, tuple[str, ...]]:

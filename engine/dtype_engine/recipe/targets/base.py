@@ -256,9 +256,9 @@ def loading_note(base: str) -> str:
     return f"load the model in {base}: that is what everything not listed is planned in"
 
 
-def as_comment(lines: Iterable[str], mark: str = "#") -> str:
+def as_comment(lines: Iterable[str]) -> str:
     """Lines of text as comments."""
-    return "".join(f"{mark} {line}\n" for line in lines)
+    return "".join(f"# {line}\n" for line in lines)
 
 
 def left_out_as_json(left_out: Iterable[Unsupported]) -> list[dict[str, Any]]:

@@ -21,6 +21,7 @@ from dtype_engine.checkpoint.components import PIPELINE_INDEX, Component, compon
 from dtype_engine.checkpoint.folder import ADAPTER_CONFIG
 from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.export.staging import ALONG
 
@@ -230,10 +231,8 @@ class _FolderCopy:
 
 def _entries(folder: Path) -> list[Path]:
     """What is in a folder, hidden files left out (a version control's or a download's own). Raises UserError."""
-    try:
+    with reading(folder):
         return sorted(entry for entry in folder.iterdir() if not entry.name.startswith("."))
-    except OSError as error:
-        raise UserError(f"can't read {folder}: {error.strerror}") from None
 
 
 def _is_weight(name: str) -> bool:

@@ -22,6 +22,7 @@ from dtype_engine.checkpoint import ByteRange, FileIdentity, Watch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.regular_files import reading
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry, as_bytes
 from dtype_engine.runtime.model.file_values import FileValues
@@ -231,10 +232,8 @@ def _write_codes(
 
 def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:
     """A tensor's bytes as they are, from file to file: inside the kernel where the two file systems can."""
-    try:
+    with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
-    except OSError as error:
-        raise UserError(f"can't read {source.file}: {error.strerror}") from None
     with file:
         start, left = source.start, source.nbytes
         while left:

@@ -132,12 +132,12 @@ def resampled(wave: Wave, own_rate: int, rate: int) -> Wave:
     return np.pad(resampled_wave, (0, samples - len(resampled_wave)))
 
 
-def synthetic_tone(rate: int, seconds: float = TONE_SECONDS) -> Wave:
+def synthetic_tone(rate: int) -> Wave:
     """A chord (220, 550 and 1320 Hz) that rises and falls five times, with a little noise; the same every time."""
-    time = torch.arange(int(seconds * rate), dtype=torch.float64) / rate
+    time = torch.arange(int(TONE_SECONDS * rate), dtype=torch.float64) / rate
     chord = sum(torch.sin(2 * math.pi * hertz * time) / number for number, hertz in enumerate((220, 550, 1320), 1))
     noise = torch.randn(len(time), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    swell = torch.sin(5 * math.pi * time / seconds).square()
+    swell = torch.sin(5 * math.pi * time / TONE_SECONDS).square()
     wave: Wave = (0.3 * swell * chord + 0.01 * noise).float().numpy()
     return wave
 

@@ -10,7 +10,7 @@ import torch
 from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
 from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
@@ -24,12 +24,11 @@ def round_trips(
     tree: Tree,
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: IsCancelled = never,
 ) -> Iterator[WeightError]:
     """The error of every tensor that the plan changes, in the tree's order. `on_progress(done, total)` counts tensors.
 
     A tensor packed of several in the files gives an entry for each part, under its name in the files. Those that the
-    files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile, Cancelled.
+    files do not hold are left out. Raises UserError for a file that can't be read or was changed meanwhile.
     """
     watch = Watch(checkpoint.identities)
     changed = [
@@ -40,11 +39,9 @@ def round_trips(
         for name in names
     ]
     for done, (tensor, name, dtype) in enumerate(changed):
-        if cancelled():
-            raise Cancelled
         on_progress(done, len(changed))
         watch.look()
-        error = round_trip(tensor.name, read_tensor(checkpoint, name), dtype, cancelled)
+        error = round_trip(tensor.name, read_tensor(checkpoint, name), dtype)
         yield dataclasses.replace(error, stored=checkpoint.dtype(name))
     refuse_changed(checkpoint.identities)
 
@@ -53,15 +50,12 @@ def round_trips_of_live(
     model: LiveModel,
     planned: Mapping[str, str],
     on_progress: Callable[[int, int], None] = lambda done, total: None,
-    cancelled: IsCancelled = never,
 ) -> Iterator[WeightError]:
-    """The same of a model that is open, for one that was made by code. Raises Cancelled."""
+    """The same of a model that is open, for one that was made by code."""
     changed = [weight for name, weight in model.weights.items() if planned[name] != weight.info.dtype]
     for done, weight in enumerate(changed):
-        if cancelled():
-            raise Cancelled
         on_progress(done, len(changed))
-        yield round_trip(weight.info.name, weight.original, planned[weight.info.name], cancelled)
+        yield round_trip(weight.info.name, weight.original, planned[weight.info.name])
 
 
 def skipped(tree: Tree) -> list[SkippedTensor]:

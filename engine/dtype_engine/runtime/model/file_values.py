@@ -13,6 +13,7 @@ import torch
 
 from dtype_engine.checkpoint import ByteRange
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
 
 
 class FileValues:
@@ -27,10 +28,8 @@ class FileValues:
         self._file = -1
 
     def __enter__(self) -> FileValues:
-        try:
+        with reading(self.byte_range.file):
             self._file = os.open(self.byte_range.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
-        except OSError as error:
-            raise UserError(f"can't read {self.byte_range.file}: {error.strerror}") from None
         return self
 
     def __exit__(
@@ -47,10 +46,8 @@ class FileValues:
         buffer = bytearray(count * width)
         view, at = memoryview(buffer), self.byte_range.start + start * width
         while view:
-            try:
+            with reading(self.byte_range.file):
                 got = _read_into(self._file, view, at)
-            except OSError as error:
-                raise UserError(f"can't read {self.byte_range.file}: {error.strerror}") from None
             if not got:
                 raise UserError(f"{self.byte_range.file} was cut short while it was read")
             view, at = view[got:], at + got

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from dtype_engine.checkpoint import CheckpointTensor
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
 _VALUES_AT_ONCE = 1 << 20
@@ -25,16 +26,13 @@ def dequantize(stored: CheckpointTensor) -> npt.NDArray[np.float32]:
     block, width = GGML_QUANT_SIZES[tensor_type]
     values = np.empty(stored.nbytes // width * block, dtype=np.float32)
     step = max(1, _VALUES_AT_ONCE // block)
-    try:
-        with open(stored.file, "rb") as file, np.errstate(all="ignore"):
-            file.seek(stored.start or 0)
-            for first in range(0, stored.nbytes // width, step):
-                count = min(step, stored.nbytes // width - first)
-                blocks = np.frombuffer(file.read(count * width), dtype=np.uint8)
-                if len(blocks) != count * width:
-                    raise UserError(f"{stored.file} was cut short while {printable(stored.name)} was read")
-                part = to_values(blocks.reshape(count, width), tensor_type)
-                values[first * block : (first + count) * block] = part.reshape(-1)
-    except OSError as error:
-        raise UserError(f"can't read {stored.file}: {error.strerror}") from None
+    with reading(stored.file), open(stored.file, "rb") as file, np.errstate(all="ignore"):
+        file.seek(stored.start or 0)
+        for first in range(0, stored.nbytes // width, step):
+            count = min(step, stored.nbytes // width - first)
+            blocks = np.frombuffer(file.read(count * width), dtype=np.uint8)
+            if len(blocks) != count * width:
+                raise UserError(f"{stored.file} was cut short while {printable(stored.name)} was read")
+            part = to_values(blocks.reshape(count, width), tensor_type)
+            values[first * block : (first + count) * block] = part.reshape(-1)
     return values.reshape(stored.shape)

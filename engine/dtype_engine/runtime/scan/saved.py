@@ -15,7 +15,7 @@ import torch
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
-from dtype_engine.core.regular_files import read_regular
+from dtype_engine.core.regular_files import read_regular, reading
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
@@ -130,10 +130,9 @@ def write(path: Path, saved: SavedScan) -> None:
 def read(path: Path, expected: Fingerprint, draws: int | None) -> SavedScan:
     """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`."""
     try:
-        data = json.loads(read_regular(path, _LARGEST))
-        version = data["version"]
-    except OSError as error:
-        raise UserError(f"can't read the saved scan {path}: {error.strerror}") from None
+        with reading(f"the saved scan {path}"):
+            data = json.loads(read_regular(path, _LARGEST))
+            version = data["version"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a saved scan; remove it or give another file") from None
     if version != _VERSION:
