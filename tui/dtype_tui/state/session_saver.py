@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -15,7 +14,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_tui.state.session_store import SavedSession, SessionFile, canonical_model_ref
 
 if TYPE_CHECKING:
-    from dtype_engine.recipe import Recipe, RecipeHistory
+    from dtype_engine.recipe import RecipeHistory
     from dtype_tui.state.measurement_log import MeasuredRecipe
 
 _REST_S = 1.0
@@ -23,19 +22,8 @@ _REST_S = 1.0
 _CLOSE_WAIT_S = 3.0
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What of the session changes while the program runs."""
-
-    recipes: tuple[Recipe, ...]
-    at: int
-    settings: RunSettings
-    cursor: str
-    measured: tuple[MeasuredRecipe, ...]
-
-
 class SessionState(Protocol):
-    """What a snapshot takes from an experiment."""
+    """What of an experiment is kept."""
 
     history: RecipeHistory
     settings: RunSettings
@@ -52,8 +40,8 @@ class SessionSaver:
         self._about = SavedSession(canonical_model_ref(model), title, path, Path.cwd(), options)
         self._file = SessionFile()
         self._changed = threading.Condition()
-        self._now: Snapshot | None = None
-        self._written: Snapshot | None = None
+        self._now: SavedSession | None = None
+        self._written: SavedSession | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
         self._trouble: str | None = None
@@ -62,14 +50,18 @@ class SessionSaver:
     def update(self, experiment: SessionState, cursor: str) -> None:
         """This is how things stand; called often, and cheap where nothing has changed."""
         recipes, at = experiment.history.kept
-        snapshot = Snapshot(recipes, at, experiment.settings, cursor, tuple(experiment.measured))
-        if snapshot == self._now or self._trouble is not None:
+        options = dataclasses.replace(self._about.options, settings=experiment.settings)
+        measured = tuple(experiment.measured)
+        session = dataclasses.replace(
+            self._about, options=options, recipes=recipes, at=at, cursor=cursor, measured=measured
+        )
+        if session == self._now or self._trouble is not None:
             if self._trouble:
                 self.say(self._trouble)
                 self._trouble = ""
             return
         with self._changed:
-            self._now = snapshot
+            self._now = session
             self._changed.notify()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="dtype-session", daemon=True)
@@ -96,23 +88,12 @@ class SessionSaver:
                     now = self._now
             assert now is not None
             try:
-                self._file.save(self._as_saved(now))
+                self._file.save(dataclasses.replace(now, saved=datetime.now(UTC)))
             except UserError as error:
                 self._trouble = f"{error}; --resume will not know this session"
                 return
             self._written = now
 
-    def _only_the_cursor_moved(self, now: Snapshot | None) -> bool:
+    def _only_the_cursor_moved(self, now: SavedSession | None) -> bool:
         before = self._written
         return now is not None and before is not None and dataclasses.replace(now, cursor=before.cursor) == before
-
-    def _as_saved(self, snapshot: Snapshot) -> SavedSession:
-        return dataclasses.replace(
-            self._about,
-            options=dataclasses.replace(self._about.options, settings=snapshot.settings),
-            recipes=snapshot.recipes,
-            at=snapshot.at,
-            cursor=snapshot.cursor,
-            measured=snapshot.measured,
-            saved=datetime.now(UTC),
-        )
