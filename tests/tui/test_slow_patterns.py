@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.helpers.recording_engine import make_app
 from tests.helpers.screen_text import screen, until
 from textual.widgets import Input
@@ -30,6 +31,7 @@ async def test_it_is_said_while_it_is_typed_and_the_keys_go_on() -> None:
         assert not app.controller.experiment.recipe.rules
 
 
+@pytest.mark.slow
 async def test_it_does_not_become_a_rule() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -127,6 +127,7 @@ def test_patterns_that_cover_modules_take_nothing_else(modules: set[str]) -> Non
     assert {name for taken in plan.selections for name in taken.tensors} == wanted
 
 
+@pytest.mark.slow
 def test_islands_of_a_real_architecture(tmp_path: Path) -> None:
     import transformers
 
@@ -173,6 +174,7 @@ def test_presets_as_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert "1.35 MiB  Everything in bfloat16." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_preset_comes_before_recipe_and_casts(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--preset", "fp8-linears", "--cast", "*.mlp=f16", "--json"]
     assert run(cli, "dtype-engine", ["inspect", *arguments]) == 0
@@ -280,6 +282,7 @@ def test_wrong_entries_are_told(tmp_path: Path, entry: str, says: str) -> None:
     assert str(path) in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_run_follows_the_settings_of_its_recipe_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "r.yaml"
     file.write_text(write_recipe(Recipe((Rule("*.mlp", "bfloat16"),)), settings=RunSettings(autocast="bfloat16")))
