@@ -113,7 +113,7 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
     rows = [("module, alone as cast", "   share", "     drift", "its own output")]
     rows += [
         (
-            _label(cause), share_words(cause), f"{cause.drift:.3e}",
+            cause_label(cause), share_words(cause), f"{cause.drift:.3e}",
             "-" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db),
         )
         for cause in shown
@@ -124,7 +124,8 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _label(contribution: Contribution) -> str:
+def cause_label(contribution: Contribution) -> str:
+    """A module's name, and how many modules it stands for."""
     name = printable(contribution.name, 200) or "the model itself"
     return f"{name} ({contribution.modules} modules)" if contribution.modules > 1 else name
 

@@ -16,7 +16,7 @@ from textual.widgets import Static
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import numbered_parts
 from dtype_engine.core.units import decibels
-from dtype_engine.reports.text_drift import causes_footing, causes_headline, share_words
+from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport
 from dtype_engine.worker import events
 from dtype_tui.rendering.cells import bar
@@ -161,12 +161,10 @@ def _table(report: AttributionReport) -> Table:
     table.add_column(no_wrap=True, justify="right")
     table.add_row("alone as cast", "drift", "share", "", "own output", style="dim")
     for cause in report.causes[:_MOST_ROWS]:
-        name = printable(cause.name, 300) or "the model itself"
-        label = f"{name} ({cause.modules} modules)" if cause.modules > 1 else name
         drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
         drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"
         local = "" if cause.local_sqnr_db is None else decibels(cause.local_sqnr_db)
-        table.add_row(label, drift, share_words(cause), drawn, local)
+        table.add_row(cause_label(cause), drift, share_words(cause), drawn, local)
     if len(report.causes) > _MOST_ROWS:
         table.add_row(f"and {len(report.causes) - _MOST_ROWS} more", "", "", "", "")
     return table

@@ -65,6 +65,3 @@ class ChoiceScreen(ModalScreen[Result]):
     def action_move(self, step: int) -> None:
         self.index = (self.index + step) % self._count
         self.redraw()
-
-    def action_leave(self) -> None:
-        self.dismiss(None)

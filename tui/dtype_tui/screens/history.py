@@ -139,9 +139,6 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def action_go_back(self) -> None:
         self.dismiss(self._entries[self._at])
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
     def action_pin(self) -> None:
         at = self._at
         toggle_pin(self._entries, at)

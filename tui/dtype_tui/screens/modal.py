@@ -67,6 +67,9 @@ class ModalScreen(_ModalScreen[Result]):
         """Close it with a result, unless it is closed."""
         return _close_once(self, super().dismiss, result)
 
+    def action_leave(self) -> None:
+        self.dismiss()
+
     def action_scroll(self, lines: int) -> None:
         self.query_one(VerticalScroll).scroll_relative(y=lines, animate=False)
 

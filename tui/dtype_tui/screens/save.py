@@ -211,11 +211,7 @@ def where(typed: str) -> tuple[Path, bool]:
     try:
         path = Path(typed).expanduser()
         return path, any(path.iterdir()) if path.is_dir() else path.exists()
-    except (
-        OSError,
-        RuntimeError,
-        ValueError,
-    ) as error:  # RuntimeError: the home of nobody; ValueError: a null character
+    except (OSError, RuntimeError, ValueError) as error:  # the home of nobody; a null character
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 

@@ -240,9 +240,6 @@ class ScanScreen(ModalScreen[str | None]):
         if not self.has_class("map") and 0 <= at < len(self._names):
             self.dismiss(self._names[at])
 
-    def action_leave(self) -> None:
-        self.dismiss(None)
-
 
 def _score(score: WeightScore, wide: bool) -> str:
     """`7.4097e-05 ± 2.5e-06`, or two digits of it."""
