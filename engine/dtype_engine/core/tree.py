@@ -1,7 +1,7 @@
 """Modules and tensors as a tree, without torch: what the screen shows and what patterns match against.
 
 A tree comes from a checkpoint's headers at first (`from_tensors`, classes unknown) and from the live model
-as soon as there is one (`dtype_engine.model`), which adds module classes, tied weights and buffers.
+as soon as there is one (`runtime.model.live`), which adds module classes, tied weights and buffers.
 """
 
 from __future__ import annotations

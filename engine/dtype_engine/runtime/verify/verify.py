@@ -163,7 +163,7 @@ def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, .
 
 
 def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A tensor in a storage-only dtype, and its scales: the formula at the top of `dtype_engine.storage`, in plain torch.
+    """A tensor in a storage-only dtype, and its scales: the formula at the top of `numerics.quantize`, in plain torch.
 
     scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
     zero; never below float32's smallest normal value. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
