@@ -176,10 +176,10 @@ def _mappings() -> bytes:
     """What this process has mapped (proc(5)). Not through a file object: nothing here may wait for a lock."""
     file = os.open("/proc/self/maps", os.O_RDONLY | os.O_CLOEXEC)
     try:
-        found = bytearray()
+        content = bytearray()
         while piece := os.read(file, 1 << 16):
-            found += piece
-        return bytes(found)
+            content += piece
+        return bytes(content)
     finally:
         os.close(file)
 

@@ -31,8 +31,8 @@ def find_models(folder: Path) -> list[LocalModel]:
     return sorted(_of_folder(folder), key=_newest_first) + sorted(_of_cache(), key=_newest_first)[:_MOST]
 
 
-def _newest_first(found: LocalModel) -> tuple[float, str]:
-    return (-found.modified, found.model)
+def _newest_first(model: LocalModel) -> tuple[float, str]:
+    return (-model.modified, model.model)
 
 
 def _of_folder(folder: Path) -> Iterator[LocalModel]:
@@ -71,8 +71,8 @@ def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> LocalM
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
     try:
-        with os.scandir(folder) as found:
-            return [entry for entry, _ in zip(found, range(_MOST), strict=False) if not entry.name.startswith(".")]
+        with os.scandir(folder) as entries:
+            return [entry for entry, _ in zip(entries, range(_MOST), strict=False) if not entry.name.startswith(".")]
     except OSError:
         return []
 

@@ -52,9 +52,9 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     Raises UserError: what is wrong, in which file.
     """
     with without_gc():
-        found = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
-    refuse_changed(found.identities)
-    return found
+        checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
+    refuse_changed(checkpoint.identities)
+    return checkpoint
 
 
 def needs_torch(path: Path) -> bool:
@@ -107,15 +107,15 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     files = find_weight_files(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
     if any(file.suffix in PICKLES for file in files):
-        found = _of_pickles(folder, files, config, trust_pickle)
-        return _as_adapter(found) if adapter else found
+        checkpoint = _of_pickles(folder, files, config, trust_pickle)
+        return _as_adapter(checkpoint) if adapter else checkpoint
     if files[0].suffix == ".gguf":
         return _open_file(files[0], trust_pickle)
     identities = identified(files)
     tensors, metadata = read_shards(folder, files)
     variant = variant_of(files[0].name)
     notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
-    found = Checkpoint(
+    checkpoint = Checkpoint(
         folder,
         files,
         tensors,
@@ -125,14 +125,16 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         identities=identities,
         aliases=_aliases(tensors, metadata),
     )
-    return _as_adapter(found) if adapter else found
+    return _as_adapter(checkpoint) if adapter else checkpoint
 
 
-def _as_adapter(found: Checkpoint) -> Checkpoint:
+def _as_adapter(checkpoint: Checkpoint) -> Checkpoint:
     """The same checkpoint as a PEFT adapter: its tensors belong into those of another model."""
-    base = str(read_json(found.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
+    base = str(read_json(checkpoint.path / ADAPTER_CONFIG).get("base_model_name_or_path") or "an unnamed model")
     notice = f"a PEFT adapter for {printable(base, 200)}: these are its own tensors, the base model is not among them"
-    return dataclasses.replace(found, config=None, form="adapter", base=base, notices=(*found.notices, notice))
+    return dataclasses.replace(
+        checkpoint, config=None, form="adapter", base=base, notices=(*checkpoint.notices, notice)
+    )
 
 
 def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str]) -> dict[str, str]:
@@ -152,10 +154,10 @@ def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | No
     from dtype_engine.checkpoint.pickles import read_pickles
 
     identities = identified(files)
-    found = read_pickles(files, trust_pickle)
+    pickled = read_pickles(files, trust_pickle)
     return Checkpoint(
-        path, files, found.tensors, config, form="pickle", values=found.values, notices=found.notices,
-        identities=identities, aliases=found.aliases,
+        path, files, pickled.tensors, config, form="pickle", values=pickled.values, notices=pickled.notices,
+        identities=identities, aliases=pickled.aliases,
     )  # fmt: skip
 
 

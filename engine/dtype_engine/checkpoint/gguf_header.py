@@ -73,10 +73,10 @@ class _Reader:
     def header(self) -> GGUFHeader:
         if self.size < 24 or self.take(4) != MAGIC:
             raise UserError(f"{self.path} is no GGUF file: it does not begin with GGUF")
-        found = GGUFHeader()
+        header = GGUFHeader()
         version = self.number("I")
         if version & 0xFFFF == 0:  # of the other byte order: no version is so large
-            self.order, found.swapped = ">", True
+            self.order, header.swapped = ">", True
             version = int.from_bytes(version.to_bytes(4, "little"), "big")
         if version not in VERSIONS:
             raise UserError(
@@ -90,13 +90,15 @@ class _Reader:
             )
         names: set[str] = set()
         for index in range(1, fields + 1):
-            self.field(found, names, index)
+            self.field(header, names, index)
         listed = [self.tensor(index) for index in range(1, tensors + 1)]
-        found.data_start = -(-self.at // found.alignment) * found.alignment
-        found.tensors = [GGUFTensor(name, shape, kind, found.data_start + start) for name, shape, kind, start in listed]
-        return found
+        header.data_start = -(-self.at // header.alignment) * header.alignment
+        header.tensors = [
+            GGUFTensor(name, shape, kind, header.data_start + start) for name, shape, kind, start in listed
+        ]
+        return header
 
-    def field(self, found: GGUFHeader, names: set[str], index: int) -> None:
+    def field(self, header: GGUFHeader, names: set[str], index: int) -> None:
         self.where = f"field {index}"
         name = self.name()
         if name in names:
@@ -110,9 +112,9 @@ class _Reader:
                 raise UserError(
                     f"{self.path}: the field 'general.alignment' must be a power of two: the file is damaged"
                 )
-            found.alignment = value
+            header.alignment = value
         if name.startswith(_KEPT):
-            found.fields[name] = value
+            header.fields[name] = value
 
     def tensor(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
         self.where = f"tensor {index}"
@@ -198,11 +200,11 @@ class _Reader:
 
     def take(self, count: int) -> bytes:
         self.need(count)
-        found = self.file.read(count)
-        if len(found) < count:
+        content = self.file.read(count)
+        if len(content) < count:
             raise self.ended(count)  # cut while it is read
         self.at += count
-        return found
+        return content
 
     def skip(self, count: int) -> None:
         self.need(count)

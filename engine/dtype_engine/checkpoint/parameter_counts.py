@@ -66,10 +66,10 @@ def _bits(config: Mapping[str, Any] | None) -> int | None:
     groups = said.get("config_groups")
     if not isinstance(groups, Mapping):
         return None
-    found = {
+    widths = {
         weights.get("num_bits")
         for group in groups.values()
         if isinstance(group, Mapping) and isinstance(weights := group.get("weights"), Mapping)
     }
-    only = next(iter(found)) if len(found) == 1 else None
+    only = next(iter(widths)) if len(widths) == 1 else None
     return only if isinstance(only, int) and only > 0 else None

@@ -60,10 +60,10 @@ def read_pickles(files: tuple[Path, ...], trust: bool) -> Pickled:
     aliases: dict[str, str] = {}
     notices: list[str] = []
     for file in files:
-        found, notes = state_dict(load_pickle(file, trust), file)
+        held, notes = state_dict(load_pickle(file, trust), file)
         notices += notes
         firsts: dict[Any, str] = {}
-        for name, tensor in found.items():
+        for name, tensor in held.items():
             if name in values:
                 raise UserError(f"tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}")
             tensors[name] = _specification(name, tensor, file)
@@ -208,7 +208,7 @@ def _refused(path: Path, error: Exception) -> str:
     return f"{path} is no PyTorch file, or it is damaged"
 
 
-def state_dict(found: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
+def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[str, ...]]:
     """The tensors by name, and notices: the entry they were nested under, and tensors that are not among them.
 
     Raises UserError when there are none, or two have the same name.
@@ -216,15 +216,15 @@ def state_dict(found: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[s
     import torch
     from torch import nn
 
-    if isinstance(found, nn.Module):
-        return _tensors(found.state_dict(), path), ()
-    if isinstance(found, torch.Tensor):
-        return {"tensor": found.detach()}, ()
-    if not isinstance(found, Mapping):
-        raise UserError(f"{path} holds a {type(found).__name__}, not a state dict of tensors by name")
-    best, most, entry = found, _count(found), None
-    for key in (*_NESTED, *(key for key in found if isinstance(key, str))):
-        inside = found.get(key)
+    if isinstance(loaded, nn.Module):
+        return _tensors(loaded.state_dict(), path), ()
+    if isinstance(loaded, torch.Tensor):
+        return {"tensor": loaded.detach()}, ()
+    if not isinstance(loaded, Mapping):
+        raise UserError(f"{path} holds a {type(loaded).__name__}, not a state dict of tensors by name")
+    best, most, entry = loaded, _count(loaded), None
+    for key in (*_NESTED, *(key for key in loaded if isinstance(key, str))):
+        inside = loaded.get(key)
         if isinstance(inside, nn.Module):
             inside = inside.state_dict()
         if isinstance(inside, Mapping):
@@ -238,25 +238,25 @@ def state_dict(found: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[s
     notices = []
     if entry is not None:
         notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
-    others, first = _elsewhere(found, best)
+    others, first = _elsewhere(loaded, best)
     if others:
         what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
         notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
     return _tensors(best, path), tuple(notices)
 
 
-def _count(found: Mapping[Any, Any]) -> int:
+def _count(mapping: Mapping[Any, Any]) -> int:
     import torch
 
-    return sum(isinstance(value, torch.Tensor) for value in found.values())
+    return sum(isinstance(value, torch.Tensor) for value in mapping.values())
 
 
-def _tensors(found: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
+def _tensors(mapping: Mapping[Any, Any], path: Path) -> dict[str, torch.Tensor]:
     """The tensors of one mapping. Keys that are no text are written as text."""
     import torch
 
     named: dict[str, torch.Tensor] = {}
-    for key, value in found.items():
+    for key, value in mapping.items():
         if not isinstance(value, torch.Tensor):
             continue
         name = str(key)
@@ -280,11 +280,11 @@ _MOST_LOOKED_AT = 1_000_000
 _LONGEST_PLACE = 200
 
 
-def _elsewhere(found: Any, chosen: Any) -> tuple[int, str]:
+def _elsewhere(loaded: Any, chosen: Any) -> tuple[int, str]:
     """How many tensors lie in a pickle's mappings and lists besides those directly in `chosen`, and the first one's place."""
     import torch
 
-    waiting: deque[tuple[Any, str]] = deque([(found, "")])
+    waiting: deque[tuple[Any, str]] = deque([(loaded, "")])
     seen: set[int] = set()
     count, first = 0, ""
     while waiting and len(seen) < _MOST_LOOKED_AT:

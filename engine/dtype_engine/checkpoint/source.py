@@ -170,10 +170,10 @@ def _python(module_or_file: str, attribute: str) -> Source:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found = importlib.util.find_spec(module_or_file)
+        spec = importlib.util.find_spec(module_or_file)
     except (ImportError, ValueError, AttributeError):
-        found = None
-    if found is None:
+        spec = None
+    if spec is None:
         raise UserError(f"there is no Python module {module_or_file} here; give its file as file.py:{attribute}")
     return Source("python", f"{module_or_file}:{attribute}", module=module_or_file, attribute=attribute)
 

@@ -27,12 +27,12 @@ def read_shards(folder: Path, files: Iterable[Path]) -> tuple[dict[str, Checkpoi
     tensors: dict[str, CheckpointTensor] = {}
     metadata: dict[str, str] = {}
     for file in files:
-        found, said = read_header(file)
-        for name in found.keys() & tensors.keys():
+        held, said = read_header(file)
+        for name in held.keys() & tensors.keys():
             raise UserError(
                 f"{folder}: tensor {printable(name)} is in {tensors[name].file.name} and again in {file.name}"
             )
-        tensors |= found
+        tensors |= held
         metadata |= said
         if len(tensors) > MOST_TENSORS:
             raise UserError(too_many_tensors(folder))
@@ -79,15 +79,15 @@ def _of_variant(folder: Path, present: Iterable[str]) -> tuple[Path, ...] | None
     """The files of a variant, as `save_pretrained(variant="fp16")` names them; None where there is none. Several are refused:
     which one is meant can't be known.
     """
-    found = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
-    if not found:
+    variants = {match["index"] or match["single"]: name for name in present if (match := _VARIANT_FILE.fullmatch(name))}
+    if not variants:
         return None
-    if len(found) > 1:
+    if len(variants) > 1:
         raise UserError(
-            f"{folder} has its weights in the variants {', '.join(map(printable, sorted(found)))} and in none without a name; "
+            f"{folder} has its weights in the variants {', '.join(map(printable, sorted(variants)))} and in none without a name; "
             f"move one of them into a folder of its own, with the files beside it"
         )
-    name = next(iter(found.values()))
+    name = next(iter(variants.values()))
     return _shards(folder, folder / name) if name.endswith(".json") else (resolve_inside(folder, name),)
 
 

@@ -237,7 +237,7 @@ def _slope(low: Choice, high: Choice) -> float:
 
 
 def _hull(choices: Sequence[Choice]) -> list[int]:
-    """Places of the choices on the lower convex hull of score over bytes."""
+    """Indices of the choices on the lower convex hull of score over bytes."""
     hull: list[int] = []
     for index in range(len(choices)):
         while len(hull) >= 2 and _slope(choices[hull[-2]], choices[hull[-1]]) <= _slope(

@@ -255,7 +255,7 @@ class Experiment:
         return tensor_bytes(tensor, self.plan.dtypes[tensor.name])
 
     def rules_within(self, node: str) -> tuple[list[int], list[int]]:
-        """Places of the rules that take something of a node: those that take nothing else, and those that reach
+        """Indices of the rules that take something of a node: those that take nothing else, and those that reach
         beyond.
         """
         here = set(self.tensor_names(node))
