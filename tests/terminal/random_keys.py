@@ -22,6 +22,8 @@ _EVERY = 100
 _QUIET_S = 0.3
 _BUSY_BYTES = 400
 """What a measurement writes at a time as it goes on; the answer to a key that changed the picture is more."""
+_WHOLE_BYTES = 1500
+"""Fewer than the emptiest screen takes when all of it is drawn."""
 
 
 def a_key(chance: random.Random) -> str:
@@ -87,9 +89,11 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                 pass
             if pressed // _EVERY != before // _EVERY:
                 _until_quiet(terminal)
+                answers = _draws_anew(terminal, 120 + pressed // _EVERY % 2)
                 ended, status = os.waitpid(terminal.pid, os.WNOHANG)
                 gone = f"ended after {pressed} keys with {os.waitstatus_to_exitcode(status) if ended else 0}"
                 assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
+                assert answers, f"no answer after {pressed} keys, the last {recent!r}; {terminal.logs}"
             if pressed // 2000 != before // 2000:
                 memory.append(process.memory_info().rss >> 20)
         for _ in range(12):  # whatever stands on top closes, and then the tree answers
@@ -98,8 +102,9 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
             while terminal.read(0.01):
                 pass
         terminal.watched = True
-        terminal.resize(121, 36)  # everything is drawn anew
-        terminal.wait_for("embed_tokens|lm_head|layers", 60)
+        terminal.screen.reset()
+        terminal.resize(122, 36)  # everything is drawn anew
+        terminal.wait_for("module +dtype", 60)
         logs = terminal.logs
         time.sleep(1)  # right after an Escape it would be another key
         terminal.press("q")
@@ -109,6 +114,15 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
         return memory, logs
     finally:
         terminal.close()
+
+
+def _draws_anew(terminal: Terminal, columns: int) -> bool:
+    """Whether the app takes in that its terminal has another width, which it answers with a whole screen."""
+    terminal.resize(columns, 36)
+    until, size = time.monotonic() + 60, 0
+    while size < _WHOLE_BYTES and time.monotonic() < until:
+        size += terminal.read(0.05)
+    return size >= _WHOLE_BYTES
 
 
 def _until_quiet(terminal: Terminal) -> None:
