@@ -1,5 +1,6 @@
-"""No test touches the state folder of whoever runs it: sessions go to a folder of the test run's own. Tests that run side
-by side have one thread each, and so have the programs they start.
+"""No test touches the state folder of whoever runs it: sessions go to a folder of the test run's own. Tests have one thread each,
+and so have the programs they start: their models are so small that several threads would only wait for each other, which takes a
+processor as well.
 """
 
 from __future__ import annotations
@@ -15,8 +16,7 @@ from dtype_tui.state.first_start import note_start
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
 note_start()  # the line for who never started it is tested by itself
-if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:

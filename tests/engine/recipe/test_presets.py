@@ -163,6 +163,7 @@ def test_kinds_have_the_bases_of_a_class(make_llama: Callable[..., Path]) -> Non
     assert kinds["Linear"] == frozenset()
 
 
+@pytest.mark.slow
 def test_presets_as_a_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(cli, "dtype-engine", ["recipe", "presets", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -156,8 +156,8 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
         assert app.controller.experiment.lost is not None
         found = {loss.tensor: (loss.overflowed, loss.vanished) for loss in app.controller.experiment.lost}
         assert found == {name: counts for name, counts in expected.items() if any(counts)}
-        assert "bn.running_var: 64 of 128 values became infinite in float16" in pane(app)
-        assert "not tried: there is no live model to run" in pane(app)
+        await until(pilot, lambda: "bn.running_var: 64 of 128 values became infinite in float16" in pane(app))
+        await until(pilot, lambda: "not tried: there is no live model to run" in pane(app))
         await pilot.press("a")
         await until(pilot, lambda: app.controller.experiment.lost == (), 60)
         assert app.controller.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
