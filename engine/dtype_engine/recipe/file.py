@@ -197,7 +197,7 @@ def write_recipe(
         lines.append("measured:  # figures of a run; nothing depends on them")
         for name, value in (measured or {}).items():
             unit = f"  # {units[name]}" if units and name in units else ""
-            lines.append(f"  {_key(name)}: {_figure(value)}{unit}")
+            lines.append(f"  {_figure(name)}: {_figure(value)}{unit}")
     if lost:
         lines.append(f"  {LOST}:  # values that their cast made infinite (overflowed) or zero (vanished)")
         lines += [
@@ -213,10 +213,6 @@ def write_recipe(
 def _scalar(text: str) -> str:
     """A string as YAML, always in double quotes: patterns are full of characters that mean something to YAML."""
     return yaml.safe_dump(text, default_style='"', allow_unicode=True, width=1 << 20).strip()
-
-
-def _key(name: str) -> str:
-    return name if name.isidentifier() and yaml.safe_load(name) == name else _scalar(name)
 
 
 def _figure(value: Figure) -> str:

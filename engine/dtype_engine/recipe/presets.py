@@ -79,8 +79,9 @@ def _norms_and_head(tree: Tree) -> Iterator[Rule]:
 
 
 def _islands(tree: Tree) -> Iterator[Rule]:
-    declared = [name for name, module in tree.modules.items() if module.keep_in_fp32 and not _inside_kept(tree, name)]
-    yield from (Rule(pattern, "float32") for pattern in covering(tree, declared))
+    declared = {name for name, module in tree.modules.items() if module.keep_in_fp32}
+    outermost = [name for name in tree.modules if name in declared and declared.isdisjoint(ancestors(name))]
+    yield from (Rule(pattern, "float32") for pattern in covering(tree, outermost))
 
 
 def _modelopt(tree: Tree) -> Iterator[Rule]:
@@ -158,10 +159,6 @@ def _by_class(tree: Tree, wanted: Callable[[Module], bool]) -> list[str]:
     for class_name, names in chosen.items():
         patterns += [f"type:{class_name}"] if len(names) == every[class_name] else covering(tree, names)
     return patterns
-
-
-def _inside_kept(tree: Tree, name: str) -> bool:
-    return any(tree.modules[above].keep_in_fp32 for above in ancestors(name))
 
 
 def covering(tree: Tree, modules: Iterable[str]) -> list[str]:
