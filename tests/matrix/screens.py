@@ -172,7 +172,7 @@ async def _values(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 
 def _row_of(app: DtypeApp, dtype: str) -> str:
     """The line of a dtype in the table of casts, "" while it is not drawn."""
-    rows = (line for line in shown(app).splitlines() if re.search(rf"│ {dtype} .*(dB|exact|identical)", line))
+    rows = (line for line in shown(app).splitlines() if re.search(rf"│ {dtype} .*(dB|exact)", line))
     return next(rows, "")
 
 

@@ -36,7 +36,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal = opened()
     terminal.wait_for("embed_tokens")
     terminal.wait_for(r"ready")
-    terminal.wait_for(r"SQNR +identical")
+    terminal.wait_for(r"SQNR +exact")
     terminal.press("c")
     terminal.wait_for(r"\*=bf16\s")
     terminal.wait_for(r"takes 5\d tensors · 707\.8 k parameters · 2\.70 MiB → 1\.35 MiB")
@@ -45,7 +45,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
     terminal.wait_for(r"SQNR +4\d\.\d\d dB")
     terminal.wait_for(r"KL mean +\d\.\d+e-04 ± \de-0\d nats")
     terminal.press("u")
-    terminal.wait_for(r"SQNR +identical")
+    terminal.wait_for(r"SQNR +exact")
     terminal.press("q")
     assert terminal.exit_status() == 0
     assert terminal.is_restored()
@@ -54,7 +54,7 @@ def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> N
 def test_two_results_in_a_row_leave_no_job_on_the_status_line(opened: Opener) -> None:
     """What changes on the main screen while a window over it is only just opening is painted all the same."""
     terminal = opened(f"{TINYNET}:TinyNet", size=(80, 24))
-    terminal.wait_for(r"SQNR +identical")
+    terminal.wait_for(r"SQNR +exact")
     terminal.press("2")
     terminal.wait_for(r"SQNR +5\d\.\d\d dB")
     terminal.wait_for(r"ready")

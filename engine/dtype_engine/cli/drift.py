@@ -18,6 +18,7 @@ from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import severe
+from dtype_engine.results.meaning import HELP, Meaning, meaning
 from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 MISSED = 1
 
 
-@click.command(cls=ModelCommand)
+@click.command(cls=ModelCommand, epilog=HELP)
 @click.option(
     "--generate",
     "tokens",
@@ -101,13 +102,14 @@ class _Details:
     floor: NoiseFloor
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
-    under_floor: bool
+    meaning: Meaning
     remedy_asked: bool
     remedy: LossRemedy | None
 
     def as_json(self) -> dict[str, Any]:
         """As keys of the report's object."""
-        keys = {"floor": as_json(self.floor), "under_floor": self.under_floor, "nonfinite": as_json(self.nonfinite)}
+        keys = {"floor": as_json(self.floor), "under_floor": self.meaning.word == "under the floor"}
+        keys |= {"meaning": as_json(self.meaning), "nonfinite": as_json(self.nonfinite)}
         keys |= {"suggest": as_json(self.remedy)} if self.remedy_asked else {}
         return keys | ({"causes": as_json(self.causes)} if self.causes is not None else {})
 
@@ -132,7 +134,7 @@ def _measure_details(session: Session, report: DriftReport, causes: bool, sugges
     nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
     attribution = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
     remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None
-    return _Details(floor, nonfinite, attribution, floor.covers(report.output), suggest, remedy)
+    return _Details(floor, nonfinite, attribution, meaning(report.output, floor), suggest, remedy)
 
 
 def _exit_status(reached: Sequence[Verdict]) -> int:

@@ -32,6 +32,13 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f}"
 
 
+def change_text(before: int, after: int) -> str:
+    """`54.9 % less` of bytes that were and will be; "" where none were, or as many will be."""
+    if not before or before == after:
+        return ""
+    return f"{100 * abs(after / before - 1):.1f} % {'less' if after < before else 'more'}"
+
+
 def share_text(count: int, whole: int) -> str:
     """A count, with its share of the whole where there is one: `-`, `17`, `1.2 M 3.4 %`."""
     if not count:
@@ -52,7 +59,7 @@ def decibels(value: float | None) -> str:
     if math.isnan(value):
         return "not finite"
     if math.isinf(value):
-        return "identical" if value > 0 else "not finite"
+        return "exact" if value > 0 else "not finite"
     return f"{value:.2f} dB"
 
 

@@ -11,6 +11,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, Totals, Tree, is_number
 from dtype_engine.core.units import (
+    change_text,
     decibels,
     human_bytes,
     human_count,
@@ -25,6 +26,8 @@ from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import HELP, headline
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
+from dtype_engine.results.meaning import HELP as MEANING_HELP
+from dtype_engine.results.meaning import meaning
 
 MOST_MODULES = 2000
 _SUMMARY_ROWS = 40
@@ -58,9 +61,10 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
     words = f"{human_bytes(plan.stored_bytes)} stored"
     if plan.recipe.rules:
         words += f", {human_bytes(plan.planned_bytes)} under {plural(len(plan.recipe), 'rule')}"
-        words += f" ({_change(plan.stored_bytes, plan.planned_bytes)})"
+        change = change_text(plan.stored_bytes, plan.planned_bytes)
+        words += f" ({change})" if change else ""
     if drift is not None:
-        words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference}"
+        words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference} ({meaning(drift.output)})"
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
@@ -92,12 +96,8 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
     return [Section(_LOST, (HELP, Table(head, rows, 2), *more))]
 
 
-def _change(before: int, after: int) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "-"
-
-
 def _sqnr(value: float | None) -> str:
-    return "outputs identical" if value == math.inf else f"SQNR {decibels(value)}"
+    return "exact" if value == math.inf else f"SQNR {decibels(value)}"
 
 
 def _rules(tree: Tree, plan: Plan) -> Section:
@@ -172,6 +172,7 @@ def _drift(drift: DriftReport | None, no_drift: str) -> Section:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
     rows = [
+        ("meaning", meaning(output).word, meaning(output).why),
         ("mean |Δ|", f"{output.mean_abs:.4e}", "mean absolute difference of the output"),
         ("max |Δ|", f"{output.max_abs:.4e}", "largest absolute difference"),
         ("relative L2", f"{output.rel_l2:.4e}", "norm of the difference over that of the reference"),
@@ -210,7 +211,7 @@ def _drift(drift: DriftReport | None, no_drift: str) -> Section:
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
     name = f"{printable(drift.output_name)} ({output.elements:,} elements)"
     words = f"Of {name}, against {drift.reference} arithmetic on the weights as stored."
-    return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows))))
+    return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
 
 
 def _tree(tree: Tree, plan: Plan) -> Section:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
@@ -29,12 +30,10 @@ def floor_text(floor: NoiseFloor) -> str:
 
 
 def floor_lines(floor: NoiseFloor, output: OutputDrift) -> list[str]:
-    """The floor, how it was found, and whether the reading is under it."""
-    lines = [f"floor      {floor_text(floor)}"]
+    """What the drift means, and the floor and how it was found."""
+    lines = [f"meaning    {meaning(output, floor)}", f"floor      {floor_text(floor)}"]
     if floor.ways:
-        lines[0] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
-    if floor.covers(output):
-        lines.append("           this reading is under the floor: it is noise")
+        lines[1] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
     return lines
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtype_engine.results.drift import OutputDrift, drifts_less
+from dtype_engine.results.drift import Figures, OutputDrift, drifts_less
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,13 +26,13 @@ class NoiseFloor:
     kl_mean: float | None = None
     top1_agreement: float | None = None
 
-    def covers(self, output: OutputDrift) -> bool:
-        """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by relative L2."""
+    def covers(self, output: Figures) -> bool:
+        """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False
         if output.kl_mean is not None and self.kl_mean is not None:
             return output.kl_mean <= self.kl_mean
-        return output.rel_l2 <= self.rel_l2
+        return output.sqnr_db >= self.sqnr_db
 
 
 @dataclass(frozen=True, slots=True)

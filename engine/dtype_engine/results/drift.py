@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
@@ -111,6 +112,19 @@ class OutputDrift:
         return {name: value for name, value in tail.items() if value is not None}
 
 
+class Figures(Protocol):
+    """What of an output's drift it is judged by (see `OutputDrift`)."""
+
+    @property
+    def kl_mean(self) -> float | None: ...
+    @property
+    def sqnr_db(self) -> float: ...
+    @property
+    def max_abs(self) -> float: ...
+    @property
+    def nonfinite(self) -> int: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
     """The same for one module's output. `nonfinite` counts elements that are not finite here but were there.
@@ -126,9 +140,22 @@ class ModuleDrift:
 
 
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
-    """Those whose outputs differ from the reference: by how many values are not finite, then the lowest SQNR first."""
+    """Those whose outputs differ from the reference: by how many values are not finite, then the lowest SQNR first.
+
+    A module that gives on what one inside it has made, as an MLP does of its last projection, is left out.
+    """
     differing = [each for each in modules if each.nonfinite or each.sqnr_db not in (None, math.inf)]
-    return sorted(differing, key=lambda each: (-each.nonfinite, -math.inf if each.sqnr_db is None else each.sqnr_db))
+    alike: dict[tuple[object, ...], list[str]] = {}
+    for each in differing:
+        alike.setdefault((each.sqnr_db, each.max_abs, each.nonfinite), []).append(each.name)
+    own = [
+        each
+        for each in differing
+        if not any(
+            name.startswith(f"{each.name}.") for name in alike[each.sqnr_db, each.max_abs, each.nonfinite] if each.name
+        )
+    ]
+    return sorted(own, key=lambda each: (-each.nonfinite, -math.inf if each.sqnr_db is None else each.sqnr_db))
 
 
 @dataclass(frozen=True, slots=True)

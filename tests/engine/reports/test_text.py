@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_engine.core.units import human_bytes, human_count, percent_with_error, plural
+from dtype_engine.core.units import change_text, human_bytes, human_count, percent_with_error, plural
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import ModuleDrift, worst_modules
 
@@ -49,6 +49,23 @@ def test_the_worst_modules_come_first_and_those_that_agree_not_at_all() -> None:
     }
     drifts = [ModuleDrift(name, sqnr, 0.0, nonfinite) for name, (sqnr, nonfinite) in figures.items()]
     assert [each.name for each in worst_modules(drifts)] == ["many", "one", "zeros", "bad", "nothing left", "good"]
+
+
+def test_a_module_that_passes_on_what_one_inside_it_made_is_not_named_twice() -> None:
+    drifts = [
+        ModuleDrift(name, sqnr, 0.5, 0)
+        for name, sqnr in (("layer", 30.0), ("layer.mlp", 20.0), ("layer.mlp.down", 20.0), ("layer.mlp2", 20.0))
+    ]
+    assert [each.name for each in worst_modules(drifts)] == ["layer.mlp.down", "layer.mlp2", "layer"]
+
+
+def test_a_change_of_bytes_says_which_way() -> None:
+    assert [change_text(*pair) for pair in ((200, 90), (100, 300), (5, 5), (0, 7))] == [
+        "55.0 % less",
+        "200.0 % more",
+        "",
+        "",
+    ]
 
 
 def test_counts_of_things_and_shares_with_their_error() -> None:

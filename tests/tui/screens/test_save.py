@@ -52,7 +52,9 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         await pilot.press("2")
         before = app.controller.experiment.recipe
         await pilot.press("p")
-        await until(pilot, lambda: "modelopt" in screen(app) and "…\n" not in screen(app) and "-50.0 %" in screen(app))
+        await until(
+            pilot, lambda: "modelopt" in screen(app) and "…\n" not in screen(app) and "50.0 % less" in screen(app)
+        )
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.press("down", "down")
         text = screen(app)

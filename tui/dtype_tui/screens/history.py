@@ -14,6 +14,7 @@ from textual.widgets import DataTable, Static
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
+from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.rendering.plots import Plot
@@ -75,7 +76,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         table = self.query_one(DataTable)
         table.clear(columns=True)
-        for name in ("", "bytes", "SQNR", "KL nats", "same top", "perplexity", "time", "rules"):
+        for name in ("", "bytes", "drift", "SQNR", "KL nats", "same top", "perplexity", "time", "rules"):
             table.add_column(name)
         for index in self._order:
             table.add_row(*self._cells(index))
@@ -89,6 +90,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         return [
             Text(mark, style="bold" if entry.pinned else ""),
             Text(short_bytes(entry.planned_bytes), justify="right"),
+            Text(self._meaning(entry).word),
             Text("not finite" if entry.nonfinite else decibels(entry.sqnr_db), justify="right"),
             Text(_number(entry.kl_mean, ".3e"), justify="right"),
             Text("" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %", justify="right"),
@@ -96,6 +98,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             Text("" if entry.seconds is None else seconds_text(entry.seconds), justify="right"),
             Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
         ]
+
+    def _meaning(self, entry: MeasuredRecipe) -> Meaning:
+        """What a measurement means; the floor is known of the inputs in use alone."""
+        return meaning(entry, self._experiment.floor if entry.inputs == self._experiment.inputs else None)
 
     @property
     def _at(self) -> int:

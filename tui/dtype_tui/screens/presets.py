@@ -12,7 +12,7 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import change_text, human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.presets import PRESETS, PresetEffect, preset_effects
 from dtype_tui.screens.choice import ChoiceScreen
@@ -82,8 +82,8 @@ def _effect_words(effect: PresetEffect | None) -> str:
     if effect.recipe is None:
         return "needs the module classes, which are not known" if effect.needs_classes else "nothing to do here"
     stored, planned = effect.stored_bytes, effect.planned_bytes
-    change = f"{100 * (planned / stored - 1):+.1f} %" if stored else ""
-    return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>8}"
+    change = change_text(stored, planned)
+    return f"{effect.tensors:>7,} tensors  {human_bytes(stored):>10} → {human_bytes(planned):>10}  {change:>11}"
 
 
 def _append_rules(text: Text, effect: PresetEffect | None, width: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from dtype_engine.core.text import printable
+from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.loss_text import loss_status
 from dtype_tui.state.experiment import Experiment
@@ -56,6 +57,8 @@ def status_line(
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
+        if experiment.report is not None:
+            line.append(f" · drift: {meaning(experiment.report.output, experiment.floor).word}")
     if lost := loss_status(experiment.lost or ()):
         line.append(f"  {lost}", style="bold")
     where = printable(experiment.device or experiment.host, 40)

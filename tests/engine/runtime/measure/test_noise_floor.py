@@ -61,7 +61,7 @@ def test_the_floor_is_measured_once_and_hides_what_is_no_larger() -> None:
     assert output.max_abs > 0
     assert floor.covers(dataclasses.replace(output, kl_mean=floor.kl_mean))
     session.cast("*", "float32")
-    assert not floor.covers(session.drift().output)  # identical is no noise
+    assert not floor.covers(session.drift().output)  # what is exact is no noise
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "vit", "whisper", "mamba", "torch_lstm", "clip"])
@@ -128,6 +128,7 @@ def test_a_missed_limit_is_exit_status_1_with_the_reason() -> None:
     ]  # fmt: skip
     assert found["floor"]["kl_mean"] < 1e-9
     assert found["under_floor"] is False
+    assert found["meaning"] == {"word": "small", "why": "no more than q8_0"}
     assert found["causes"]["causes"][0]["name"] == "lm_head"
     assert found["nonfinite"] is None
 

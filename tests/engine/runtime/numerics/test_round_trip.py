@@ -183,7 +183,7 @@ def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert run(cli, "dtype-engine", arguments) == 0
     text = capsys.readouterr().out
     shown = {line.split()[0]: line.split()[2] for line in text.splitlines() if "f32→f16" in line}
-    assert shown == {"exact": "identical", "all": "0.00", "over": "not", "gone": "-", "nan": "-"}
+    assert shown == {"exact": "exact", "all": "0.00", "over": "not", "gone": "-", "nan": "-"}
     assert text.splitlines()[-1].startswith("left out   3 tensors, first ")
 
 

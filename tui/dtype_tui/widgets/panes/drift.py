@@ -15,6 +15,8 @@ from dtype_engine.core.units import decibels, percent_with_error
 from dtype_engine.recipe import Rule
 from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
+from dtype_engine.results.meaning import HELP as HELP_MEANING
+from dtype_engine.results.meaning import meaning
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.widgets.panes.base import Pane, figures_grid
@@ -31,7 +33,9 @@ class DriftPane(Pane):
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same. "
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
-        "two; a drift no larger is noise. Causes (d): each module with weights is run as cast by itself, all else as the "
+        "two; a drift no larger is noise. "
+        + HELP_MEANING
+        + " Causes (d): each module with weights is run as cast by itself, all else as the "
         "reference; its share is the drift of the output then over that of the whole recipe. Shares need not add up to "
         "100 %: errors interact, and the rounding of sums and activations between modules belongs to none. "
         + HELP_LOSSES
@@ -71,8 +75,9 @@ class DriftPane(Pane):
         output = report.output
         grid = figures_grid()
         floor = self.experiment.floor
-        if floor is not None and floor.covers(output):
-            grid.add_row("noise", Text("no more than its floor", style="bold"))
+        grid.add_row("meaning", Text(str(meaning(output, floor)), style="bold"))
+        if floor is not None and floor.ways:
+            grid.add_row("floor", floor_text(floor))
         for verdict in verdicts(self.experiment.thresholds, output):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
@@ -91,8 +96,6 @@ class DriftPane(Pane):
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
             tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
             grid.add_row("KL tail", "  ".join(tail))
-        if floor is not None and floor.ways:
-            grid.add_row("floor", floor_text(floor))
         if guess := self.experiment.predicted():
             grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:

@@ -8,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.units import human_bytes, percent
+from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_tui.rendering.cells import colour, short_bytes
 from dtype_tui.widgets.panes.base import Pane, figures_grid
 
@@ -21,7 +21,7 @@ class MemoryPane(Pane):
 
     HELP = (
         "stored: the checkpoint's tensors. planned: the same under the recipe, scales included, tied weights once; "
-        "percentages are shares of these bytes. "
+        "percentages are shares of these bytes, and more or less than stored. "
         "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
         "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
         "measurement began."
@@ -33,12 +33,10 @@ class MemoryPane(Pane):
         if experiment.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
         grid = figures_grid()
-        change = ""
-        if plan.stored_bytes and plan.planned_bytes != plan.stored_bytes:
-            change = f"  {100 * (plan.planned_bytes / plan.stored_bytes - 1):+.1f} %"
+        change = change_text(plan.stored_bytes, plan.planned_bytes)
         grid.add_row("stored", human_bytes(plan.stored_bytes))
-        grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), change))
-        grid.add_row("", self._mix())
+        grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), f"  {change}"))
+        grid.add_row("by bytes", self._mix())
         if reading is None:
             return grid
         if reading.resident_bytes is not None:

@@ -1,0 +1,89 @@
+"""The word for a drift, and whether its limits are what they are said to be."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dtype_engine.results.attribution import NoiseFloor
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.meaning import HELP, SQNR_SIGNS, cosine_at, meaning, rounding_sqnr_db
+
+
+def drift(kl_mean: float | None = None, sqnr_db: float = 40.0, max_abs: float = 1.0, nonfinite: int = 0) -> OutputDrift:
+    return OutputDrift(
+        elements=10, mean_abs=0.1, max_abs=max_abs, rel_l2=10 ** (-sqnr_db / 20), sqnr_db=sqnr_db, cosine=1.0,
+        nonfinite=nonfinite, kl_mean=kl_mean,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kl", "word"),
+    [
+        (9e-5 / 10, "invisible"),
+        (2.515e-5 / 1.1, "invisible"),
+        (3.69e-4, "small"),  # q8_0 of LLaMA-2-7B, in the same table
+        (1.355e-3, "small"),
+        (5.45e-3, "visible"),  # q6_K
+        (3.1273e-2, "visible"),
+        (0.10, "visible"),  # q3_K_M
+        (0.546, "broken"),  # iq2_XS: perplexity 10.8 for 6.2
+        (2.2, "broken"),  # iq1_S: perplexity 58
+    ],
+)
+def test_a_distribution_is_judged_by_its_mean_kl_against_published_figures(kl: float, word: str) -> None:
+    assert meaning(drift(kl, sqnr_db=200.0)).word == word
+
+
+def sqnr(exact: torch.Tensor, held: torch.Tensor) -> float:
+    return 10 * math.log10(float((exact**2).sum() / ((exact - held) ** 2).sum()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_no_rounding_of_torchs_costs_more_than_the_limit(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    least = rounding_sqnr_db(round(-math.log2(torch.finfo(dtype).eps)))
+    of_many_magnitudes = torch.pow(2.0, 6 * torch.rand(400_000, generator=generator, dtype=torch.float64) - 3)
+    normal = torch.randn(400_000, generator=generator, dtype=torch.float64)
+    for exact in (of_many_magnitudes, normal):
+        assert least + 2.5 < sqnr(exact, exact.to(dtype).double()) < least + 3.8
+
+
+def test_the_limit_is_reached_where_mantissas_are_near_1() -> None:
+    exact = 1 + torch.rand(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 64
+    assert rounding_sqnr_db(10) == pytest.approx(sqnr(exact, exact.to(torch.float16).double()), abs=0.1)
+
+
+def test_signs_and_cosine_hold_for_values_that_are_normally_distributed() -> None:
+    exact = torch.randn(400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = exact.to(torch.bfloat16).double()
+    assert meaning(drift(sqnr_db=sqnr(exact, rounded))).word == "invisible"
+    assert meaning(drift(sqnr_db=sqnr(exact, exact.to(torch.float8_e4m3fn).double()))).word == "small"
+    assert sqnr(exact, exact.sign() * exact.abs().mean()) == pytest.approx(SQNR_SIGNS, abs=0.02)
+    cosine = float(torch.nn.functional.cosine_similarity(exact, rounded, dim=0))
+    assert 1 - cosine_at(sqnr(exact, rounded)) == pytest.approx(1 - cosine, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("db", "word"), [(75.0, "invisible"), (54.0, "invisible"), (48.0, "small"), (25.0, "visible"), (3.0, "broken")]
+)
+def test_any_other_output_is_judged_by_its_sqnr(db: float, word: str) -> None:
+    assert meaning(drift(sqnr_db=db)).word == word
+
+
+def test_what_comes_before_the_limits() -> None:
+    assert meaning(drift(0.0, math.inf, 0.0)).word == "exact"
+    assert meaning(drift(1e-9, nonfinite=1)).word == "broken"
+    assert meaning(drift(None, math.nan)).word == "broken"
+    floor = NoiseFloor(("eager attention",), 256, 45.0, 1e-5, 10**-2.25, 1e-4, 1.0)
+    assert meaning(drift(9e-5), floor).word == "under the floor"
+    assert meaning(drift(2e-4), floor).word == "small"
+    assert meaning(drift(sqnr_db=46.0), floor).word == "under the floor"
+    assert meaning(drift(sqnr_db=46.0), NoiseFloor((), 0, 0.0, 0.0, 0.0)).word == "small"
+
+
+def test_the_help_gives_every_limit_and_its_source() -> None:
+    for words in ("llama.cpp", "LLaMA-3-8B", "2.5e-05", "1.4e-03", "0.031", "0.445", "52.9 dB", "28.9 dB", "4.4 dB"):
+        assert words in HELP
