@@ -130,6 +130,14 @@ def at(node: str, scene: Scene = ready) -> Scene:
     return there
 
 
+async def much_said(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """More sentences than a box has lines."""
+    await ready(app, pilot)
+    for number in range(40):
+        app.notify(f"sentence {number}")
+    await pilot.pause()
+
+
 def cast(rule: str, scene: Scene = ready) -> Scene:
     async def there(app: DtypeApp, pilot: Pilot[None]) -> None:
         await scene(app, pilot)

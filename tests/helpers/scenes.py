@@ -85,6 +85,12 @@ async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     )
 
 
+async def queued(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A measurement runs, and a scan and an export wait."""
+    await measuring(app, pilot)
+    await say(app, pilot, events.Jobs("measure", ("scan", "write")))
+
+
 def after(scene: Scene, *keys: str) -> Scene:
     async def bring_up(app: DtypeApp, pilot: Pilot[None]) -> None:
         await scene(app, pilot)
@@ -241,10 +247,12 @@ SCENES: dict[str, Scene] = {
     "leave": told(after(mixed, "e"), exported),
     "causes": told(after(mixed, "d"), causes),
     "history": history,
+    "compared": after(history, "j", "P", "escape"),
     "scan-dtypes": after(ready, "s"),
     "heat": told(ready, scanned),
     "scan": told(ready, scanned, "s"),
     "optimise": told(ready, scanned, "o"),
+    "jobs": after(queued, "J"),
 }
 
 

@@ -23,6 +23,7 @@ from tests.helpers.observations import (
     line,
     many_causes,
     many_inputs,
+    much_said,
     not_finite,
     on,
     once,
@@ -39,7 +40,7 @@ from tests.helpers.observations import (
     typing,
 )  # fmt: skip
 from tests.helpers.recording_engine import engine
-from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, ready, scanned, told
+from tests.helpers.scenes import SCENES, Scene, after, measuring, mixed, queued, ready, scanned, told
 from textual.containers import VerticalScroll
 from textual.widgets import DataTable
 
@@ -103,7 +104,11 @@ IN_MAIN = (
             back,
             Key("comma", top, "SettingsScreen"),
             back,
-            Key("question_mark", title, "Help"),
+            Key("question_mark", top, "HelpScreen"),
+            back,
+            Key("M", title, "Messages"),
+            back,
+            Key("J", top, "JobsScreen"),
             back,
             Key("ctrl+p", top, "CommandPalette"),
             back,
@@ -402,17 +407,56 @@ OTHER_PLACES = (
         ),
     ),
     Walk(
-        "In a box of text",
+        "In the jobs",
+        after(queued, "J"),
+        (
+            Key("down", here, "› then: scan"),
+            Key("j", here, "› then: writing"),
+            Key("up", here, "› then: scan"),
+            Key("k", chosen, "measuring:"),
+            press("down"),
+            Key("x", asked, "cancel scan"),
+            press("down"),
+            Key("delete", asked, "cancel write"),
+            Key("escape", top, "MainScreen"),
+            press("J"),
+            Key("q", top, "MainScreen"),
+            press("J"),
+            Key("enter", top, "MainScreen"),
+            press("J"),
+            Key("J", top, "MainScreen"),
+        ),
+    ),
+    Walk(
+        "In this help",
         after(ready, "question_mark"),
         (
             Key("j", scrolled, 1),
             Key("k", scrolled, 0),
+            Key("slash", typing, True),
+            press(*"worst"),
+            Key("escape", typing, False),
             Key("escape", top, "MainScreen"),
             press("question_mark"),
             Key("q", top, "MainScreen"),
             press("question_mark"),
             Key("enter", top, "MainScreen"),
             press("question_mark"),
+            Key("question_mark", top, "MainScreen"),
+        ),
+    ),
+    Walk(
+        "In a box of text",
+        after(much_said, "M"),
+        (
+            Key("j", scrolled, 1),
+            Key("k", scrolled, 0),
+            Key("escape", top, "MainScreen"),
+            press("M"),
+            Key("q", top, "MainScreen"),
+            press("M"),
+            Key("enter", top, "MainScreen"),
+            press("M"),
             Key("question_mark", top, "MainScreen"),
         ),
     ),

@@ -27,6 +27,7 @@ import dtype_tui
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.bindings import KEYS
+from dtype_tui.config.key_groups import DIGITS_NAME, GROUPS
 from dtype_tui.config.key_names import name_of, on_keyboard
 from dtype_tui.screens.help import sections
 from dtype_tui.state.commands import WITH_ARGUMENTS
@@ -136,7 +137,7 @@ async def test_ctrl_z_stops_the_process(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_row_of_the_help_is_walked_and_no_other() -> None:
-    shown, _ = sections(KEYS, {}, ())
+    shown, _ = sections({}, ())
     named_by_the_help = {(place, key) for place, rows in shown for keys, _ in rows for key in keys.split(", ")}
     walked = {
         (walk.place, on_keyboard(step.key))
@@ -159,8 +160,15 @@ def test_every_place_with_keys_is_in_the_help() -> None:
         for found in vars(importlib.import_module(module.name)).values()
         if isinstance(found, type) and found.__module__.startswith("dtype_tui") and "BINDINGS" in vars(found)
     }
-    shown, _ = sections(KEYS, {}, ())
+    shown, _ = sections({}, ())
     assert len(bound - {"ModelPicker", "SidePanes", "DtypeApp", "LineInput"}) == len(shown)
+
+
+def test_every_key_of_the_main_screen_is_in_one_group_of_the_help() -> None:
+    """But for 1 to 8, which are a line of their own."""
+    bound = [binding.id for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
+    grouped = [name for _, entries in GROUPS for _, names in entries for name in names]
+    assert sorted(grouped) == sorted(name for name in bound if name and not name.startswith(DIGITS_NAME))
 
 
 WORDS: dict[str, tuple[Look, Any]] = {

@@ -25,6 +25,7 @@ MORE_SCENES: dict[str, Scene] = {
     "limits": told(ready, scanned, "o", "slash"),
     "many inputs": told(ready, many_inputs, "i"),
     "many causes": told(after(mixed, "d"), many_causes),
+    "messages": after(ready, "u", "M"),
     "palette": after(ready, "ctrl+p"),
     "paths": after(ready, "colon", *"export "),
 }

@@ -150,6 +150,11 @@ class DtypeApp(BaseApp[None]):
         if self.controller.life.may_quit():
             await super().action_quit()
 
+    def action_messages(self) -> None:
+        from dtype_tui.screens.messages import messages_screen
+
+        self.push_screen(messages_screen(self.messages))
+
     # -- the palette ---------------------------------------------------------------------------------------------
 
     def action_command_palette(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
+import time
 
 from rich.text import Text
 from textual._context import active_message_pump
@@ -11,6 +13,7 @@ from textual.app import App, ReturnType
 from textual.command import CommandList
 from textual.events import Event, Key, MouseEvent, Paste
 from textual.message import Message
+from textual.notifications import Notification
 from textual.widget import AwaitMount, Widget
 from textual.widgets import Input
 from textual.worker import WorkerFailed
@@ -21,6 +24,11 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
+from dtype_tui.widgets.message_line import MessageLine
+
+MOST_MESSAGES = 200
+READ_S = 4.0
+"""A sentence stays on the screen until a key is pressed so long after it was said, or Escape."""
 
 
 class BaseApp(App[ReturnType]):
@@ -29,7 +37,12 @@ class BaseApp(App[ReturnType]):
     Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does. An error in Textual's own
     palette closes the palette, and a click that Textual can't handle is ignored: neither is worth the session's end. Both are
     reported, and written to a file.
+
+    What it says stands in a line of its own in the topmost window and is kept: Textual's toasts cover what is below them, and are
+    gone whether or not somebody has read them.
     """
+
+    NOTIFICATION_TIMEOUT = math.inf
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -38,6 +51,37 @@ class BaseApp(App[ReturnType]):
             self.theme = config.theme
         if wants_ascii(config.ascii):
             self._filters.append(AsciiFilter())
+        self._read: Notification | None = None
+        """The last sentence that has been read."""
+
+    @property
+    def messages(self) -> list[Notification]:
+        """What was said, the oldest first."""
+        return list(self._notifications)
+
+    def _refresh_notifications(self) -> None:
+        """Show the newest sentence that has not been read, in place of Textual's toasts. Textual calls this for every new one, and
+        when a window comes to the top.
+        """
+        said = self.messages
+        for old in said[:-MOST_MESSAGES]:
+            self._unnotify(old, refresh=False)
+        if not self.screen_stack:
+            return
+        newest = said[-1] if said and said[-1] is not self._read else None
+        line = next(iter(self.screen.query(MessageLine)), None)
+        if line is None and newest is not None:
+            line = MessageLine()
+            self.screen.mount(line)
+        if line is not None:
+            line.show(newest)
+
+    def _note_read(self, surely: bool) -> None:
+        """A key is pressed: what was said long enough ago has been read, and by Escape what was said just now."""
+        said = self.messages
+        if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
+            self._read = said[-1]
+            self._refresh_notifications()
 
     async def on_event(self, event: Event) -> None:
         """Let a key do all that it does before the next one is looked at.
@@ -54,6 +98,7 @@ class BaseApp(App[ReturnType]):
             await AwaitMount(self.screen, [self.screen])
         if isinstance(event, Key):
             self.app_focus = True
+            self._note_read(event.key == "escape")
             await self._take_key(event)
         elif isinstance(event, Paste) and isinstance(self.focused, Input):
             self.focused._on_paste(event)

@@ -35,6 +35,7 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.message_line import MessageLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
@@ -78,6 +79,7 @@ class MainScreen(Screen[None]):
         with Container(id="main"):
             yield self._tree
             yield SidePanes(self.experiment)
+        yield MessageLine()
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
         yield Static(id="too-small", markup=False)
@@ -142,10 +144,8 @@ class MainScreen(Screen[None]):
     def _show_status(self) -> None:
         experiment, life, width = self.experiment, self.controller.life, self.app.size.width
         idle = life.idle_words(self.controller.open_error is not None)
-        self._put("#status", status_line(experiment, life.current_activity(), life.activity.queue, idle, width))
-        keys = next_keys(
-            experiment, bool(self.tree_view.filter_text), life.activity.busy, life.error is not None, width
-        )
+        self._put("#status", status_line(experiment, life.current_activity(), life.activity, idle, width))
+        keys = next_keys(experiment, bool(self.tree_view.filter_text), life.activity, life.error is not None, width)
         self._put("#keys", Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
 
     def _put(self, id: str, words: Text) -> None:
@@ -337,6 +337,9 @@ class MainScreen(Screen[None]):
             self._awaited.reset()
             self.controller.stop()
             self.set_timer(STOP_WAIT_S, self.controller.life.check_stopped)
+
+    def action_jobs(self) -> None:
+        self._windows.jobs(self._awaited.reset)
 
     def action_restart_engine(self) -> None:
         self._awaited.reset()

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping
 
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Cancel
-from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.controller import Controller
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
@@ -159,9 +158,25 @@ class Windows:
 
         self._push(details_screen(self._experiment, self._tree.current.name))
 
+    def jobs(self, stopped: Callable[[], None]) -> None:
+        """What the engine does and what waits; `stopped` is called when one of these is told to stop."""
+        from dtype_tui.screens.jobs import JobsScreen
+
+        def stop(job: str) -> None:
+            stopped()
+            self._controller.stop_job(job)
+
+        self._push(JobsScreen(self._controller.activity, stop))
+
     def help(self, chosen_keys: Mapping[str, str], side: SidePanes) -> None:
-        """Every key, and what the panes' words mean."""
-        from dtype_tui.screens.help import help_screen, sections
+        """Every key, those for the node under the cursor first, and what the panes' words mean."""
+        from dtype_tui.screens.help import HelpScreen, keys_here
 
         words = [(str(pane.border_title), pane.HELP) for pane in side.panes]
-        self._push(help_screen(*sections(KEYS, chosen_keys, words)))
+        experiment = self._experiment
+        if self._tree.rows:
+            row = self._tree.current
+            node, here = row.name or experiment.title, keys_here(experiment, row)
+        else:
+            node, here = experiment.title, []
+        self._push(HelpScreen(node, here, chosen_keys, words))

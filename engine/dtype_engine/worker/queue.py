@@ -117,15 +117,13 @@ def reported(queue: Queue) -> Queue:
 
 
 def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
-    """Names of commands as the user knows them: follow-ups belong to the measurement and have none."""
-    return tuple(command.name for command in commands if not isinstance(command, FollowUp))
+    """Names of commands, by which each can be cancelled."""
+    return tuple(command.name for command in commands)
 
 
 def running_name(queue: Queue) -> str:
-    """The running command as the user knows it; "" where nothing runs."""
-    if queue.running is None:
-        return ""
-    return "measure" if isinstance(queue.running, FollowUp) else queue.running.name
+    """The name of the running command; "" where nothing runs."""
+    return queue.running.name if queue.running is not None else ""
 
 
 def supersedes(newer: Command, older: Command) -> bool:
@@ -173,4 +171,5 @@ def _cancel(queue: Queue, name: str | None) -> Queue:
     )
     if name is not None:
         return replace(changed, waiting=tuple(command for command in queue.waiting if command.name != name))
-    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(queue.waiting)))
+    asked = (command for command in queue.waiting if not isinstance(command, FollowUp))
+    return replace(changed, waiting=(), failed=False, dropped=(*queue.dropped, *job_names(asked)))

@@ -217,11 +217,15 @@ def test_what_can_not_be_done_is_refused_when_that_is_known(
     assert merge(waited, SetRecipe(HALF)).recipe == HALF
 
 
-def test_follow_ups_are_the_measurement_to_the_user() -> None:
+def test_each_part_of_a_measurement_is_named_and_stopped_by_itself() -> None:
     queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
-    assert running_name(queue) == "measure"
-    assert job_names(queue.waiting) == ("write",)
+    assert running_name(queue) == "floor"
+    assert job_names(queue.waiting) == ("losses", "write")
     assert running_name(IDLE) == ""
+    assert job_names(merge(queue, Cancel("losses")).waiting) == ("write",)
+    assert merge(queue, Cancel("losses")).stopping == ""
+    assert merge(queue, Cancel("floor")).stopping == "user"
+    assert merge(queue, Cancel(None)).dropped == ("write",)
 
 
 # -- whatever is asked for, in whatever order -------------------------------------------------------------------------
@@ -294,7 +298,8 @@ def test_what_is_stopped_is_done_later_or_told(queue: Queue) -> None:
 def test_what_the_user_drops_is_told(queue: Queue) -> None:
     cancelled = merge(queue, Cancel())
     assert cancelled.waiting == ()
-    assert cancelled.dropped == (*queue.dropped, *job_names(queue.waiting))
+    asked = [command for command in queue.waiting if not isinstance(command, FollowUp)]
+    assert cancelled.dropped == (*queue.dropped, *job_names(asked))
     assert (cancelled.stopping == "user") is (queue.running is not None)
 
 

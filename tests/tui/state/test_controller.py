@@ -132,11 +132,27 @@ def test_the_key_for_the_scan_chooses_shows_or_goes_on(alone: Alone) -> None:
     assert alone.engine.commands == ["scan bfloat16", "scan bfloat16"], "one that was stopped goes on"
 
 
+def test_a_scan_that_waits_is_stopped_by_itself(alone: Alone) -> None:
+    alone.opened()
+    alone.controller.handle(events.MeasuringProgress(Recipe(), "candidate", 1, 4))
+    alone.controller.handle(events.Jobs("measure", ()))
+    alone.controller.start_scan(("bfloat16",))
+    alone.controller.stop_job("scan")
+    assert alone.engine.commands == ["scan bfloat16", "cancel scan"]
+    assert not alone.experiment.scan.running
+    assert alone.controller.life.current_activity()[0] == "measuring: candidate"
+    alone.controller.stop_job("measure")
+    assert alone.engine.commands[-1] == "cancel measure"
+    assert alone.controller.life.current_activity()[0] == "stopping: measuring: candidate"
+
+
 def test_the_status_line_says_on_which_machine_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RecordingEngine, "host", "gpu")
     alone = Alone()
-    assert str(status_line(alone.experiment, ("", None, ""), "", "ready", 80)).endswith("demo · gpu")
+    assert str(status_line(alone.experiment, ("", None, ""), alone.controller.activity, "ready", 80)).endswith(
+        "demo · gpu"
+    )
     alone.opened()
-    assert str(status_line(alone.experiment, ("", None, ""), "", "ready", 80)).endswith(
+    assert str(status_line(alone.experiment, ("", None, ""), alone.controller.activity, "ready", 80)).endswith(
         "demo · LlamaForCausalLM · cpu on gpu"
     )

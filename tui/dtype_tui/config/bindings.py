@@ -45,6 +45,7 @@ MAIN_KEYS: list[BindingType] = with_ids(
         Binding("Y", "copy_rules", "Copy the rules as --cast options"),
         Binding("enter", "details", "Details of the node"),
         Binding("escape", "stop", "Stop what the engine does"),
+        Binding("J", "jobs", "Jobs: what the engine does and what waits, each to be stopped by itself"),
         Binding("R", "restart_engine", "Start the engine again, with the same recipe"),
         Binding("question_mark", "help", "Help"),
     ]
@@ -53,6 +54,7 @@ APP_KEYS: list[BindingType] = with_ids(
     [
         Binding("ctrl+t", "app.tour", "Tour: two minutes on the demo model; again: leave it", priority=True),
         Binding("ctrl+p", "app.command_palette", "Palette: every action by its name"),
+        Binding("M", "app.messages", "Messages: what the app has said"),
         Binding("ctrl+z", "app.suspend_process", "Suspend; fg in the shell comes back"),
         Binding("q", "app.quit", "Quit"),
     ]

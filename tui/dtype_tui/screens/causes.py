@@ -62,7 +62,7 @@ class CausesScreen(ModalScreen[None]):
         super().__init__()
         self._stop_causes = stop
         self._waits = waits
-        self._refusal = ""
+        self._refused = False
         self._experiment = experiment
         self._activity = activity
         self._shown: AttributionReport | None = None
@@ -87,9 +87,13 @@ class CausesScreen(ModalScreen[None]):
         report = self._experiment.causes
         if report is None:
             what, share = self._activity()
-            words = (
-                self._refusal or "stopped: close this and press d again" if share is None and not what else f"{what}…"
-            )
+            words = f"{what}…"
+            if not what:
+                words = (
+                    "no causes: they could not be measured"
+                    if self._refused
+                    else "stopped: close this and press d again"
+                )
             if share is not None:
                 words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
             if what and self._waits("causes"):
@@ -139,8 +143,8 @@ class CausesScreen(ModalScreen[None]):
 
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
-            case events.Refused(job="causes", message=why):
-                self._refusal = printable(why, 500)
+            case events.Refused(job="causes"):
+                self._refused = True
         self._refresh_causes()
 
 

@@ -1,37 +1,144 @@
-"""The help screen: every key of every screen, read from the bindings, and the meaning of the panes' words."""
+"""The help: the keys of the main screen on one page, by what one wants to do; below it those of every window, and the words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
+from typing import ClassVar
 
-from rich.table import Table
 from rich.text import Text
-from textual.binding import BindingType
+from textual.app import ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Vertical, VerticalScroll
+from textual.widgets import Static
 
-from dtype_tui.config.bindings import FRONT_KEYS
-from dtype_tui.config.key_names import described
+from dtype_engine.core import dtypes
+from dtype_tui.config.bindings import DIGITS, FRONT_KEYS, KEYS
+from dtype_tui.config.key_groups import GROUPS, Entry
+from dtype_tui.config.key_names import described, keys_of, on_keyboard
+from dtype_tui.rendering.columns import in_columns
 from dtype_tui.screens.causes import CausesScreen
 from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.inputs import InputsScreen
+from dtype_tui.screens.jobs import JobsScreen
+from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.presets import PresetsScreen
 from dtype_tui.screens.save import SaveScreen
 from dtype_tui.screens.scan import ScanScreen
 from dtype_tui.screens.scan_setup import ScanSetup
 from dtype_tui.screens.settings import SettingsScreen
+from dtype_tui.state.experiment import Experiment
 from dtype_tui.widgets.command_line import CommandLine
+from dtype_tui.widgets.line_input import LineInput
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
+from dtype_tui.widgets.tree_rows import Row
 
 Section = tuple[str, list[tuple[str, str]]]
+_NARROWEST = 35
+_KEYS_WIDTH = 8
+"""Cells for keys in a column; where they are longer, their words come after them."""
+
+
+class HelpScreen(ModalScreen[None]):
+    """`here` has what the keys do to the node under the cursor, (binding's name, words); `node` is what it is called. `chosen` has
+    the keys that the user has put elsewhere, by the name of their binding; `words` are (title, text) of what is explained.
+    """
+
+    DEFAULT_CSS = """
+    HelpScreen { align: center middle; }
+    HelpScreen > Vertical { width: 100%; max-width: 124; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
+    HelpScreen VerticalScroll { height: 1fr; scrollbar-size-vertical: 1; }
+    HelpScreen VerticalScroll > Static { height: auto; }
+    HelpScreen Input { display: none; height: 1; }
+    HelpScreen Input.open { display: block; }
+    """
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("escape", "leave", "Close: the search, then the help", priority=True),
+        Binding("q,enter,question_mark", "dismiss", "Close"),
+        Binding("slash", "search", "Search the help"),
+        Binding("j", "scroll(1)", "Down", show=False),
+        Binding("k", "scroll(-1)", "Up", show=False),
+    ]
+
+    def __init__(
+        self,
+        node: str,
+        here: Sequence[tuple[str, str]],
+        chosen: Mapping[str, str],
+        words: Iterable[tuple[str, str]],
+    ) -> None:
+        super().__init__()
+        self._node = node
+        self._here = here
+        self._chosen = chosen
+        self._sections, self._words = sections(chosen, words)
+
+    def compose(self) -> ComposeResult:
+        with Vertical() as box:
+            box.border_title = "Help"
+            box.border_subtitle = "/ searches  PgDn windows, words  Esc closes"
+            with VerticalScroll():
+                yield Static(markup=False)
+            yield LineInput("help-search", lambda _: self._close_search(), self._draw, "a key, or a word")
+
+    def on_mount(self) -> None:
+        self.query_one(VerticalScroll).focus()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._draw, self.query_one(LineInput).value)
+
+    def _draw(self, wanted: str = "") -> None:
+        if not self.is_mounted:
+            return
+        width = max(30, self.query_one(VerticalScroll).size.width - 1)
+        page = search(self._sections, self._words, wanted, width) if wanted.strip() else self._page(width)
+        self.query_one("VerticalScroll > Static", Static).update(page)
+
+    def _page(self, width: int) -> Text:
+        page = Text()
+        page.append_text(here_lines(self._node, self._here, self._chosen, width))
+        page.append("\n")
+        page.append_text(in_columns(key_blocks(self._chosen), width, _NARROWEST))
+        for title, rows in self._sections[2:]:
+            page.append("\n\n")
+            page.append_text(Text("\n").join(_block(title, rows)))
+        for title, text in self._words:
+            page.append(f"\n\n{title}", style="bold")
+            for line in textwrap.wrap(text, width):
+                page.append(f"\n{line}")
+        return page
+
+    def action_search(self) -> None:
+        field = self.query_one(LineInput)
+        field.add_class("open")
+        self.set_focus(field)
+
+    def _close_search(self) -> None:
+        """Keys go to the page again; what was found stays."""
+        self.query_one(LineInput).remove_class("open")
+        self.query_one(VerticalScroll).focus()
+
+    def action_leave(self) -> None:
+        field = self.query_one(LineInput)
+        if field.value or field.has_class("open"):
+            field.put("")
+            self._close_search()
+        else:
+            self.dismiss()
 
 
 def sections(
-    of_the_app: Iterable[BindingType], chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
+    chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
-    """(title, its keys) of every screen and prompt, and (title, text) of every word explained; `chosen` as in `described`."""
+    """(title, its keys) of every screen and prompt, the main screen's first and the tree's second; and (title, text) of every word
+    explained. `chosen` as in `described`.
+    """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
-        ("Casting and measuring", of_the_app),
+        ("Casting and measuring", KEYS),
         ("In the tree", ModuleTree.BINDINGS),
         ("In the cast prompt", CastPrompt.BINDINGS),
         ("In the filter", FilterPrompt.BINDINGS),
@@ -44,23 +151,85 @@ def sections(
         ("In drift over depth", CausesScreen.BINDINGS),
         ("In the history", MeasurementsScreen.BINDINGS),
         ("In the presets", PresetsScreen.BINDINGS),
-        ("In what to leave with", SaveScreen.BINDINGS),
+        ("In the save window", SaveScreen.BINDINGS),
+        ("In the jobs", JobsScreen.BINDINGS),
+        ("In this help", HelpScreen.BINDINGS),
         ("In a box of text", Overlay.BINDINGS),
     )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
     return [(title, list(described(bindings, chosen))) for title, bindings in places], explained
 
 
-def help_screen(sections: Iterable[tuple[str, Iterable[tuple[str, str]]]], words: Iterable[tuple[str, str]]) -> Overlay:
-    """Every key, from the bindings themselves, and what the panes' words mean."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for title, rows in sections:
-        grid.add_row(Text(title, style="bold"), "")
-        for keys, what in rows:
-            grid.add_row(f"  {keys}", what)
-        grid.add_row("", "")
-    for title, text in words:
-        grid.add_row(Text(title, style="bold"), text)
-    return Overlay("Help", grid)
+def keys_here(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
+    """(name of a binding, what it does) of the keys that do something to the node of a row of the tree."""
+    found = [("details", "details"), ("cast", "cast by a pattern"), ("copy-name", "copy its name")]
+    if row.tensor is not None:
+        found.append(("values", "its values"))
+    elif row.module.children or row.module.tensors:
+        found.append(("open-or-close", "open or close"))
+    if experiment.rules_within(row.name)[0]:
+        found.append(("drop-rules", "drop its rules"))
+    return found
+
+
+def here_lines(node: str, here: Sequence[tuple[str, str]], chosen: Mapping[str, str], width: int) -> Text:
+    """The keys that count for the node under the cursor: those for dtypes in a line, the others as many to a line as fit."""
+    names = [dtypes.short_name(dtype) if dtype != dtypes.STORED else "as stored" for dtype in DIGITS]
+    text = Text()
+    text.append(f"Here: {node}\n", style="bold")
+    text.append("  ".join(f"{number} {name}" for number, name in enumerate(names, 1)) + "\n")
+    line = ""
+    for name, words in here:
+        pair = f"{_keys((name,), chosen)} {words}"
+        if line and len(line) + 3 + len(pair) > width:
+            text.append(f"{line}\n")
+            line = ""
+        line += f"   {pair}" if line else pair
+    text.append(f"{line}\n")
+    return text
+
+
+def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
+    """The groups of keys, a heading and a line for each entry."""
+    return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
+
+
+def _block(title: str, rows: Iterable[tuple[str, str]]) -> list[Text]:
+    listed = list(rows)
+    width = min(_KEYS_WIDTH, max(len(keys) for keys, _ in listed))
+    return [
+        Text(title, style="bold"),
+        *(Text.assemble((f"{keys:<{width}}  ", ""), (words, "dim")) for keys, words in listed),
+    ]
+
+
+def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
+    words, names = entry
+    return _keys(names, chosen), words
+
+
+def _keys(names: Sequence[str], chosen: Mapping[str, str]) -> str:
+    """The keys of bindings: the first of each, then the second of each; `^r` for Ctrl+r."""
+    bindings = [binding for binding in (*KEYS, *ModuleTree.BINDINGS) if isinstance(binding, Binding)]
+    keys = [keys_of(binding, chosen).split(",") for name in names for binding in bindings if binding.id == name]
+    ordered = [key for row in zip_longest(*keys) for key in row if key is not None]
+    return " ".join(on_keyboard(key).replace("Ctrl+", "^").replace("Backspace", "Bksp") for key in ordered)
+
+
+def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], wanted: str, width: int) -> Text:
+    """The keys whose name, place or meaning has what is wanted in it, and the sentences that explain it."""
+    wanted = wanted.strip().lower()
+    page = Text()
+    for title, rows in places:
+        found = [row for row in rows if wanted in f"{row[0]} {row[1]} {title}".lower()]
+        if found:
+            page.append(f"{title}\n", style="bold")
+            for keys, words in found:
+                page.append(f"{keys:<{_KEYS_WIDTH}} {words}\n")
+    for title, text in explained:
+        sentences = [sentence for sentence in text.split(". ") if wanted in f"{sentence} {title}".lower()]
+        if sentences:
+            page.append(f"{title}\n", style="bold")
+            for line in textwrap.wrap(". ".join(sentences), width):
+                page.append(f"{line}\n")
+    return page if page.plain else Text(f"Nothing in the help has {wanted!r} in it.")

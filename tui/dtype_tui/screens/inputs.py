@@ -93,8 +93,8 @@ class InputsScreen(ModalScreen[None]):
         match message.event:
             case events.InputsReady(reading=reading):
                 self.accepted(reading)
-            case events.InputsRefused(message=why) | events.Refused(job="inputs", message=why):
-                self.refused(why)
+            case events.InputsRefused() | events.Refused(job="inputs"):
+                self.refused()
             case events.Measured(report=report):
                 self.measured(report.output.positions)
 
@@ -108,9 +108,9 @@ class InputsScreen(ModalScreen[None]):
         self.query_one(LineInput).value = ""
         self._show_status("in force; measuring")
 
-    def refused(self, why: str) -> None:
-        """Show why the line was refused; it stays, to be corrected."""
-        self._show_status(f"{printable(why, 300)}. The inputs above stay in force.", style="bold")
+    def refused(self) -> None:
+        """Say that the line was refused, which the message line has the reason of; it stays, to be corrected."""
+        self._show_status("not taken: the inputs above stay in force", style="bold")
 
     def measured(self, positions: int | None) -> None:
         """Show how many positions a measurement on these inputs compared."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from dtype_engine.worker import events
 from dtype_tui.rendering.job_names import WORDS, queue_words
 
@@ -16,10 +19,16 @@ Progress = (
 )
 
 
-class Activity:
-    """As the engine tells it, and as it will be once the engine has begun what it was asked for."""
+_PACE_S = 2.0
+_PACE_SHARE = 0.02
+"""The pace of a job is told once it ran so long and did so much."""
 
-    def __init__(self) -> None:
+
+class Activity:
+    """As the engine tells it, and as it will be once the engine has begun what it was asked for. clock: seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -35,10 +44,23 @@ class Activity:
         """The jobs that wait behind it."""
         self.saving = False
         """Something is being written."""
+        self._begun: tuple[float, float] | None = None
+        """When the share of what runs was first known, and what it was."""
 
     def now(self) -> tuple[str, float | None]:
         """What the engine does ("" while nothing), and how much of it is done."""
         return (self.what, self.share) if self.busy else ("", None)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long what runs will go on at the pace so far; None while that can't be told."""
+        if not self.busy or self._begun is None or self.share is None:
+            return None
+        since, first = self._begun
+        gone, done = self._clock() - since, self.share - first
+        if gone < _PACE_S or done < _PACE_SHARE:
+            return None
+        return gone * (1 - self.share) / done
 
     def waits(self, job: str) -> bool:
         """Whether the engine was asked for this and has not begun."""
@@ -58,6 +80,10 @@ class Activity:
 
     def begin(self, what: str, share: float | None = None) -> None:
         """This is under way now."""
+        if share is None:
+            self._begun = None
+        elif self._begun is None or what != self.what or share < (self.share or 0.0):
+            self._begun = self._clock(), share
         self.busy, self.what, self.share = True, what, share
 
     def follow(self, event: Progress) -> None:
@@ -77,7 +103,7 @@ class Activity:
             case events.Jobs():
                 self.running, self.waiting = event.running, event.waiting
             case events.Idle():
-                self.busy, self.share, self.saving = False, None, False
+                self.busy, self.share, self.saving, self._begun = False, None, False, None
                 self.running, self.waiting = "", ()
 
 

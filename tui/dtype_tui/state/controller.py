@@ -90,15 +90,12 @@ class Controller:
                 experiment.set_model(event)
                 self._start_with_preset()
                 self._notify_all(event.notices, "warning")
-                if event.no_forward:
-                    self.notify(event.no_forward, "warning")
                 self._warn_unmatched()
             case events.OpenFailed():
                 self.open_error = event.message
                 experiment.no_forward, experiment.partial = event.message, False
                 if not event.classes_follow:
                     self._start_with_preset()
-                self.notify(event.message, "warning" if experiment.has_tree else "error")
 
     def _handle_end(
         self, event: events.InputsRefused | events.Saved | events.Failed | events.Refused | events.Stopped
@@ -112,7 +109,7 @@ class Controller:
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
                 self.experiment.failure, self.experiment.failed_module = event.message, event.module
-                self.notify(event.message, "error")
+                self.notify("the run failed: the Drift pane says why", "error")
             case events.Stopped():
                 self.life.heard_of_end(event.job)
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
@@ -315,6 +312,12 @@ class Controller:
             self.restart_engine()
         else:
             self.life.stop()
+
+    def stop_job(self, job: str) -> None:
+        """Stop one job alone, whether it runs or waits."""
+        self.life.stop(job)
+        if job == "scan" and self.activity.running != "scan":
+            self.experiment.scan.stopped()  # nothing will be heard of a scan that had not begun
 
     def restart_engine(self) -> None:
         """End the engine, whatever it does, and start another with the same recipe."""

@@ -134,12 +134,12 @@ class EngineLife:
         """Whether what runs can only be stopped with the engine."""
         return self._stop_is_overdue
 
-    def stop(self) -> None:
-        """Stop what the engine does."""
+    def stop(self, job: str | None = None) -> None:
+        """Stop what the engine does and drop what waits; or one job, by its name, alone."""
         if self.activity.busy:
-            if self._stopping is None:
+            if self._stopping is None and job in (None, self.activity.running):
                 self._stopping, self._stopping_since = self.activity.running, time.monotonic()
-            self._engine.request(Cancel())
+            self._engine.request(Cancel(job or None))
             self._changed()
 
     def current_activity(self) -> tuple[str, float | None, str]:

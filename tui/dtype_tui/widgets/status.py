@@ -6,17 +6,19 @@ from rich.text import Text
 
 from dtype_engine.core.text import printable
 from dtype_engine.results.meaning import meaning
-from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.loss_text import loss_status
+from dtype_tui.rendering.progress import progress_words
+from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
 
 ALWAYS = "? help  q quit"
 
 
-def next_keys(experiment: Experiment, filtered: bool, busy: bool, ended: bool, width: int) -> str:
+def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: bool, width: int) -> str:
     """Pairs of key and meaning for what is on the screen now, two spaces apart, the likeliest first: as many as fit `width`
     cells, and always those for help and quitting. ended: there is no engine.
     """
+    busy = working.busy
     if filtered:
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
     elif ended:
@@ -34,26 +36,27 @@ def next_keys(experiment: Experiment, filtered: bool, busy: bool, ended: bool, w
     else:
         keys = "u undo  c cast  1-8 dtype  / filter  Enter details  : command"
     pairs = keys.split("  ")
+    if working.queue:
+        pairs.insert(0, "J stops one of the jobs")
     while pairs and len(line := f" {'  '.join(pairs)}  {ALWAYS}") > width:
         pairs.pop()
     return line if pairs else f" {ALWAYS}"
 
 
 def status_line(
-    experiment: Experiment, doing: tuple[str, float | None, str], waiting: str, idle: str, width: int
+    experiment: Experiment, doing: tuple[str, float | None, str], working: Activity, idle: str, width: int
 ) -> Text:
-    """What the engine does (`idle` while nothing), its progress, its queue and what Esc does; at the right what fits of model,
-    class, device.
+    """What the engine does (`idle` while nothing), how far it is and how long it will take, its queue and what Esc does; at the
+    right what fits of model, class, device.
     """
     activity, share, stops = doing
     line = Text(" ", no_wrap=True, overflow="ellipsis")
     if activity:
         line.append(activity)
         if share is not None:
-            line.append(f" {100 * share:3.0f} % ")
-            line.append(bar(share, 12), style="bold")
-        if waiting:
-            line.append(f" · then: {waiting}")
+            line.append(f" {progress_words(working, 12 if width >= 100 else 6)}")
+        if working.queue:
+            line.append(f" · then: {working.queue}")
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
@@ -63,8 +66,8 @@ def status_line(
         line.append(f"  {lost}", style="bold")
     where = printable(experiment.device or experiment.host, 40)
     parts = [part for part in (printable(experiment.title, 40), experiment.class_name, where) if part]
-    while len(parts) > 1 and line.cell_len + len(" · ".join(parts)) + 2 > width:
-        parts.pop(1)  # the class goes first, then the device
+    while parts and line.cell_len + len(" · ".join(parts)) + 2 > width:
+        parts.pop(min(1, len(parts) - 1))  # the class goes first, then the device
     about = " · ".join(parts)
     line.append(" " * max(1, width - line.cell_len - len(about) - 1))
     line.append(about, style="dim")

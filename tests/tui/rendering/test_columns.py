@@ -1,0 +1,30 @@
+"""Blocks in columns."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.text import Text
+
+from dtype_tui.rendering.columns import GAP, in_columns
+
+blocks = st.lists(st.lists(st.text("abc", min_size=1, max_size=20), min_size=1, max_size=9), min_size=1, max_size=7)
+
+
+def laid(found: list[list[str]], width: int, narrowest: int) -> list[str]:
+    return in_columns([[Text(line) for line in block] for block in found], width, narrowest).plain.split("\n")
+
+
+@given(blocks, st.integers(24, 120))
+def test_nothing_is_lost_and_no_block_is_torn_apart(found: list[list[str]], width: int) -> None:
+    page = laid(found, width, 22)
+    assert all(len(line) <= width for line in page)
+    words = sorted(word for line in page for word in line.split())
+    assert words == sorted(line for block in found for line in block)
+
+
+def test_two_blocks_stand_side_by_side_where_there_is_room() -> None:
+    found = [["one", "a"], ["two", "b"]]
+    assert laid(found, 10, 4) == ["one   two", "a     b"]
+    assert laid(found, 8, 4) == ["one", "a", "", "two", "b"]
+    assert laid(found, 2 * 4 + GAP, 4)[0].split() == ["one", "two"]

@@ -1,0 +1,87 @@
+"""The help: every key of the main screen on a page, and a search."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, running
+from tests.helpers.scenes import mixed, ready
+from tests.helpers.screen_text import lines, screen
+from textual.binding import Binding
+from textual.containers import VerticalScroll
+
+from dtype_tui.config.bindings import KEYS
+from dtype_tui.config.config import Config
+from dtype_tui.config.key_groups import GROUPS
+from dtype_tui.screens.help import search, sections
+from dtype_tui.widgets.module_tree import ModuleTree
+
+
+@pytest.mark.parametrize(("size", "pages"), [((120, 36), 1), ((80, 24), 2)])
+async def test_every_key_of_the_main_screen_is_on_so_many_pages(size: tuple[int, int], pages: int) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await ready(app, pilot)
+        await pilot.press("question_mark")
+        await pilot.pause()
+        shown = ""
+        for _ in range(pages):
+            shown += screen(app)
+            await pilot.press("pagedown")
+            await pilot.pause()
+        for title, entries in GROUPS:
+            assert title in shown
+            for words, _ in entries:
+                assert words in shown, f"{words} is cut or not there"
+        assert "1 f32  2 bf16  3 f16  4 f64  5 fp8  6 fp8e5  7 i8  8 as stored" in shown
+        assert app.screen.query_one(VerticalScroll).max_scroll_y > 0, "windows and words come below"
+
+
+async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await mixed(app, pilot)
+        app.query_one(ModuleTree).go_to("model.layers.4.mlp")
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert "Here: model.layers.4.mlp" in lines(app)[2]
+        assert "values" not in lines(app)[4]
+        await pilot.press("escape")
+        app.query_one(ModuleTree).go_to("model.embed_tokens.weight")
+        await pilot.press("2", "question_mark")
+        await pilot.pause()
+        assert "Here: model.embed_tokens.weight" in lines(app)[2]
+        assert "v its values" in lines(app)[4]
+        assert "x drop its rules" in lines(app)[4]
+
+
+async def test_a_search_finds_keys_of_every_window_and_words() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        await pilot.press("question_mark", "slash", *"zoom")
+        await pilot.pause()
+        assert "Along the front" in screen(app)
+        assert "Zoom in, around the point" in screen(app)
+        assert "a line up, down" not in screen(app)
+        await pilot.press("escape", "slash", *"q4_k_m")
+        await pilot.pause()
+        assert "0.031" in screen(app), "the limits of the words, with their source"
+        await pilot.press("escape", "slash", *"xyzzy")
+        await pilot.pause()
+        assert "Nothing in the help has 'xyzzy' in it." in screen(app)
+
+
+def test_every_key_is_found_by_what_it_does() -> None:
+    places, _ = sections({}, ())
+    for binding in (*KEYS, *ModuleTree.BINDINGS):
+        assert isinstance(binding, Binding)
+        assert binding.description in search(places, (), binding.description, 200).plain
+
+
+async def test_keys_that_were_put_elsewhere_are_shown_there() -> None:
+    app = make_app(config=Config(keys={"measure": "f5"}))
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        await pilot.press("question_mark")
+        await pilot.pause()
+        assert any("f5" in line and "measure again" in line for line in lines(app))

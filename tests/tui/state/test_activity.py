@@ -1,0 +1,57 @@
+"""How far a job is, and how long it will take."""
+
+from __future__ import annotations
+
+import pytest
+
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
+from dtype_tui.rendering.cells import time_left
+from dtype_tui.rendering.progress import progress_words
+from dtype_tui.state.activity import Activity
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def progress(done: int, run: str = "candidate") -> events.MeasuringProgress:
+    return events.MeasuringProgress(Recipe(), run, done, 100)
+
+
+def test_the_time_left_goes_by_the_pace_of_the_run_under_way() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.follow(progress(10, "reference"))
+    clock.now += 50
+    activity.follow(progress(20))
+    assert activity.seconds_left is None, "another run began just now"
+    clock.now += 5
+    activity.follow(progress(30))
+    assert activity.seconds_left == pytest.approx(35)
+    assert progress_words(activity, 4) == " 30 % █▎   35 s left"
+    activity.follow(events.Idle())
+    assert activity.seconds_left is None
+
+
+def test_a_pace_is_told_after_two_seconds_and_not_of_what_has_no_end() -> None:
+    clock = Clock()
+    activity = Activity(clock)
+    activity.follow(progress(0))
+    clock.now += 1
+    activity.follow(progress(90))
+    assert activity.seconds_left is None
+    activity.follow(events.MeasuringProgress(Recipe(), "candidate", 5, None))
+    clock.now += 60
+    assert activity.seconds_left is None
+    assert progress_words(activity, 4) == ""
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(0.2, "1 s"), (59.4, "59 s"), (60.0, "1 min"), (3500.0, "58 min"), (5400.0, "1.5 h")]
+)
+def test_times(seconds: float, shown: str) -> None:
+    assert time_left(seconds) == shown

@@ -1,0 +1,59 @@
+"""What the app says: in a line of its own, kept, and over nothing."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, running
+from tests.helpers.scenes import SCENES, ready
+from tests.helpers.screen_text import screen
+
+from dtype_tui import base_app
+from dtype_tui.widgets.message_line import MessageLine
+
+LONG = (
+    "rule 3: the pattern model.layers.*.mlp.down_projection takes nothing in this model; did you mean down_proj? " * 3
+)
+WINDOWS = [name for name in SCENES if name not in ("measuring", "failed", "as-stored")]
+
+
+async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("u")
+        assert "nothing left to undo" in screen(app)
+        await pilot.press("j")
+        assert "nothing left to undo" in screen(app)
+        monkeypatch.setattr(base_app, "READ_S", -1.0)
+        await pilot.press("j")
+        await pilot.pause()
+        assert "nothing left to undo" not in screen(app)
+        await pilot.press("M")
+        await pilot.pause()
+        assert "nothing left to undo" in screen(app), "it can be read again"
+
+
+async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(base_app, "MOST_MESSAGES", 3)
+    app = make_app()
+    async with running(app) as pilot:
+        for number in range(9):
+            app.notify(f"number {number}")
+            await pilot.pause()
+        assert [each.message for each in app.messages] == ["number 6", "number 7", "number 8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WINDOWS)
+async def test_a_message_covers_neither_the_keys_nor_a_windows_words(name: str) -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await SCENES[name](app, pilot)
+        app.notify(LONG, severity="warning")
+        await pilot.pause()
+        await pilot.pause()
+        line = app.screen.query_one(MessageLine)
+        assert line.region.height == 3
+        assert "⚠ rule 3: the pattern" in screen(app)
+        shown = [other for other in app.screen.children if other.display and other is not line and other.region]
+        assert not [other for other in shown if other.region.overlaps(line.region)]

@@ -1,0 +1,43 @@
+"""Blocks of lines side by side in columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations, pairwise
+
+from rich.text import Text
+
+GAP = 2
+
+
+def in_columns(blocks: Sequence[Sequence[Text]], width: int, narrowest: int) -> Text:
+    """The blocks in their order, none torn apart, in as many columns of at least `narrowest` cells as fit `width`; so that the page
+    is as low as can be. A line that is too long is cut.
+    """
+    most = max(1, min(len(blocks), (width + GAP) // (narrowest + GAP)))
+    columns = min(_partitions(blocks, most), key=lambda found: max(map(len, found)))
+    cells = (width + GAP) // most - GAP
+    page = Text()
+    for row in range(max(map(len, columns))):
+        for index, column in enumerate(columns):
+            line = column[row].copy() if row < len(column) else Text()
+            line.truncate(cells, overflow="ellipsis", pad=index + 1 < len(columns))
+            page.append_text(line)
+            page.append(" " * GAP if index + 1 < len(columns) else "\n")
+    page.right_crop(1)
+    return page
+
+
+def _partitions(blocks: Sequence[Sequence[Text]], count: int) -> list[list[list[Text]]]:
+    """Every way to put the blocks in `count` columns, one after the other, an empty line between two of a column."""
+    found = []
+    for cuts in combinations(range(1, len(blocks)), count - 1):
+        bounds = [0, *cuts, len(blocks)]
+        columns = []
+        for first, end in pairwise(bounds):
+            column: list[Text] = []
+            for block in blocks[first:end]:
+                column += [*([Text()] if column else []), *block]
+            columns.append(column)
+        found.append(columns)
+    return found

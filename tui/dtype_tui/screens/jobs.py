@@ -1,0 +1,63 @@
+"""What the engine does and what waits behind it, each to be stopped by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import ClassVar
+
+from rich.text import Text
+from textual.binding import Binding, BindingType
+
+from dtype_tui.rendering.job_names import WORDS
+from dtype_tui.rendering.progress import progress_words
+from dtype_tui.screens.choice import ChoiceScreen
+from dtype_tui.state.activity import Activity
+
+
+class JobsScreen(ChoiceScreen[None]):
+    """The jobs in their order. `stop` is called with the name of one."""
+
+    HEADING = "What the engine does"
+    KEYS = "↑↓ choose  x stops it  Esc closes"
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("up,k", "move(-1)", "The job above"),
+        Binding("down,j", "move(1)", "The job below"),
+        Binding("x,delete", "stop", "Stop this job; the others run"),
+        Binding("escape,q,enter,J", "leave", "Close"),
+    ]
+
+    def __init__(self, activity: Activity, stop: Callable[[str], None]) -> None:
+        self._activity = activity
+        self._stop = stop
+        super().__init__(len(self._jobs()))
+
+    def _jobs(self) -> list[str]:
+        """Names of the jobs: what runs, then what waits."""
+        activity = self._activity
+        return [activity.running, *activity.waiting] if activity.busy else []
+
+    def on_engine_event(self) -> None:
+        self.redraw()
+
+    def draw(self) -> Text:
+        jobs = self._jobs()
+        self._count = max(1, len(jobs))
+        self.index = min(self.index, self._count - 1)
+        text = Text()
+        for index, name in enumerate(jobs):
+            text.append(*self.marker(index))
+            if index == 0:
+                text.append(f"{self._activity.what}  {progress_words(self._activity, 20)}\n", style="bold")
+            else:
+                text.append(f"then: {WORDS[name][0]}\n")
+        if not jobs:
+            text.append("Nothing runs, and nothing waits.\n")
+        text.right_crop(1)
+        return text
+
+    def action_stop(self) -> None:
+        jobs = self._jobs()
+        if jobs:
+            self._stop(jobs[self.index])
+            self.redraw()

@@ -1,0 +1,25 @@
+"""What the app has said, to be read again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+from rich.table import Table
+from rich.text import Text
+from textual.notifications import Notification
+
+from dtype_tui.screens.overlay import Overlay
+
+
+def messages_screen(said: Iterable[Notification]) -> Overlay:
+    """Every sentence with its time of day, the newest first."""
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column(overflow="fold")
+    for each in reversed(list(said)):
+        style = "" if each.severity == "information" else "bold"
+        grid.add_row(time.strftime("%H:%M:%S", time.localtime(each.raised_at)), Text(each.message, style=style))
+    if not grid.row_count:
+        grid.add_row("", "Nothing was said yet.")
+    return Overlay("Messages", grid)
