@@ -191,7 +191,7 @@ def drift_text(report: DriftReport) -> str:
         lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in output.kl_tail.items()))
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-        lines.append(f"same top   {top1}")
+        lines.append(f"same top   {top1} of positions")
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
         lines.append(
             f"perplexity {output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}, ln ratio "

@@ -80,7 +80,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         assert engine(app).lines == ["dog q"]
         assert "preparing" in screen(app)
         await say(app, pilot, events.InputsRefused("there is no dog"))
-        assert "not taken: the inputs above stay in force" in screen(app)
+        assert "Not taken: the inputs above stay in force" in screen(app)
         assert screen(app).count("there is no dog") == 1, "an error is told once"
         assert app.screen.query_one(Input).value == "dog q", "it stays to be mended"
         other = InputsSummary("1 sequence of your prompts", ("your prompt",), 7, (InputBatch("dog", 7, ()),))

@@ -64,7 +64,7 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
         (line,) = [line for line in text.splitlines() if "fp8-linears" in line]
         assert f"{changed} tensors" in line
         assert "2.70 MiB →" in line
-        assert f"{100 * (plan.planned_bytes / plan.stored_bytes - 1):+.1f} %" in line
+        assert f"{100 * (1 - plan.planned_bytes / plan.stored_bytes):.1f} % less" in line
         assert "type:Linear → fp8" in text
         await pilot.press("enter")
         assert app.controller.experiment.recipe == made

@@ -53,7 +53,7 @@ def test_it_opens_then_does_what_the_engine_tells(life: Told) -> None:
     life.follow(events.Idle())
     assert life.current_activity() == ("", None, "")
     assert life.idle_words(False) == "ready"
-    assert life.idle_words(True) == "no engine: planning only"
+    assert life.idle_words(True) == "no live model: planning only"
 
 
 def test_stopping_is_said_until_it_has_stopped(measuring: Told) -> None:
@@ -86,7 +86,7 @@ def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
     measuring.check_stopped()
     assert measuring.must_end
     assert measuring.said == [
-        "measuring: candidate has not stopped. Esc again ends the engine and starts another, with this recipe"
+        "measuring: candidate has not stopped: Esc again ends the engine and starts another, with this recipe"
     ]
     assert measuring.current_activity() == ("not stopped: measuring: candidate", None, "Esc again ends the engine")
     measuring.follow(end)
@@ -133,7 +133,7 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
     measuring.scan.begin(("int8",))
     measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
     assert measuring.said == [
-        "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew. R starts it again."
+        "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew; R starts it again"
     ]
     assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == measuring.no_engine_words == "no engine: R starts it again"
@@ -151,7 +151,7 @@ def test_started_again_it_opens(measuring: Told) -> None:
     assert measuring.recording.commands == ["restart"]
     assert measuring.is_there()
     assert measuring.current_activity()[0] == "opening"
-    assert measuring.said == ["the engine ended. R starts it again."]
+    assert measuring.said == ["the engine ended; R starts it again"]
 
 
 def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(life: Told) -> None:

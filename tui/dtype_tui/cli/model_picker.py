@@ -122,11 +122,11 @@ def offer_line(offer: Offer, width: int, origin_width: int = 0) -> Text:
     size = short_bytes(offer.nbytes) if offer.nbytes is not None else ""
     age = _age(time.time() - offer.modified) if offer.modified else ""
     origin = offer.origin if width >= 54 + origin_width else ""
-    name_width = width - 12 - 14 - (origin_width + 2 if origin else 0)
+    name_width = width - 12 - 16 - (origin_width + 2 if origin else 0)
     name = truncate(printable(offer.model, 500), max(12, name_width))
     text = Text(no_wrap=True, overflow="ellipsis")
     text.append(f"{name:<{max(12, name_width)}}", style="bold")
-    text.append(f"{size:>12}{age:>14}")
+    text.append(f"{size:>12}{age:>16}")
     if origin:
         text.append(f"  {origin}", style="dim")
     return text

@@ -16,6 +16,7 @@ _IN_THE_APP = (
     ("leave --audio out", "leave the sound out (key i)"),
     ("without messages or --chat", "without messages or the word chat"),
     (", or replace it with --force", ""),
+    ("turn torch.autocast off first", "turn torch.autocast off first (key ,)"),
 )
 
 

@@ -47,7 +47,7 @@ class CausesScreen(ModalScreen[None]):
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("escape,q,d", "leave", "Close, and stop telling causes"),
+        Binding("escape,q,d", "leave", "Close, and stop looking for causes"),
         Binding("j", "scroll(1)", "Down", show=False),
         Binding("k", "scroll(-1)", "Up", show=False),
     ]
@@ -90,14 +90,14 @@ class CausesScreen(ModalScreen[None]):
             words = f"{what}…"
             if not what:
                 words = (
-                    "no causes: they could not be measured"
+                    "No causes: they could not be measured."
                     if self._refused
-                    else "stopped: close this and press d again"
+                    else "Stopped: close this and press d again."
                 )
             if share is not None:
                 words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
             if what and self._waits("causes"):
-                words = f"the causes come next, after: {words}"
+                words = f"The causes come next, after: {words}"
             self.query_one("#headline", Static).update(Text(words, style="dim"))
         elif report is not self._shown:
             self._shown = report

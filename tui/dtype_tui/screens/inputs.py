@@ -81,7 +81,7 @@ class InputsScreen(ModalScreen[None]):
         self.query_one(VerticalScroll).styles.max_height = max(3, int(self.size.height * 0.9) - 8)
 
     def _draw(self) -> None:
-        none = Text(printable(self._no_forward or "not known yet", 500))
+        none = Text(printable(self._no_forward or "Not known yet.", 500))
         shown = inputs_table(self._reading, self._compared) if self._reading else none
         self.query_one("#inputs-rows", Static).update(shown)
 
@@ -106,11 +106,11 @@ class InputsScreen(ModalScreen[None]):
         self._draw()
         self.query_one(VerticalScroll).scroll_home(animate=False)
         self.query_one(LineInput).value = ""
-        self._show_status("in force; measuring")
+        self._show_status("in force; measuring…")
 
     def refused(self) -> None:
         """Say that the line was refused, which the message line has the reason of; it stays, to be corrected."""
-        self._show_status("not taken: the inputs above stay in force", style="bold")
+        self._show_status("Not taken: the inputs above stay in force.", style="bold")
 
     def measured(self, positions: int | None) -> None:
         """Show how many positions a measurement on these inputs compared."""

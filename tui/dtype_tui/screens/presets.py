@@ -22,12 +22,12 @@ class PresetsScreen(ChoiceScreen[Recipe | None]):
     """Up and down choose; the result is the recipe of the preset, or None when left."""
 
     HEADING = "Presets"
-    KEYS = "↑↓ choose  Enter puts in force  Esc leaves"
+    KEYS = "↑↓ choose  Enter puts in force  Esc closes"
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("up,k,shift+tab", "move(-1)", "Preset above"),
         Binding("down,j,tab", "move(1)", "Preset below"),
         Binding("enter", "apply", "Put it in force, in place of all rules; u takes it back"),
-        Binding("escape,q,p", "leave", "Leave everything as it was"),
+        Binding("escape,q,p", "leave", "Close, and change nothing"),
     ]
 
     def __init__(self, tree: Tree) -> None:

@@ -16,7 +16,7 @@ from textual.widgets import Static
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.targets import TARGET_SUFFIXES
 from dtype_engine.reports.text_losses import severe_sentences
 from dtype_engine.results.drift import DriftReport
@@ -47,8 +47,8 @@ WRITTEN_THERE = ("checkpoint", "report")
 class SaveScreen(ChoiceScreen[SaveRequest | None]):
     """Up and down choose the kind of file, the field names the path. The result is the request, or None when left."""
 
-    HEADING = "Leave with"
-    KEYS = "↑↓ choose  Enter writes  Esc leaves"
+    HEADING = "Save"
+    KEYS = "↑↓ choose  Enter writes  Esc closes"
     DEFAULT_CSS = """
     SaveScreen > VerticalScroll { max-height: 94%; scrollbar-size-vertical: 1; }
     SaveScreen Input { margin: 0; }
@@ -58,7 +58,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         Binding("up,shift+tab", "move(-1)", "What stands above", priority=True),
         Binding("down,tab", "move(1)", "What stands below", priority=True),
         Binding("enter", "write", "Write it", priority=True),
-        Binding("escape", "leave", "Leave without", priority=True),
+        Binding("escape", "leave", "Close, and write nothing", priority=True),
     ]
 
     def __init__(
@@ -144,22 +144,27 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
 
     def _about(self) -> list[tuple[str, str]]:
         if self._warned is not None:
-            return [(f"{self._warned} is there already: Enter again replaces it", "bold")]
+            return [(f"{self._warned} is there already: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
             return self._about_export()
         if self._kind == "recipe":
             measured = "with the figures on the screen" if self._drift else "not measured yet, so it will hold no drift"
-            return [(f"{self._rules} rule{'' if self._rules == 1 else 's'}, {measured}", "")]
+            return [(f"{plural(self._rules, 'rule').capitalize()}, {measured}.", "")]
         if self._kind == "report":
             return [
-                ("with the figures on the screen" if self._drift else "measures first, which takes a forward pass", "")
+                (
+                    "With the figures on the screen."
+                    if self._drift
+                    else "It is measured first: that takes a forward pass.",
+                    "",
+                )
             ]
-        return [("what the tool can't express is said when the file is written", "")]
+        return [("What the tool can't express is said when the file is written.", "")]
 
     def _about_export(self) -> list[tuple[str, str]]:
         planned = self._planned
         if planned is None:
-            return [("what will be written appears when the model is there…", "dim")]
+            return [("What will be written appears when the model is there.", "dim")]
         if planned.plan is None:
             return [(planned.reason, "bold")]
         plan = planned.plan

@@ -19,7 +19,7 @@ class ScanSetup(ChoiceScreen[tuple[str, ...] | None]):
     """Which dtypes to scan; the result is these, or None when left."""
 
     HEADING = "Scan: how much does every weight matter?"
-    KEYS = "↑↓ Space choose  Enter scans  Esc leaves"
+    KEYS = "↑↓ Space choose  Enter scans  Esc closes"
     DEFAULT_CSS = "ScanSetup > VerticalScroll { width: 90%; max-width: 72; }"
 
     BINDINGS: ClassVar[list[BindingType]] = [

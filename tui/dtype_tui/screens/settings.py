@@ -42,7 +42,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
     """Up and down choose a setting, left and right change it; the result is the settings, or None when left."""
 
     HEADING = "Settings of a run"
-    KEYS = "↑↓ ←→ choose  Enter applies  Esc leaves"
+    KEYS = "↑↓ ←→ choose  Enter applies  Esc closes"
     DEFAULT_CSS = "SettingsScreen > VerticalScroll { width: 90%; max-width: 76; }"
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -51,7 +51,7 @@ class SettingsScreen(ChoiceScreen[RunSettings | None]):
         Binding("left,h", "change(-1)", "Choice before"),
         Binding("right,l,space", "change(1)", "Choice after"),
         Binding("enter", "apply", "Put them in force and measure"),
-        Binding("escape,q", "leave", "Leave everything as it was"),
+        Binding("escape,q", "leave", "Close, and change nothing"),
     ]
 
     def __init__(self, settings: RunSettings) -> None:

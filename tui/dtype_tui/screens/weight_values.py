@@ -34,6 +34,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
         )
     whole = Table.grid()
     whole.add_row(table)
+    whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
     whole.add_row(Text(""))
     whole.add_row(exponent_histogram(reading))
     tensor = experiment.tensor(name)
@@ -49,7 +50,7 @@ def exponent_histogram(reading: WeightStats) -> Text:
     counts = dict(reading.exponents.counts)
     text = Text()
     if not counts:
-        return Text("no values but zeros" if reading.exponents.zeros else "no values")
+        return Text("No values but zeros." if reading.exponents.zeros else "No values.")
     low, high = min(counts), max(counts)
     step = max(1, -(-(high - low + 1) // 24))
     text.append(f"{'|x| from':<10}{'values':>10}  {'':<24}", style="dim")
@@ -67,9 +68,7 @@ def exponent_histogram(reading: WeightStats) -> Text:
             mark = range_mark(first, step, row)
             text.append(f"  {mark:<{len(row.short_name)}}", style="bold" if mark not in ("|", ":") else "dim")
         text.append("\n")
-    text.append(
-        "| in range  : subnormal, fewer bits  0 vanishes  ∞ overflows (fp8 and int8 are scaled first)", style="dim"
-    )
+    text.append("Without a scale: | in range  : subnormal, fewer bits  0 vanishes  ∞ overflows", style="dim")
     if reading.exponents.zeros or reading.exponents.nonfinite:
         text.append(f"\nzeros {reading.exponents.zeros:,}, not finite {reading.exponents.nonfinite:,}", style="dim")
     return text

@@ -43,16 +43,16 @@ class Command:
 
 WITH_ARGUMENTS = (
     Command("cast", "cast_as", ("pattern", "dtype"), "Cast what a pattern takes"),
-    Command("filter", "filter_by", ("text",), "Show only names with this in them; nothing shows all", 0),
+    Command("filter", "filter_by", ("text",), "Show only names with this in them; alone: show all", 0),
     Command("go", "go_to", ("node",), "Go to a node by its name"),
     Command("sort", "sort_by", ("order",), "Children in this order"),
-    Command("columns", "show_columns", ("columns",), "Show these columns; nothing shows all", 0),
+    Command("columns", "show_columns", ("columns",), "Show these columns; alone: show all", 0),
     Command("theme", "use_theme", ("theme",), "Colours"),
-    Command("export", "export_to", ("folder",), "Write a checkpoint in the dtypes of now"),
+    Command("export", "export_to", ("folder",), "Write a checkpoint in the planned dtypes"),
     Command("recipe", "save_recipe_to", ("file",), "Write the rules, and what was measured"),
     Command("report", "save_report_to", ("file",), "Write a report, .html or .md"),
     Command("preset", "use_preset", ("preset",), "Put a preset in force, in place of all rules"),
-    Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; nothing shows the inputs of now", 0),
+    Command("inputs", "inputs", ("line",), "Run on a prompt, or on a file; alone: show the current inputs", 0),
 )
 """Commands that take words after them, beside those that are a key's action."""
 

@@ -244,7 +244,7 @@ class Controller:
                 recipe = recipe.then(Rule.parse(rule))
             self.put_in_force(recipe)
         else:
-            self.notify(nonfinite.reason if nonfinite is not None else "there is nothing to mend", "information")
+            self.notify(nonfinite.reason if nonfinite is not None else "nothing needs a remedy", "information")
 
     def replace_rules(self, recipe: Recipe) -> None:
         """Put the recipe of a preset in force, in place of all rules."""
@@ -263,7 +263,7 @@ class Controller:
     def go_back_to(self, measured: measurement_log.MeasuredRecipe) -> None:
         """Put a recipe in force that was measured before; the settings stay."""
         if measured.settings != str(self.experiment.settings):
-            self.notify(f"that was measured with {measured.settings}; the settings of now stay", "information")
+            self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.put_in_force(measured.recipe)
 
     # -- what is asked of the engine -----------------------------------------------------------------------------

@@ -65,10 +65,10 @@ class EngineLife:
             case events.EngineEnded():
                 lost = self._begin_anew(event.message)
                 self.activity.busy = False
-                self._notify(f"{'; '.join((event.message, *lost))}. {RESTARTS}.", "error")
+                self._notify("; ".join((event.message, *lost, RESTARTS)), "error")
             case events.EngineLost():
                 self.lost = True
-                self._notify(f"{event.message}: the engine goes on there; R starts another.", "warning")
+                self._notify(f"{event.message}: the engine goes on there; R starts another", "warning")
             case events.EngineBack():
                 self.lost = False
                 self._notify("connected again: nothing was lost", "information")
@@ -127,7 +127,7 @@ class EngineLife:
         """What to say of the engine while it does nothing."""
         if self.lost:
             return "connection cut: trying again"
-        return self.no_engine_words or ("no engine: planning only" if planning_only else "ready")
+        return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
     @property
     def must_end(self) -> bool:
@@ -162,5 +162,5 @@ class EngineLife:
         if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # not told again just now to stop another
             self._stop_is_overdue = True
             offer = "Esc again ends the engine and starts another, with this recipe"
-            self._notify(f"{self.activity.what} has not stopped. {offer}", "warning")
+            self._notify(f"{self.activity.what} has not stopped: {offer}", "warning")
             self._changed()

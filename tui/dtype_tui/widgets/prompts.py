@@ -34,7 +34,7 @@ class CastPrompt(BottomPrompt):
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("tab", "generalise(1)", "More general", priority=True, show=False),
         Binding("shift+tab", "generalise(-1)", "Less general", priority=True, show=False),
-        Binding("escape", "cancel", "Leave", priority=True, show=False),
+        Binding("escape", "cancel", "Close", priority=True, show=False),
     ]
 
     def __init__(self, experiment: Experiment, cast: Callable[[Rule], None]) -> None:
@@ -48,7 +48,7 @@ class CastPrompt(BottomPrompt):
         self._timer: Timer | None = None
 
     def compose(self) -> ComposeResult:
-        yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: leave", style="dim"))
+        yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
         yield from super().compose()
 
     def open(self, node: str) -> None:

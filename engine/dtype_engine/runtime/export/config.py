@@ -31,7 +31,7 @@ def export_config(contents: Contents) -> dict[str, Any] | None:
     if before is not None and scaled and not any(item.source_bytes for item in scaled):
         method = before.get("quant_method") if isinstance(before, dict) else before
         raise UserError(
-            f"this checkpoint is quantised already ({method}): weights can't be given scales of another kind beside that"
+            f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind beside that"
         )
     if scaled:
         config.pop("quantization_config", None)
