@@ -312,6 +312,11 @@ OTHER_PLACES = (
             Key("k", scrolled, 0),
             Key("enter", lambda app: app.controller.experiment.recipe == app.screen.recipe, True),  # type: ignore[attr-defined]
             Key("u", rules, []),
+            Key("c", title, "Two recipes side by side"),
+            back,
+            Key("plus", on(lambda page: page.zoom), 2),
+            Key("equals_sign", on(lambda page: page.zoom), 4),
+            Key("minus", on(lambda page: page.zoom), 2),
             Key("home", point, 0),
             Key("right", point, 1),
             Key("l", point, 2),
@@ -360,6 +365,8 @@ OTHER_PLACES = (
             ),
             Key("j", row, 1),
             Key("k", row, 0),
+            Key("P", lambda app: app.controller.experiment.baseline is not None, True),
+            press("P"),
             Key("c", on(lambda page: str(page.query_one(DataTable).get_cell_at((0, 0)))), "4*c"),
             press("j"),
             Key("c", title, "Two recipes side by side"),
@@ -394,7 +401,7 @@ OTHER_PLACES = (
         ),
     ),
     Walk(
-        "In what to leave with",
+        "In the save window",
         after(ready, "e"),
         (
             Key("down", chosen, "recipe"),

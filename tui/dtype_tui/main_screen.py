@@ -259,7 +259,7 @@ class MainScreen(Screen[None]):
         self._windows.presets()
 
     def action_history(self) -> None:
-        self._windows.history()
+        self._windows.history(self.show_all)
 
     # -- measuring -----------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Cancel
 from dtype_tui.state.controller import Controller
+from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 
@@ -52,15 +53,19 @@ class Windows:
         replace = self._controller.replace_rules
         self._push(PresetsScreen(self._experiment.tree), lambda recipe: recipe is not None and replace(recipe))
 
-    def history(self) -> None:
-        """Every measured recipe; one may be gone back to."""
+    def history(self, on_close: Callable[[], None]) -> None:
+        """Every measured recipe; one may be gone back to, or compared with."""
         if not self._experiment.measured:
             self._controller.notify("nothing was measured yet", "information")
             return
         from dtype_tui.screens.history import MeasurementsScreen
 
-        go_back_to = self._controller.go_back_to
-        self._push(MeasurementsScreen(self._experiment), lambda measured: measured is not None and go_back_to(measured))
+        def left(measured: MeasuredRecipe | None) -> None:
+            if measured is not None:
+                self._controller.go_back_to(measured)
+            on_close()
+
+        self._push(MeasurementsScreen(self._experiment), left)
 
     def causes(self) -> None:
         """Drift over depth, and the modules that it arises in."""
@@ -123,11 +128,11 @@ class Windows:
         """The Pareto front; a point of it may be put in force."""
         controller, experiment = self._controller, self._experiment
         if experiment.scan.report is None and experiment.no_forward:
-            words = f"the front comes from a scan, and none can be made: {experiment.no_forward}"
+            words = f"the Pareto front comes from a scan, and none can be made: {experiment.no_forward}"
             controller.notify(words, "warning")
             return
         if experiment.scan.report is None or experiment.scan_is_of_other_inputs:
-            controller.notify("the front comes from a scan: s starts one", "information")
+            controller.notify("the Pareto front comes from a scan: s starts one", "information")
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 

@@ -139,6 +139,14 @@ class ModuleDrift:
     nonfinite: int
 
 
+def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
+    """How many dB more SQNR the first has; None where that is no number."""
+    if one.sqnr_db is None or other.sqnr_db is None:
+        return None
+    gain = one.sqnr_db - other.sqnr_db
+    return gain if math.isfinite(gain) else None
+
+
 def worst_modules(modules: Iterable[ModuleDrift]) -> list[ModuleDrift]:
     """Those whose outputs differ from the reference: by how many values are not finite, then the lowest SQNR first.
 

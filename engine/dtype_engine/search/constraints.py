@@ -51,16 +51,19 @@ class SearchConstraints:
     lines: tuple[str, ...] = ()
 
     def with_line(self, line: str, stored_bytes: int) -> SearchConstraints:
-        """With one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, `budget SIZE`, or `clear`.
+        """With one more line: `keep PATTERN`, `alike PATTERN`, `only DTYPES`, `only PATTERN=DTYPES`, `clear`, or a budget: `8MiB`,
+        `45%`, `budget 8MiB`.
 
         Raises UserError.
         """
+        if _SIZE.fullmatch(line):
+            line = f"budget {line}"
         word, _, rest = line.strip().partition(" ")
         rest, known = rest.strip(), self.constraints
         if word == "clear" and not rest:
             return SearchConstraints()
         if word not in ("keep", "alike", "only", "budget") or not rest:
-            raise UserError("write keep PATTERN, alike PATTERN, only DTYPES, budget SIZE, or clear")
+            raise UserError("write a size (8MiB, 45%), keep PATTERN, alike PATTERN, only DTYPES, or clear")
         lines = (*self.lines, f"{word} {rest}")
         if word == "budget":
             lines = (*(other for other in self.lines if not other.startswith("budget ")), f"{word} {rest}")

@@ -90,6 +90,7 @@ def test_limits_line_by_line() -> None:
     assert limits.lines.count("budget 25%") == 1
     assert len(limits.lines) == 5
     assert limits.with_line("clear", 1000) == SearchConstraints()
+    assert [limits.with_line(line, 1000).budget for line in ("45%", "8MiB", " 600 ")] == [450, 8 << 20, 600]
 
 
 @pytest.mark.parametrize("line", ["", "keep", "clear x", "budget many", "only bf17", "hold *", "only x="])

@@ -148,7 +148,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
         assert "*=float16, lm_head=float32" in text
-        assert "log10 KL nats" in text
+        assert "across: planned MiB, up: KL, nats" in text
         assert "98.00 %" in text
         await pilot.press("j", "j", "p")
         assert [entry.pinned for entry in app.controller.experiment.measured] == [True, False, False]

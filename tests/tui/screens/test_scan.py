@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -231,6 +232,36 @@ async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int
         assert not isinstance(app.screen, OptimiseScreen)
 
 
+async def test_the_front_shows_what_was_measured_also_where_nothing_drifts() -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        for rule, kl in (("*.mlp=bfloat16", 3e-5), ("*norm*=float32", 0.0)):
+            recipe = Recipe((Rule.parse(rule),))
+            app.controller.experiment.push(recipe)
+            measured = report(recipe)
+            output = dataclasses.replace(measured.output, kl_mean=kl)
+            await say(app, pilot, events.Measured(recipe, dataclasses.replace(measured, output=output)), events.Idle())
+        await say(app, pilot, events.ScanUpdated(scan_report(), True), events.Idle())
+        await pilot.press("o")
+        await pilot.pause()
+        plotted = str(app.screen.query_one("#front-plot", Static).content).split("\n")
+        (zero,) = (line for line in plotted if line.lstrip().startswith("0 ┤"))
+        assert zero.count("x") == 1
+        assert sum(line.count("x") for line in plotted) == 2
+        assert "stopped" not in screen(app)
+
+
+async def test_the_front_of_a_scan_that_was_stopped_says_so() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await say(app, pilot, events.ScanUpdated(scan_report(6, 25), False))
+        await pilot.press("o")
+        await pilot.pause()
+        assert "from a scan under way (24 %)" in screen(app)
+        await say(app, pilot, events.Idle())
+        assert "from a stopped scan (24 %)" in screen(app)
+
+
 async def test_limits_are_typed_and_respected() -> None:
     app = make_app()
     async with running(app) as pilot:
@@ -252,7 +283,7 @@ async def test_limits_are_typed_and_respected() -> None:
         for place in range(len(view.front.points)):  # type: ignore[union-attr]
             chosen = view.front.solution_at(place).dtypes  # type: ignore[union-attr]
             assert len({chosen[f"model.layers.0.self_attn.{kind}_proj.weight"] for kind in "qkv"}) == 1
-        await typed("budget 45%")
+        await typed("45%")
         assert view.within is not None
         stored = app.controller.experiment.tree.stored_bytes
         assert view.within.bytes + view._fixed <= 0.45 * stored
@@ -260,7 +291,7 @@ async def test_limits_are_typed_and_respected() -> None:
         await typed("only float16")
         assert "was not scanned" in notices(app)[-1]
         await typed("nonsense")
-        assert "write keep PATTERN" in notices(app)[-1]
+        assert "write a size (8MiB, 45%), keep PATTERN" in notices(app)[-1]
         await pilot.press("escape")
         await typed("clear")
         assert view.view.limits.lines == ()

@@ -51,7 +51,7 @@ def _in_ascii(character: str) -> str:
     if _BOX_FROM <= code <= _BOX_TO:
         return "-" if character in "─━┄┅┈┉═╌╍╴╶╸╺╼╾" else "|" if character in "│┃┆┇┊┋║╎╏╵╷╹╻╽╿" else "+"
     if _BRAILLE_FROM <= code <= _BRAILLE_TO:
-        return " " if code == _BRAILLE_FROM else "*"
+        return " " if code == _BRAILLE_FROM else "."
     return "?" * cell_len(character)
 
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from typing import ClassVar
 
-from rich.table import Table
 from rich.text import Text
 from textual.app import ComposeResult
 from textual.binding import Binding, BindingType
@@ -15,11 +13,11 @@ from textual.widgets import DataTable, Static
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
 from dtype_engine.results.meaning import Meaning, meaning
+from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
 from dtype_tui.rendering.loss_text import loss_mark
-from dtype_tui.rendering.plots import Plot
+from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
-from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin
 
@@ -36,13 +34,16 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         background: $surface; }
     MeasurementsScreen DataTable { height: 1fr; min-height: 5; scrollbar-size-vertical: 1; overflow-x: hidden; }
     MeasurementsScreen #rules { height: auto; max-height: 4; }
-    MeasurementsScreen Plot { height: 1fr; min-height: 8; max-height: 16; }
+    MeasurementsScreen #plot { height: 1fr; min-height: 8; max-height: 16; }
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("enter", "go_back", "Go back to the recipe"),
         Binding("p", "pin", "Pin it: pinned ones come first"),
         Binding("c", "compare", "Compare: once on each of two"),
+        Binding(
+            "P", "compare_all", "Compare all that is measured with it: in the tree and the panes; again: no longer"
+        ),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("escape,q,H", "leave", "Close"),
@@ -57,10 +58,10 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Measured recipes"
-            box.border_subtitle = "Enter goes back  p pins  c compares two  Esc closes"
+            box.border_subtitle = "Enter goes back  p pins  c compares two  P with all  Esc closes"
             yield DataTable(cursor_type="row", zebra_stripes=False)
             yield Static(id="rules", markup=False)
-            yield Plot()
+            yield Static(id="plot", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(DataTable).focus()
@@ -76,22 +77,23 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         table = self.query_one(DataTable)
         table.clear(columns=True)
-        for name in ("", "bytes", "drift", "SQNR", "KL nats", "same top", "perplexity", "time", "rules"):
+        for name in ("", "bytes", "drift", "SQNR dB", "KL nats", "same top", "perplexity", "time", "rules"):
             table.add_column(name)
         for index in self._order:
             table.add_row(*self._cells(index))
         table.move_cursor(row=self._order.index(at))
-        self._plot(at)
+        self.call_after_refresh(self._plot)
 
     def _cells(self, index: int) -> list[Text]:
         entry = self._entries[index]
         mark = _mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
+        mark += "P" if self._experiment.is_baseline(entry) else ""
         now = entry.recipe == self._experiment.recipe and entry.settings == str(self._experiment.settings)
         return [
             Text(mark, style="bold" if entry.pinned else ""),
             Text(short_bytes(entry.planned_bytes), justify="right"),
             Text(self._meaning(entry).word),
-            Text("not finite" if entry.nonfinite else decibels(entry.sqnr_db), justify="right"),
+            Text("not finite" if entry.nonfinite else decibels(entry.sqnr_db).removesuffix(" dB"), justify="right"),
             Text(_number(entry.kl_mean, ".3e"), justify="right"),
             Text("" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %", justify="right"),
             Text(_number(entry.perplexity, ".4f"), justify="right"),
@@ -122,21 +124,23 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def on_data_table_row_selected(self) -> None:
         self.action_go_back()
 
-    def _plot(self, at: int) -> None:
-        plot = self.query_one(Plot)
-        plt = plot.plt
-        plt.clear_data()
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._plot)
+
+    def _plot(self) -> None:
+        """Bytes against KL, or against the square of relative L2 where the outputs are no distributions."""
+        widget = self.query_one("#plot", Static)
         distribution = any(entry.kl_mean is not None for entry in self._entries)
+        series = []
         for index, entry in enumerate(self._entries):
-            drift = entry.kl_mean if distribution else -entry.sqnr_db
-            if drift is None or not math.isfinite(drift) or (distribution and drift <= 0):
-                continue
-            # The logarithm is plotted: plotext's own scale fails where all values are one.
-            height = math.log10(drift) if distribution else -drift
-            plt.scatter([entry.planned_bytes / 2**20], [height], marker=_mark(index))
-        plt.xlabel("planned MiB")
-        plt.ylabel("log10 KL nats" if distribution else "SQNR dB")
-        plot.refresh()
+            drift = entry.drift(distribution)
+            if drift is not None:
+                series.append(Series(((entry.planned_bytes / 2**20, drift),), _mark(index), "bold"))
+        points = [point for each in series for point in each.points]
+        drawn = plot(series, axes_around(points), max(20, widget.size.width), max(4, widget.size.height - 1))
+        unit = "KL, nats" if distribution else "relative squared error"
+        drawn.append(f"\n across: planned MiB, up: {unit}", style="dim")
+        widget.update(drawn)
 
     def action_move(self, step: int) -> None:
         table = self.query_one(DataTable)
@@ -158,52 +162,13 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             return
         first, self._chosen = self._chosen, None
         self._fill(at)
-        self.app.push_screen(_side_by_side(self._entries[first], self._entries[at], _mark(first), _mark(at)))
+        sides = (side_of(self._experiment, self._entries[index], _mark(index)) for index in (first, at))
+        self.app.push_screen(comparison_screen(self._experiment, *sides))
 
-
-def _side_by_side(first: MeasuredRecipe, second: MeasuredRecipe, one: str, other: str) -> Overlay:
-    """Two measurements, figure by figure, and the rules that only one of them has."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
-    table.add_row("", Text(one, style="bold"), Text(other, style="bold"))
-
-    def row(name: str, left: str, right: str) -> None:
-        table.add_row(name, left, Text(right, style="" if left == right else "bold"))
-
-    row("planned", short_bytes(first.planned_bytes), short_bytes(second.planned_bytes))
-    row("SQNR", decibels(first.sqnr_db), decibels(second.sqnr_db))
-    row("max |Δ|", f"{first.max_abs:.4e}", f"{second.max_abs:.4e}")
-    if first.nonfinite or second.nonfinite:
-        row("non-finite", f"{first.nonfinite:,}", f"{second.nonfinite:,}")
-    lost = [loss_mark(entry.overflowed, entry.vanished) or "none" for entry in (first, second)]
-    if any(entry.overflowed or entry.vanished for entry in (first, second)):
-        row("values lost", *lost)
-    if first.kl_mean is not None and second.kl_mean is not None:
-        row("KL mean", _with_error(first), _with_error(second))
-    if first.top1_agreement is not None and second.top1_agreement is not None:
-        row("same top", f"{100 * first.top1_agreement:.2f} %", f"{100 * second.top1_agreement:.2f} %")
-    if first.perplexity is not None and second.perplexity is not None:
-        row("perplexity", f"{first.perplexity:.4f}", f"{second.perplexity:.4f}")
-    if first.seconds is not None and second.seconds is not None:
-        row("time", seconds_text(first.seconds), seconds_text(second.seconds))
-    row("inputs", printable(first.inputs, 200), printable(second.inputs, 200))
-    row("settings", printable(first.settings, 200), printable(second.settings, 200))
-    both = [rule for rule in first.rules if rule in second.rules]
-    for title, entry in (("only in " + one, first), ("only in " + other, second)):
-        for rule in entry.rules:
-            if rule not in both:
-                shown = printable(rule, 300)
-                table.add_row(title, *((shown, "") if entry is first else ("", shown)))
-    for rule in both:
-        table.add_row("in both", printable(rule, 300), "")
-    return Overlay("Two recipes side by side", table)
-
-
-def _with_error(entry: MeasuredRecipe) -> str:
-    error = f" ± {entry.kl_mean_se:.0e}" if entry.kl_mean_se is not None else ""
-    return f"{_number(entry.kl_mean, '.3e')}{error} nats"
+    def action_compare_all(self) -> None:
+        at = self._at
+        self._experiment.compare_with(self._entries[at])
+        self._fill(at)
 
 
 def _mark(index: int) -> str:

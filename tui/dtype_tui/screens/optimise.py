@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -20,19 +20,20 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.results.drift import SQUARED
 from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution
 from dtype_engine.search.solve import fixed_bytes
 from dtype_tui.config.bindings import FRONT_KEYS
+from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import colour, truncate
-from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.scan import Point, figure
 from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
-_DECADES = 6
+_MOST_ZOOM = 64
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -43,8 +44,8 @@ class OptimiseScreen(ModalScreen[None]):
     OptimiseScreen { background: $background; }
     OptimiseScreen > #front-title, OptimiseScreen > #front-keys, OptimiseScreen > #front-legend { height: 1; }
     OptimiseScreen > #front-title { background: $surface; }
-    OptimiseScreen > Plot { height: 3fr; min-height: 8; }
-    OptimiseScreen > VerticalScroll { height: 2fr; min-height: 7; padding: 0 1; scrollbar-size-vertical: 1; }
+    OptimiseScreen > #front-plot { height: 3fr; min-height: 6; }
+    OptimiseScreen > VerticalScroll { height: 2fr; min-height: 4; padding: 0 1; scrollbar-size-vertical: 1; }
     OptimiseScreen > VerticalScroll > Static { height: auto; }
     OptimiseScreen > Input { display: none; margin: 0 1; }
     OptimiseScreen > Input.open { display: block; }
@@ -70,14 +71,16 @@ class OptimiseScreen(ModalScreen[None]):
         self._rules: tuple[Solution, Recipe] | None = None
         self._timer: Timer | None = None
         self._seen = -1
+        self.zoom = 1
+        """How many times the front is as wide as what is shown of it."""
 
     def compose(self) -> ComposeResult:
         yield Static(id="front-title", markup=False)
-        yield Plot()
+        yield Static(id="front-plot", markup=False)
         yield Static(id="front-legend", markup=False)
         with VerticalScroll(can_focus=False):
             yield Static(id="front-point", markup=False)
-        placeholder = "keep PATTERN | alike PATTERN | only DTYPES | budget 45% | clear"
+        placeholder = "8MiB or 45% | keep PATTERN | alike PATTERN | only DTYPES | clear"
         yield LineInput("front-limit", self._enter, placeholder=placeholder)
         yield Static(id="front-keys", markup=False)
 
@@ -157,11 +160,15 @@ class OptimiseScreen(ModalScreen[None]):
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Pareto front ", style="bold")
         title.append(f"point {self.index + 1} of {len(self.front.points)}", style="dim")
+        if scan := self.view.progress_words:
+            title.append(f"  {scan}", style="bold")
+        if self.zoom > 1:
+            title.append(f"  {self.zoom} x zoom", style="dim")
         if self.within is not None:
             title.append("  best within the budget", style="bold")
         title.append(f"  {limits}", style="dim")
         self.query_one("#front-title", Static).update(title)
-        keys = " ←→ walk  PgUp PgDn by ten  Enter apply and measure  / limit  u undo  Esc back"
+        keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  u undo  Esc closes"
         self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
         self._find_rules()
         self._plot()
@@ -172,43 +179,46 @@ class OptimiseScreen(ModalScreen[None]):
         assert self.view.report is not None
         solution = self.solution
         assert solution is not None
-        plot = self.query_one(Plot)
-        plt = plot.plt
-        plt.clear_figure()
-        stored = self.experiment.tree.stored_bytes
-        scale, unit = next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
-        points = [(point.bytes + self._fixed, point.predicted) for point in self.front.points]
-        most = max((value for _, value in points if math.isfinite(value)), default=0.0)
-        # Far under the rest is only rounding, and it would squeeze what one chooses among into a line.
-        least = most / 10**_DECADES
-        drawn = [(size / scale, math.log10(value)) for size, value in points if 0 < least <= value < math.inf]
-        if drawn:
-            plt.plot([x for x, _ in drawn], [y for _, y in drawn], marker="dot", color="cyan")
-        ok = [
-            (point.bytes / scale, math.log10(point.measured))
-            for point in self.view.measured
-            if 0 < least <= point.measured < math.inf
-        ]
-        if ok:
-            plt.scatter([x for x, _ in ok], [y for _, y in ok], marker="x", color="red")
-        if most > 0:
-            here = min(max(solution.score, least), most)
-            plt.scatter([(solution.bytes + self._fixed) / scale], [math.log10(here)], marker="O", color="magenta")
-        if self.view.limits.budget is not None:
-            plt.vline(self.view.limits.budget / scale, "yellow")
-        low = [y for _, y in (*drawn, *ok)]
-        if low:
-            first, last = math.floor(min(low)), math.ceil(max(low))
-            ticks = list(range(first, last + 1, max(1, (last - first) // 6)))
-            plt.yticks([float(tick) for tick in ticks], [f"1e{tick}" for tick in ticks])
+        widget = self.query_one("#front-plot", Static)
+        scale, unit = self._unit
+        budget = self.view.limits.budget
+        points = [((point.bytes + self._fixed) / scale, point.predicted) for point in self.front.points]
+        measured = [(size / scale, drift) for size, drift in self._measured()]
+        here = (solution.bytes + self._fixed) / scale, solution.score
+        inside = [point for point in points if self._in_view(point[0], points)]
+        axes = axes_around([*inside, *(point for point in measured if self._in_view(point[0], points)), here])
+        series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", "magenta"))
+        line = budget / scale if budget is not None else None
+        widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
         legend = Text(f" across: {unit} planned, up: {self.view.report.unit}   ", style="dim", no_wrap=True)
-        legend.append("• predicted  ", style="cyan")
+        legend.append("⠒ predicted  ", style="cyan")
         legend.append("O here  ", style="magenta")
-        legend.append("x measured  ", style="red")
-        if self.view.limits.budget is not None:
-            legend.append("| budget", style="yellow")
+        legend.append("x measured", style="red")
+        if budget is not None:
+            legend.append("  | budget", style="yellow")
         self.query_one("#front-legend", Static).update(legend)
-        plot.refresh()
+
+    @property
+    def _unit(self) -> tuple[int, str]:
+        """Bytes of the unit of the axis, and its name."""
+        stored = self.experiment.tree.stored_bytes
+        return next(pair for pair in _UNITS if stored >= pair[0] or pair[0] == 1)
+
+    def _in_view(self, x: float, points: Sequence[tuple[float, float]]) -> bool:
+        """Whether x is within what is zoomed in on: a part of the front's width around the point under the cursor."""
+        if self.zoom == 1:
+            return True
+        width = (points[-1][0] - points[0][0]) / self.zoom
+        return abs(x - points[self.index][0]) <= width / 2
+
+    def _measured(self) -> list[tuple[int, float]]:
+        """(planned bytes, drift in the scan's unit) of every recipe that was measured on these inputs with these settings."""
+        experiment = self.experiment
+        distribution = self.view.report is not None and self.view.report.unit != SQUARED
+        now = experiment.inputs, str(experiment.settings)
+        entries = [entry for entry in experiment.measured if (entry.inputs, entry.settings) == now]
+        drifts = [(entry.planned_bytes, entry.drift(distribution)) for entry in entries]
+        return [(size, drift) for size, drift in drifts if drift is not None]
 
     def _point(self) -> Text:
         solution, recipe, report = self.solution, self.recipe, self.view.report
@@ -227,9 +237,9 @@ class OptimiseScreen(ModalScreen[None]):
         elif recipe == self.experiment.recipe:
             text.append("  measuring…", style="dim")
         if recipe is None:
-            text.append("\nfinding its rules…", style="dim")
+            text.append("\nFinding its rules…", style="dim")
         elif not recipe.rules:
-            text.append("\nno rules: as stored", style="dim")
+            text.append("\nNo rules: every tensor is as stored.", style="dim")
         for rule in recipe.rules if recipe is not None else ():
             dtype = "stored" if rule.dtype == dtypes.STORED else dtypes.short_name(rule.dtype)
             width = max(20, self.size.width - 16)
@@ -268,6 +278,20 @@ class OptimiseScreen(ModalScreen[None]):
         if not self._put_in_force(recipe):
             self._warn("this point is in force already")
         self._draw()
+
+    def action_zoom(self, factor: float) -> None:
+        self.zoom = min(_MOST_ZOOM, max(1, int(self.zoom * factor)))
+        self._draw()
+
+    def action_compare(self) -> None:
+        recipe = self.recipe
+        if recipe is None:
+            return
+        from dtype_tui.screens.comparison import comparison_screen, side_of_recipe
+
+        here = side_of_recipe(self.experiment, recipe, "here")
+        in_force = side_of_recipe(self.experiment, self.experiment.recipe, "in force")
+        self.app.push_screen(comparison_screen(self.experiment, here, in_force))
 
     def action_undo(self) -> None:
         self._undo()

@@ -26,7 +26,7 @@ from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
-from dtype_tui.state.measurement_log import measured, remember
+from dtype_tui.state.measurement_log import ModuleLog, measured, remember
 from dtype_tui.state.scan import ScanState, figure
 
 if TYPE_CHECKING:
@@ -79,6 +79,9 @@ class Experiment:
     nonfinite: NonFiniteDiagnosis | None = None
     causes: AttributionReport | None = None
     measured: list[MeasuredRecipe] = field(default_factory=list)
+    module_log: ModuleLog = field(default_factory=ModuleLog)
+    baseline: MeasuredRecipe | None = None
+    """The measured recipe that the tree and the panes compare with."""
     scan: ScanState = field(default_factory=ScanState)
     has_tree: bool = True
     """False: nothing is known of the model yet, and `tree` is empty."""
@@ -168,7 +171,22 @@ class Experiment:
         self.report = report
         self.modules = {reading.name: reading for reading in report.modules}
         self.scan.note_measured(self.tree, self.plan, report)
-        remember(self.measured, measured(report, self.plan.planned_bytes))
+        entry = measured(report, self.plan.planned_bytes)
+        remember(self.measured, entry)
+        self.module_log.keep(entry, self.modules)
+
+    def compare_with(self, entry: MeasuredRecipe) -> None:
+        """Compare with a measured recipe from now on; with the same once more, with none."""
+        self.baseline = None if self.is_baseline(entry) else entry
+
+    def is_baseline(self, entry: MeasuredRecipe) -> bool:
+        """Whether this is the measurement that is compared with."""
+        return self.baseline is not None and self.baseline.key == entry.key
+
+    @property
+    def baseline_modules(self) -> Mapping[str, ModuleDrift]:
+        """The modules' drift of the recipe that is compared with; none where it was not kept."""
+        return (self.module_log.of(self.baseline) or {}) if self.baseline is not None else {}
 
     def forget_readings(self) -> None:
         """The figures on the screen are no longer those of what is in force."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.losses import severe
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import DriftReport
+    from dtype_engine.results.drift import DriftReport, ModuleDrift
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +42,37 @@ class MeasuredRecipe:
         """Its rules, to put in force again."""
         return Recipe.of(Rule.parse(rule) for rule in self.rules)
 
+    def drift(self, distribution: bool) -> float | None:
+        """The one figure that recipes are plotted by: mean KL in nats of a distribution, else the square of relative L2. None where
+        it is not known, or the output is not finite.
+        """
+        value = self.kl_mean if distribution else 10 ** (-self.sqnr_db / 10)
+        return None if self.nonfinite or value is None or math.isnan(value) else max(0.0, value)
+
     @property
     def key(self) -> tuple[tuple[str, ...], str, str]:
         """What makes two measurements ones of the same."""
         return self.rules, self.settings, self.inputs
+
+
+class ModuleLog:
+    """The modules' drift of each measurement of this session, as long as there are no more than so many readings in all."""
+
+    MOST = 300_000
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[tuple[str, ...], str, str], Mapping[str, ModuleDrift]] = {}
+
+    def keep(self, entry: MeasuredRecipe, modules: Mapping[str, ModuleDrift]) -> None:
+        """Keep these, and let the oldest go where they are too many."""
+        self._kept.pop(entry.key, None)
+        self._kept[entry.key] = modules
+        while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self.MOST:
+            del self._kept[next(iter(self._kept))]
+
+    def of(self, entry: MeasuredRecipe) -> Mapping[str, ModuleDrift] | None:
+        """By module; None where they were not kept."""
+        return self._kept.get(entry.key)
 
 
 def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:

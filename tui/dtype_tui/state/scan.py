@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.units import percent
 from dtype_tui.rendering.cells import bar
 
 # Searching is not for the first paint: its rooms are imported where they are needed.
@@ -68,6 +69,14 @@ class ScanState:
 
         self.nodes = aggregate_by_node(tree, self._scores, dtype)
         self.version += 1
+
+    @property
+    def progress_words(self) -> str:
+        """`from a stopped scan (24 %)`, while not all sequences have gone by; "" once they have."""
+        if self.report is None or self.finished:
+            return ""
+        share = percent(self.report.sequences / self.report.all_sequences) if self.report.all_sequences else "0"
+        return f"from a scan under way ({share} %)" if self.running else f"from a stopped scan ({share} %)"
 
     def clear(self) -> None:
         """A scan of other dtypes or inputs takes its place."""

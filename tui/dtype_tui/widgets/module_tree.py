@@ -312,7 +312,7 @@ class ModuleTree(ScrollView, can_focus=True):
     def _line(self, y: int) -> Strip:
         width = self.size.width
         scan = self.experiment.scan
-        columns = columns_for(width, self.hidden, scan.report is not None)
+        columns = columns_for(width, self.hidden, scan.report is not None, self.experiment.baseline is not None)
         base = self._base()
         if y == 0:
             return heading(columns, scan.heading).adjust_cell_length(width, DIM).apply_style(base)

@@ -16,6 +16,7 @@ from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, s
 from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:
+    from dtype_engine.results.drift import ModuleDrift
     from dtype_tui.state.experiment import Experiment
 
 COLUMNS = ("params", "bytes", "drift")
@@ -43,19 +44,24 @@ class Columns:
     size: int
     drift: int
     scan: int = 0
+    compared: int = 0
 
 
-def columns_for(width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False) -> Columns:
+def columns_for(
+    width: int, hidden: frozenset[str] = frozenset(), scanned: bool = False, compares: bool = False
+) -> Columns:
     """Column widths for a line of `width` cells: where it is narrow the mix of dtypes is shortened first, then the parameters and
-    the drift are left out, as they are for the column of a scan. Those in `hidden` are always left out.
+    the drift are left out, as they are for the column of a scan. Those in `hidden` are always left out. compares: with the drift
+    of another recipe, and the difference, beside the drift.
     """
     scan = 13 if scanned and width >= 50 else 0
-    dtype = 24 if width - scan >= 76 else 13
-    parameters = 8 if width - 2 * scan >= 60 and "params" not in hidden else 0
+    compared = 15 if compares and width - scan >= 60 and "drift" not in hidden else 0
+    dtype = 24 if width - scan - compared >= 76 else 13
+    parameters = 8 if width - 2 * scan - compared >= 60 and "params" not in hidden else 0
     size = 10 if "bytes" not in hidden else 0
     drift = 12 if width - scan >= 50 and "drift" not in hidden else 0
-    name = width - dtype - parameters - size - drift - scan - 1
-    return Columns(max(10, name), dtype, parameters, size, drift, scan)
+    name = width - dtype - parameters - size - drift - scan - compared - 1
+    return Columns(max(10, name), dtype, parameters, size, drift, scan, compared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +83,8 @@ def heading(columns: Columns, scan: str = "") -> Strip:
         text += f"{'bytes':>{columns.size}}"
     if columns.drift:
         text += f"{'SQNR dB':>{columns.drift - 4}}    "
+    if columns.compared:
+        text += f"{'P dB':>6}{'change':>8} "
     if columns.scan:
         text += f"{scan:>{columns.scan - 4}}"
     return Strip([Segment(text, DIM)])
@@ -120,6 +128,8 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
         segments.append(Segment(f"{short_bytes(size) if counted else '':>{columns.size}}", PLAIN))
     if columns.drift:
         segments.append(_drift_segment(experiment, row, columns.drift))
+    if columns.compared:
+        segments.append(_compared_segment(experiment, row, columns.compared))
     if columns.scan:
         segments.append(_scan_segment(experiment, row, columns.scan))
     return segments
@@ -175,13 +185,34 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
     return segments
 
 
-def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
-    reading = experiment.modules.get(row.name) if row.tensor is None else None
-    if not row.name and experiment.report is not None:
+def _reading(experiment: Experiment, row: Row) -> ModuleDrift | None:
+    """The drift of a row's module; of the root, that of the output."""
+    if row.tensor is None and not row.name and experiment.report is not None:
         from dtype_engine.results.drift import ModuleDrift  # there is nothing to show of it at the first paint
 
         output = experiment.report.output
-        reading = ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
+        return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
+    return experiment.modules.get(row.name) if row.tensor is None else None
+
+
+def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    """The SQNR under the recipe that is compared with, and how much more or less it is now."""
+    baseline = experiment.baseline
+    if baseline is None or row.tensor is not None:
+        return Segment(" " * width, PLAIN)
+    from dtype_engine.results.drift import ModuleDrift, sqnr_gain
+
+    other = experiment.baseline_modules.get(row.name)
+    if not row.name:
+        other = ModuleDrift("", baseline.sqnr_db, baseline.max_abs, baseline.nonfinite)
+    now = _reading(experiment, row)
+    gain = sqnr_gain(now, other) if now is not None and other is not None else None
+    change = "" if gain is None else f"{gain:+.1f}"
+    return Segment(f"{drift_cell(other)[0]:>6}{change:>8} ".ljust(width), DIM)
+
+
+def _drift_segment(experiment: Experiment, row: Row, width: int) -> Segment:
+    reading = _reading(experiment, row)
     number, drawn = drift_cell(reading)
     text = f"{number:>{width - 4}} {drawn}" if drawn else f"{number:>{width - 4}}"
     bad = reading is not None and (reading.nonfinite > 0 or (reading.sqnr_db is not None and reading.sqnr_db < 20))

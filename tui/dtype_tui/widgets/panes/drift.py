@@ -82,17 +82,26 @@ class DriftPane(Pane):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
-        grid.add_row("SQNR", Text(decibels(output.sqnr_db), style="bold"))
+        base = self.experiment.baseline
+        if base is not None:
+            grid.add_row(
+                "P", Text(f"{printable(', '.join(base.rules), 200) or 'as stored'}: {meaning(base).word}", style="dim")
+            )
+        grid.add_row("SQNR", _beside(decibels(output.sqnr_db), decibels(base.sqnr_db) if base else None, "bold"))
         for label, words in self._loss_rows():
             grid.add_row(label, Text(words, style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
-        grid.add_row("max |Δ|", f"{output.max_abs:.4e}")
+        grid.add_row("max |Δ|", _beside(f"{output.max_abs:.4e}", f"{base.max_abs:.1e}" if base else None))
         grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
         if output.kl_mean is not None and not math.isnan(output.kl_mean):
-            error = f" ± {output.kl_mean_se:.0e}" if output.kl_mean_se is not None else ""
-            grid.add_row("KL mean", Text(f"{output.kl_mean:.3e}{error} nats", style="bold"))
+            error = f" ± {output.kl_mean_se:.0e} nats" if output.kl_mean_se is not None else " nats"
+            if base is not None and base.kl_mean is not None:
+                kl = _beside(f"{output.kl_mean:.3e}", f"{base.kl_mean:.1e} nats", "bold")
+            else:
+                kl = Text(f"{output.kl_mean:.3e}{error}", style="bold")
+            grid.add_row("KL mean", kl)
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
             tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
             grid.add_row("KL tail", "  ".join(tail))
@@ -100,7 +109,8 @@ class DriftPane(Pane):
             grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:
             top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-            grid.add_row("same top", top1)
+            other_top = base.top1_agreement if base is not None else None
+            grid.add_row("same top", _beside(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
         if report.settings != str(RunSettings()):
@@ -116,6 +126,14 @@ class DriftPane(Pane):
             _append_modules(text, worst, self.columns - 11)
             grid.add_row("worst (w)", text)
         return grid
+
+
+def _beside(words: str, compared: str | None, style: str = "") -> Text:
+    """A figure, and that of the recipe that is compared with."""
+    text = Text(words, style=style)
+    if compared is not None:
+        text.append(f"  P {compared}", style="not bold dim")
+    return text
 
 
 def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:

@@ -36,6 +36,8 @@ class MemoryPane(Pane):
         change = change_text(plan.stored_bytes, plan.planned_bytes)
         grid.add_row("stored", human_bytes(plan.stored_bytes))
         grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), f"  {change}"))
+        if experiment.baseline is not None:
+            grid.add_row("P planned", human_bytes(experiment.baseline.planned_bytes))
         grid.add_row("by bytes", self._mix())
         if reading is None:
             return grid

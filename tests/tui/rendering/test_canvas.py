@@ -1,0 +1,78 @@
+"""Plots in cells: where points stand, and which labels are there."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dtype_tui.config.ascii import in_ascii
+from dtype_tui.rendering.canvas import Series, axes_around, plot
+
+WIDTH, HEIGHT = 60, 14
+points = st.lists(
+    st.tuples(
+        st.floats(0.001, 1e6), st.one_of(st.just(0.0), st.floats(1e-12, 10.0), st.just(math.inf), st.just(math.nan))
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+def lines_of(series: list[Series], width: int = WIDTH, height: int = HEIGHT) -> list[str]:
+    drawn = [point for each in series for point in each.points]
+    return plot(series, axes_around(drawn), width, height).plain.split("\n")
+
+
+@given(points, st.integers(24, 140), st.integers(6, 40))
+def test_every_plot_has_the_size_it_was_given_and_labels_that_do_not_touch(
+    shown: list[tuple[float, float]], width: int, height: int
+) -> None:
+    lines = lines_of([Series(shown), Series(shown, "x")], width, height)
+    assert len(lines) == height
+    assert all(len(line) <= width for line in lines)
+    labels = lines[-1].split()
+    assert labels == re.findall(r"\d+(?:\.\d+)?", lines[-1])
+    assert [float(label) for label in labels] == sorted(float(label) for label in labels)
+    assert not any(mark in lines[-1] + lines[-2] for mark in "x┤")
+
+
+def test_marks_stand_where_their_values_are() -> None:
+    lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-2), (3.0, 1e-3)], "x")])
+    rows = [index for index, line in enumerate(lines) if "x" in line]
+    columns = [lines[row].index("x") for row in rows]
+    assert 0 < rows[2] - rows[1] - (rows[1] - rows[0]) + 2 < 4
+    assert columns[1] - columns[0] in (
+        columns[2] - columns[1] - 1,
+        columns[2] - columns[1],
+        columns[2] - columns[1] + 1,
+    )
+    assert [lines[row].split("┤")[0].strip() for row in rows] == ["1e-1", "1e-2", "1e-3"]
+    assert lines[-1].split()[0] == "1.00"
+    assert lines[-1].split()[-1] == "3.00"
+
+
+def test_zero_has_a_line_of_its_own_and_what_is_far_below_the_rest_counts_as_zero() -> None:
+    lines = lines_of([Series([(1.0, 1e-1), (2.0, 1e-3)], "x"), Series([(3.0, 0.0)], "o"), Series([(4.0, 1e-9)], "t")])
+    (zero,) = (line for line in lines if line.lstrip().startswith("0 ┤"))
+    assert "o" in zero
+    assert "t" in zero
+    assert "x" not in zero
+    assert not any(line.lstrip().startswith("0 ┤") for line in lines_of([Series([(1.0, 1e-1)], "x")]))
+
+
+def test_what_is_not_finite_is_not_drawn() -> None:
+    assert not any("x" in line for line in lines_of([Series([(1.0, math.inf), (2.0, math.nan)], "x")]))
+
+
+def test_a_line_is_drawn_finer_than_cells_and_in_ascii_by_dots() -> None:
+    curve = [(x / 50, 10 ** (-x / 25)) for x in range(100)]
+    drawn = plot([Series(curve)], axes_around(curve), WIDTH, HEIGHT).plain
+    braille = [character for character in drawn if 0x2800 < ord(character) < 0x2900]
+    assert len({bin(ord(character) - 0x2800).count("1") for character in braille}) > 1
+    assert len(braille) > WIDTH - 12
+    plain = in_ascii(drawn)
+    assert plain.isascii()
+    assert plain.count(".") >= len(braille)

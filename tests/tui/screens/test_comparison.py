@@ -1,0 +1,95 @@
+"""Two recipes side by side, and a recipe beside the one in force."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.scenes import ready
+from tests.helpers.screen_text import lines, screen
+from textual.pilot import Pilot
+
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.state.measurement_log import ModuleLog, measured
+from dtype_tui.widgets.module_tree import ModuleTree
+
+MLP = "model.layers.4.mlp"
+LAYER = "model.layers.4"
+
+
+async def measure(app: DtypeApp, pilot: Pilot[None], rule: str, sqnr_db: float, modules: Sequence[float]) -> None:
+    recipe = Recipe((Rule.parse(rule),))
+    app.controller.experiment.push(recipe)
+    found = tuple(ModuleDrift(name, db, 0.1, 0) for name, db in zip((MLP, LAYER), modules, strict=True))
+    told = report(recipe, 1e-3, found)
+    output = dataclasses.replace(told.output, sqnr_db=sqnr_db)
+    await say(app, pilot, events.Measured(recipe, dataclasses.replace(told, output=output)), events.Idle())
+
+
+async def two_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
+    await ready(app, pilot)
+    await measure(app, pilot, "*=bfloat16", 40.0, (45.0, 50.0))
+    await measure(app, pilot, f"{MLP}=float8_e4m3fn", 31.5, (30.0, 50.0))
+
+
+async def test_a_pinned_recipe_stands_in_the_tree_and_the_panes_until_it_is_let_go() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await two_measured(app, pilot)
+        app.query_one(ModuleTree).go_to(MLP)
+        await pilot.press("H", "j", "P", "escape")
+        await pilot.pause()
+        (row,) = (line for line in lines(app) if " mlp" in line and "fp8" in line)
+        assert row.split("│")[0].split()[-2:] == ["45.0", "-15.0"]
+        (root,) = (line for line in lines(app) if " demo " in line and "MiB" in line)
+        assert root.split("│")[0].split()[-2:] == ["40.0", "-8.5"]
+        text = screen(app)
+        assert "31.50 dB  P 40.00 dB" in text
+        assert "*=bfloat16: small" in text
+        assert "P planned 1.35 MiB" in text
+        await pilot.press("H", "j", "P", "escape")
+        await pilot.pause()
+        assert "P planned" not in screen(app)
+        assert "change" not in lines(app)[0]
+
+
+async def test_two_are_compared_rule_by_rule_tensor_by_tensor_and_module_by_module() -> None:
+    app = make_app()
+    async with running(app, (120, 50)) as pilot:
+        await two_measured(app, pilot)
+        await pilot.press("H", "c", "j", "c")
+        await pilot.pause()
+        text = " ".join(screen(app).split())
+        assert f"{MLP}=float8_e4m3fn only in 2" in text
+        assert "*=bfloat16 only in 1" in text
+        assert "56 tensors of another dtype" in text
+        for _ in range(60):
+            await pilot.press("j")
+        await pilot.pause()
+        text = " ".join(screen(app).split())
+        assert f"{MLP} 30.00 dB 45.00 dB -15.00 dB" in text
+        assert f" {LAYER} 50.00 dB" not in text, "it drifts alike"
+
+
+async def test_modules_of_an_earlier_session_are_not_known() -> None:
+    app = make_app()
+    async with running(app, (120, 50)) as pilot:
+        await two_measured(app, pilot)
+        app.controller.experiment.module_log = ModuleLog()
+        await pilot.press("H", "c", "j", "c", "end")
+        await pilot.pause()
+        assert "not kept for both" in screen(app)
+
+
+def test_the_oldest_readings_of_modules_are_let_go() -> None:
+    log, kept = ModuleLog(), []
+    log.MOST = 5  # type: ignore[misc]
+    for number in range(4):
+        recipe = Recipe((Rule("*", "bfloat16"),) * (number + 1))
+        kept.append(measured(report(recipe), 100))
+        log.keep(kept[-1], {name: ModuleDrift(name, 1.0, 1.0, 0) for name in ("a", "b")})
+    assert [log.of(entry) is not None for entry in kept] == [False, False, True, True]

@@ -1,0 +1,176 @@
+"""A plot of points in cells: eight dots of braille to a cell, a logarithmic axis with a place for zero, labels that never touch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich.text import Text
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+"""Bits of the dots of a braille cell, row by row."""
+_BRAILLE = 0x2800
+_GAP = 2
+"""Cells between two labels of the axis below."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """Points (x, y), drawn by a mark of one cell each, or as dots that are joined where `mark` is empty.
+
+    A y of 0 stands in a line of its own under the axis; one that is not finite is not drawn.
+    """
+
+    points: Sequence[tuple[float, float]]
+    mark: str = ""
+    style: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Axes:
+    """What the plot shows: x from `left` to `right`, and y by powers of ten from `low` to `high`; `zero`: with a line for 0."""
+
+    left: float
+    right: float
+    low: float
+    high: float
+    zero: bool
+
+
+def axes_around(points: Sequence[tuple[float, float]], decades: float = 6.0) -> Axes:
+    """Axes that hold every point: y from the largest down, no further than so many powers of ten; smaller ones count as 0."""
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    left, right = min((x for x, _ in finite), default=0.0), max((x for x, _ in finite), default=1.0)
+    most = max((y for _, y in finite), default=0.0)
+    least = most / 10**decades
+    over = [y for _, y in finite if y > least]
+    zero = any(y <= least for _, y in finite)
+    low, high = (math.log10(min(over)), math.log10(max(over))) if over else (-1.0, 0.0)
+    if high - low < 0.2:
+        low, high = low - 0.1, high + 0.1
+    if right - left <= 0:
+        left, right = (0.9 * left, 1.1 * right) if left > 0 else (left - 0.5, right + 0.5)
+    return Axes(left, right, low, high, zero)
+
+
+def plot(series: Sequence[Series], axes: Axes, width: int, height: int, vertical: float | None = None) -> Text:
+    """The plot as `height` lines of `width` cells. vertical: x of a line from top to bottom."""
+    labels = _y_labels(axes, max(1, height - 2 - axes.zero))
+    margin = max(len(label) for label in (*labels.values(), "0")) + 1
+    columns, rows = max(1, width - margin - 1), max(1, height - 2 - axes.zero)
+    grid = _Grid(columns, rows, axes)
+    if vertical is not None and axes.left <= vertical <= axes.right:
+        for row in range(rows + axes.zero):
+            grid.put(grid.column(vertical), row, "|", "yellow")
+    for each in series:
+        grid.draw(each)
+    text = Text()
+    for row in range(rows + axes.zero):
+        label = "0" if row == rows else labels.get(row, "")
+        text.append(f"{label:>{margin - 1}} ", style="dim")
+        text.append("┤" if label else "│", style="dim")
+        text.append_text(grid.line(row))
+        text.append("\n")
+    text.append(" " * margin + "└" + "─" * columns + "\n", style="dim")
+    text.append(" " * (margin + 1) + _x_labels(axes, columns), style="dim")
+    return text
+
+
+class _Grid:
+    """Cells of the plot's inside; the line for 0, where there is one, comes after the others."""
+
+    def __init__(self, columns: int, rows: int, axes: Axes) -> None:
+        self._columns, self._rows, self._axes = columns, rows, axes
+        self._dots: dict[tuple[int, int], int] = {}
+        self._marks: dict[tuple[int, int], tuple[str, str]] = {}
+        self._style = ""
+
+    def column(self, x: float) -> int:
+        return min(self._columns - 1, self._across(x) // 2)
+
+    def _across(self, x: float) -> int:
+        """Of two dots to a cell."""
+        axes = self._axes
+        return round((x - axes.left) / (axes.right - axes.left) * (2 * self._columns - 1))
+
+    def _down(self, y: float) -> int | None:
+        """Of four dots to a cell; None for what is drawn as 0."""
+        if y <= 0 or math.log10(y) < self._axes.low - 1e-9:
+            return None
+        axes = self._axes
+        return round((axes.high - math.log10(y)) / (axes.high - axes.low) * (4 * self._rows - 1))
+
+    def put(self, column: int, row: int, mark: str, style: str) -> None:
+        if 0 <= column < self._columns and 0 <= row <= self._rows:
+            self._marks[column, row] = mark, style
+
+    def draw(self, series: Series) -> None:
+        axes = self._axes
+        before: tuple[int, int] | None = None
+        for x, y in series.points:
+            inside = axes.left <= x <= axes.right and math.isfinite(y)
+            if not inside:
+                before = None
+                continue
+            across, down = self._across(x), self._down(y)
+            if down is not None and down < 0:
+                before = None
+            elif series.mark:
+                row = self._rows if down is None else down // 4
+                self.put(across // 2, row, series.mark, series.style)
+            elif down is None:
+                self._dot(across, 4 * self._rows + 1, series.style)
+                before = None
+            else:
+                self._join(before or (across, down), (across, down), series.style)
+                before = across, down
+
+    def _join(self, one: tuple[int, int], other: tuple[int, int], style: str) -> None:
+        steps = max(abs(other[0] - one[0]), abs(other[1] - one[1]), 1)
+        for step in range(steps + 1):
+            share = step / steps
+            self._dot(round(one[0] + share * (other[0] - one[0])), round(one[1] + share * (other[1] - one[1])), style)
+
+    def _dot(self, across: int, down: int, style: str) -> None:
+        cell = across // 2, down // 4
+        self._dots[cell] = self._dots.get(cell, 0) | _DOTS[down % 4][across % 2]
+        self._style = style
+
+    def line(self, row: int) -> Text:
+        text = Text()
+        for column in range(self._columns):
+            cell = column, row
+            if cell in self._marks:
+                text.append(*self._marks[cell])
+            elif cell in self._dots:
+                text.append(chr(_BRAILLE + self._dots[cell]), style=self._style)
+            else:
+                text.append(" ")
+        return text
+
+
+def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
+    """By row: whole powers of ten where there are two or more, as many as fit every other row; else the two ends."""
+    first, last = math.ceil(axes.low - 1e-9), math.floor(axes.high + 1e-9)
+    if last > first:
+        step = max(1, math.ceil((last - first + 1) / max(1, rows // 2)))
+        ticks = [(power, f"1e{power}") for power in range(last, first - 1, -step)]
+        span = axes.high - axes.low
+        return {round((axes.high - power) / span * (4 * rows - 1)) // 4: label for power, label in ticks}
+    return {0: f"{10**axes.high:.1e}", rows - 1: f"{10**axes.low:.1e}"} if rows > 1 else {0: f"{10**axes.high:.1e}"}
+
+
+def _x_labels(axes: Axes, columns: int) -> str:
+    """Figures below the axis, each under its place, those at the ends within the line."""
+    span = axes.right - axes.left
+    digits = max(0, min(4, 2 - math.floor(math.log10(span)))) if span > 0 else 2
+    line = ""
+    wanted = max(2, columns // 14)
+    for index in range(wanted):
+        label = f"{axes.left + span * index / (wanted - 1):.{digits}f}"
+        middle = round(index / (wanted - 1) * (columns - 1))
+        start = min(max(0, middle - len(label) // 2), columns - len(label))
+        if start >= 0 and (not line or start >= len(line) + _GAP):
+            line = f"{line:<{start}}{label}"
+    return f"{line:<{columns}}"

@@ -1,0 +1,174 @@
+"""Two recipes side by side: figures, rules, tensors, modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from rich.table import Table
+from rich.text import Text
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import decibels, human_bytes, plural, seconds_text
+from dtype_engine.recipe import Plan, Recipe, make_plan, tensor_bytes
+from dtype_engine.results.drift import ModuleDrift, sqnr_gain
+from dtype_engine.results.meaning import meaning
+from dtype_tui.rendering.cells import short_bytes
+from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.screens.overlay import Overlay
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.measurement_log import MeasuredRecipe
+
+MOST_ROWS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A recipe and what it is called; `entry` and `modules` are its measurement, None where there is none or it was not kept."""
+
+    title: str
+    recipe: Recipe
+    entry: MeasuredRecipe | None
+    modules: Mapping[str, ModuleDrift] | None
+
+
+def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
+    """A measured recipe."""
+    return Side(title, entry.recipe, entry, experiment.module_log.of(entry))
+
+
+def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
+    """A recipe with its measurement on the inputs and with the settings in force, where there is one."""
+    now = experiment.inputs, str(experiment.settings)
+    for entry in experiment.measured:
+        if entry.recipe == recipe and (entry.inputs, entry.settings) == now:
+            return side_of(experiment, entry, title)
+    return Side(title, recipe, None, None)
+
+
+def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
+    """Two recipes, figure by figure, rule by rule, tensor by tensor and module by module; what differs is bold."""
+    plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
+    page = Table.grid()
+    page.add_row(_figures(one, other, plans))
+    page.add_row(_heading("rules"))
+    page.add_row(_rules(one, other))
+    page.add_row(_tensors(experiment, plans, one.title, other.title))
+    page.add_row(_modules(one, other))
+    return Overlay("Two recipes side by side", page)
+
+
+def _heading(words: str) -> Text:
+    return Text(f"\n{words}", style="bold")
+
+
+def _columns(*titles: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(overflow="fold")
+    for _ in titles[1:]:
+        table.add_column(no_wrap=True, justify="right")
+    table.add_row(*(Text(title, style="dim") for title in titles))
+    return table
+
+
+def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_column(overflow="fold")
+    table.add_row("", Text(one.title, style="bold"), Text(other.title, style="bold"))
+
+    def row(name: str, left: str, right: str) -> None:
+        table.add_row(name, left, Text(right, style="" if left == right else "bold"))
+
+    row("planned", *(short_bytes(plan.planned_bytes) for plan in plans))
+    first, second = one.entry, other.entry
+    if first is None or second is None:
+        row("drift", *("measured" if entry is not None else "not measured" for entry in (first, second)))
+        return table
+
+    def both(name: str, shown: Callable[[MeasuredRecipe], str | None]) -> None:
+        left, right = shown(first), shown(second)
+        if left is not None and right is not None:
+            row(name, left, right)
+
+    both("meaning", lambda entry: meaning(entry).word)
+    both("SQNR", lambda entry: decibels(entry.sqnr_db))
+    both("max |Δ|", lambda entry: f"{entry.max_abs:.4e}")
+    if first.nonfinite or second.nonfinite:
+        both("non-finite", lambda entry: f"{entry.nonfinite:,}")
+    if any(entry.overflowed or entry.vanished for entry in (first, second)):
+        both("values lost", lambda entry: loss_mark(entry.overflowed, entry.vanished) or "none")
+    both("KL mean", _kl)
+    both("same top", lambda entry: None if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %")
+    both("perplexity", lambda entry: None if entry.perplexity is None else f"{entry.perplexity:.4f}")
+    both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
+    both("inputs", lambda entry: printable(entry.inputs, 200))
+    both("settings", lambda entry: printable(entry.settings, 200))
+    return table
+
+
+def _kl(entry: MeasuredRecipe) -> str | None:
+    if entry.kl_mean is None:
+        return None
+    error = f" ± {entry.kl_mean_se:.0e}" if entry.kl_mean_se is not None else ""
+    return f"{entry.kl_mean:.3e}{error} nats"
+
+
+def _rules(one: Side, other: Side) -> Table:
+    table = _columns("", "")
+    both = [rule for rule in one.recipe.rules if rule in other.recipe.rules]
+    for side in (one, other):
+        for rule in side.recipe.rules:
+            if rule not in both:
+                table.add_row(Text(printable(str(rule), 300), style="bold"), f"only in {side.title}")
+    for rule in both:
+        table.add_row(printable(str(rule), 300), "in both")
+    if not one.recipe.rules and not other.recipe.rules:
+        table.add_row("none: as stored", "")
+    return table
+
+
+def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right: str) -> Table | Text:
+    """The tensors whose dtypes differ."""
+    first, second = plans
+    differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
+    if not differ:
+        return _heading("tensors: all have the same dtype in both")
+    page = Table.grid()
+    page.add_row(_heading(f"{plural(len(differ), 'tensor')} of another dtype"))
+    table = _columns("", left, right, f"bytes in {left}", f"in {right}")
+    for tensor in differ[:MOST_ROWS]:
+        names = [plan.dtypes[tensor.name] for plan in plans]
+        sizes = [human_bytes(tensor_bytes(tensor, name)) for name in names]
+        table.add_row(printable(tensor.name, 300), *map(dtypes.short_name, names), *sizes)
+    if len(differ) > MOST_ROWS:
+        table.add_row(f"and {len(differ) - MOST_ROWS:,} more", "", "", "", "")
+    page.add_row(table)
+    return page
+
+
+def _modules(one: Side, other: Side) -> Table | Text:
+    """The modules that drift differently, those that differ most first."""
+    if one.modules is None or other.modules is None:
+        return _heading("modules: not kept for both; go back to one and it is measured again")
+    rows = []
+    for name, reading in one.modules.items():
+        against = other.modules.get(name)
+        if against is not None and against.sqnr_db != reading.sqnr_db:
+            gain = sqnr_gain(reading, against)
+            rows.append(
+                (-abs(gain) if gain is not None else float("-inf"), name, reading.sqnr_db, against.sqnr_db, gain)
+            )
+    if not rows:
+        return _heading("modules: all drift alike")
+    page = Table.grid()
+    page.add_row(_heading("SQNR of modules"))
+    table = _columns("", one.title, other.title, "difference")
+    for _, name, left, right, gain in sorted(rows, key=lambda row: row[0])[:MOST_ROWS]:
+        table.add_row(printable(name, 300), decibels(left), decibels(right), "" if gain is None else f"{gain:+.2f} dB")
+    if len(rows) > MOST_ROWS:
+        table.add_row(f"and {len(rows) - MOST_ROWS:,} more", "", "", "")
+    page.add_row(table)
+    return page
