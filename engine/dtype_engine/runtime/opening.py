@@ -24,6 +24,11 @@ def import_loaders() -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
 
+def threads_each(threads: int | None, processes: int) -> int:
+    """The threads that each of some processes computes with, which share `threads`, or torch's own number."""
+    return max(1, (threads or torch.get_num_threads()) // processes)
+
+
 def open_session(
     model: str | Source | nn.Module | None = None,
     options: Options | None = None,

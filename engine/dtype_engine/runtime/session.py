@@ -8,9 +8,8 @@ from pathlib import Path
 
 import torch
 
-from dtype_engine.core import dtypes as dtype_table
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
@@ -36,9 +35,8 @@ from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.process_memory import reset_peak_rss
-from dtype_engine.runtime.scan.exact import exact_sensitivities
-from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, Scan
-from dtype_engine.runtime.scan.scan import OnProgress as OnScan
+from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
+from dtype_engine.runtime.scan.tasks import LastScan, ScanTask
 from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
@@ -58,7 +56,7 @@ class Session(CastModel):
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, NoiseFloor] | None = None
-        self._scan: Scan | None = None
+        self._scan = LastScan()
         if inputs is None:
             try:
                 self.inputs = make_inputs(model, options)
@@ -272,7 +270,7 @@ class Session(CastModel):
         draws: int | None = None,
         exact: bool = False,
         save: Path | None = None,
-        on_progress: OnScan = lambda step, done, total: None,
+        on_progress: OnStep = lambda step, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
@@ -298,24 +296,23 @@ class Session(CastModel):
             >>> session.search(budget=session.tree.stored_bytes * 3 // 4).planned_bytes <= session.tree.stored_bytes * 3 // 4
             True
         """
-        inputs = self._need_inputs()
-        targets = tuple(dict.fromkeys(dtype_table.parse_target(dtype) for dtype in dtypes))
-        if dtype_table.STORED in targets or not targets:
-            raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtype_table.CASTABLE_DTYPES)}")
-        settings = RunSettings(compute=self.settings.compute)
-        if exact:
-            try:
-                self.scanned = exact_sensitivities(
-                    self.model, inputs, targets, settings, on_progress, on_estimate, cancelled
-                )
-                return self.scanned
-            finally:
+        task = self.scan_task(dtypes, draws, exact, save)
+        try:
+            self.scanned = task.run(on_progress, on_estimate, cancelled)
+            return self.scanned
+        finally:
+            if exact:
                 self.model.apply(self.plan.dtypes)
-        scan, asked = self._scan, (targets, settings, draws, save)
-        if scan is None or scan.inputs is not inputs or (scan.dtypes, scan.settings, scan.draws, scan.save) != asked:
-            scan = self._scan = Scan(self.model, inputs, targets, settings, draws, save=save)
-        self.scanned = scan.run(on_progress, on_estimate, cancelled)
-        return self.scanned
+
+    def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
+        """The scan that `scan` runs, in its parts; the same one as long as the same is asked for. Raises as `scan` does.
+
+        Example:
+            >>> session.scan_task(["bfloat16"], None, False, None).pending()
+            [0]
+        """
+        inputs = self._need_inputs()
+        return self._scan.get(self.model, inputs, self.settings.compute, dtypes, draws, exact, save)
 
     def search(
         self,
@@ -382,7 +379,8 @@ class Session(CastModel):
             for tried in one_of_each_shape(inputs):
                 runner.dry_run(tried)
         self.inputs, self.options, self.no_forward = inputs, options, None
-        self._meter = self._scan = self.scanned = None
+        self._meter = self.scanned = None
+        self._scan = LastScan()
 
     @property
     def inputs_reading(self) -> InputsSummary | None:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from functools import partial
 
-import psutil
 import torch
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
+from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
@@ -121,7 +121,7 @@ class DriftMeter:
     model: LiveModel
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
-    budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
+    budget: int = field(default_factory=memory_budget)
     reuse: bool = True
     _first_use: dict[str, int] = field(default_factory=dict)
     _traces: dict[int, ForwardTrace] = field(default_factory=dict)

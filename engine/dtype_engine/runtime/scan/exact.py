@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.drift import unit_for
 from dtype_engine.results.scan import ScanReport, WeightScore
@@ -13,7 +16,10 @@ from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
-from dtype_engine.runtime.scan.scan import OnEstimate, OnProgress, scanned_dtypes
+from dtype_engine.runtime.scan import saved as scan_file
+from dtype_engine.runtime.scan.routing import Key
+from dtype_engine.runtime.scan.saved import Fingerprint
+from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 _REPORT_EVERY = 64
@@ -30,61 +36,158 @@ def reference_dtypes(model: LiveModel) -> dict[str, str]:
     }
 
 
-def exact_sensitivities(
-    model: LiveModel,
-    inputs: Inputs,
-    dtypes: tuple[str, ...],
-    settings: RunSettings,
-    on_progress: OnProgress = lambda step, done, total: None,
-    on_estimate: OnEstimate = lambda report: None,
-    cancelled: IsCancelled = never,
-) -> ScanReport:
-    """Measure every weight in each dtype, everything else as in the reference; what comes before the weight in a pass is
-    not run again.
+@dataclass(frozen=True, slots=True)
+class MeasuredWeight:
+    """What one weight in one dtype gave. Seconds: of a pass with nothing cast, and of measuring it."""
 
-    `on_progress("scan", done, total)` counts measurements; `on_estimate(report)` has those done so far. The model is left
-    cast as last measured: the caller puts its recipe back. Raises NoForward, KernelError, Cancelled.
+    key: Key
+    score: float
+    error: float | None
+    unit: str
+    forward_seconds: float
+    scan_seconds: float
+
+
+@dataclass
+class ExactScan:
+    """Every weight in each dtype measured with everything else as in the reference; what comes before the weight in a pass is
+    not run again. As `Scan`, in steps of one weight in one dtype.
+
+    The model is left cast as last measured: the caller puts its recipe back. save: a file that is written after every
+    measurement, and read at the start. done: (score, standard error). shard: the share of the measurements that is made here.
     """
-    meter = DriftMeter(model, inputs, settings)
-    base = reference_dtypes(model)
-    started = time.perf_counter()
-    model.apply(base, cancelled=cancelled)
-    first = meter.measure(cancelled=cancelled)
-    wanted = [
-        (name, dtype)
-        for name, weight in model.weights.items()
-        if weight.info.castable and weight.info.persistent
-        for dtype in scanned_dtypes(weight, dtypes)
-    ]
-    scores: list[WeightScore] = []
 
-    def report() -> ScanReport:
-        return ScanReport(
-            model=model.title,
-            device=str(model.device),
-            reference=reference_name(model),
-            inputs=inputs.description,
-            unit=unit_for(first.output.kl_mean is not None, first.dimensions),
-            exact=True,
-            draws=0,
-            sequences=len(inputs.batches),
-            all_sequences=len(inputs.batches),
-            dtypes=dtypes,
-            forward_seconds=first.candidate_seconds,
-            scan_seconds=time.perf_counter() - started,
-            weights=tuple(scores),
-            notices=model.notices,
+    model: LiveModel
+    inputs: Inputs
+    dtypes: tuple[str, ...]
+    settings: RunSettings
+    save: Path | None = None
+    done: dict[Key, tuple[float, float | None]] = field(default_factory=dict)
+    unit: str = ""
+    forward_seconds: float = 0.0
+    scan_seconds: float = 0.0
+    shard: Shard = WHOLE
+
+    def __post_init__(self) -> None:
+        self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
+        self.wanted = [
+            (name, dtype)
+            for name, weight in self.model.weights.items()
+            if weight.info.castable and weight.info.persistent
+            for dtype in scanned_dtypes(weight, self.dtypes)
+        ]
+        self._costly = [key for key in self.wanted if not is_lossless(self.model.weights[key[0]].info.dtype, key[1])]
+        self._base = reference_dtypes(self.model)
+        self._meter: DriftMeter | None = None
+        if self.save is not None and self.save.exists():
+            saved = scan_file.read(self.save, self.fingerprint, None, exact=True)
+            self.done, self.unit = saved.measured or {}, saved.unit
+            self.forward_seconds, self.scan_seconds = saved.forward_seconds, saved.scan_seconds
+
+    @property
+    def parts(self) -> int:
+        """How many measurements there are; a cast that loses nothing needs none."""
+        return len(self._costly)
+
+    @property
+    def private_bytes(self) -> int:
+        """What a process holds beside the mapped files: every weight that is not in its reference dtype as stored."""
+        infos = {name: weight.info for name, weight in self.model.weights.items()}
+        return sum(tensor_bytes(infos[name], dtype) for name, dtype in self._base.items() if dtype != infos[name].dtype)
+
+    def pending(self) -> list[Key]:
+        """The weights and dtypes of its share that were not measured."""
+        return [key for key in self.shard.of(self._costly) if key not in self.done]
+
+    def run(
+        self,
+        on_progress: OnStep = lambda step, done, total: None,
+        on_estimate: OnEstimate = lambda report: None,
+        cancelled: IsCancelled = never,
+    ) -> ScanReport:
+        """Measure what is pending. `on_progress("scan", done, total)` counts measurements; `on_estimate(report)`
+        has those done so far. Raises NoForward, KernelError, Cancelled.
+        """
+        if not self._costly:
+            self._started(cancelled)
+        count = len(self.shard.of(self._costly))
+        before = count - len(self.pending())
+        for done, key in enumerate(self.pending(), before + 1):
+            self.add(self.measure(key, cancelled))
+            on_progress("scan", done, count)
+            if done % _REPORT_EVERY == 0:
+                on_estimate(self.report())
+        self._meter = None  # it holds the reference's outputs
+        return self.report()
+
+    def measure(self, key: Key, cancelled: IsCancelled = never) -> MeasuredWeight:
+        """Measure one weight in one dtype. Raises as `run`."""
+        started = time.perf_counter()
+        meter = self._started(cancelled)
+        self.model.apply(self._base | dict([key]), cancelled=cancelled)
+        output = meter.measure(cancelled=cancelled).output
+        return MeasuredWeight(
+            key, scalar_drift(output), output.kl_mean_se, self.unit, self.forward_seconds, time.perf_counter() - started
         )
 
-    for done, (name, dtype) in enumerate(wanted):
-        info = model.weights[name].info
-        if is_lossless(info.dtype, dtype):
-            scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), 0.0, 0.0))
-            continue
-        model.apply(base | {name: dtype}, cancelled=cancelled)
-        output = meter.measure(cancelled=cancelled).output
-        scores.append(WeightScore(name, dtype, tensor_bytes(info, dtype), scalar_drift(output), output.kl_mean_se))
-        on_progress("scan", done + 1, len(wanted))
-        if (done + 1) % _REPORT_EVERY == 0:
-            on_estimate(report())
-    return report()
+    def _started(self, cancelled: IsCancelled) -> DriftMeter:
+        """The meter, which has measured the model with nothing cast."""
+        if self._meter is None:
+            meter = DriftMeter(self.model, self.inputs, self.settings)
+            self.model.apply(self._base, cancelled=cancelled)
+            first = meter.measure(cancelled=cancelled)
+            self.unit = unit_for(first.output.kl_mean is not None, first.dimensions)
+            self.forward_seconds = first.candidate_seconds
+            self._meter = meter
+        return self._meter
+
+    def add(self, part: MeasuredWeight) -> None:
+        """Take what was measured, and save it."""
+        self.done[part.key] = part.score, part.error
+        self.unit = part.unit
+        self.forward_seconds = self.forward_seconds or part.forward_seconds
+        self.scan_seconds += part.scan_seconds
+        if self.save is not None:
+            self.write(self.save)
+
+    def report(self) -> ScanReport:
+        """What was measured so far, and what costs nothing."""
+        costly = set(self._costly)
+        known = {key: self.done[key] if key in costly else (0.0, 0.0)
+                 for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
+        return ScanReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            inputs=self.inputs.description,
+            unit=self.unit,
+            exact=True,
+            draws=0,
+            sequences=len(self.inputs.batches),
+            all_sequences=len(self.inputs.batches),
+            dtypes=self.dtypes,
+            forward_seconds=self.forward_seconds,
+            scan_seconds=self.scan_seconds,
+            weights=tuple(
+                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *score)
+                for (name, dtype), score in known.items()
+            ),
+            notices=self.model.notices,
+        )
+
+    def write(self, path: Path) -> None:
+        """Save what was done. Raises UserError."""
+        scan_file.write(
+            path,
+            scan_file.SavedScan(
+                self.fingerprint,
+                0,
+                self.unit,
+                self.forward_seconds,
+                self.scan_seconds,
+                self.parts,
+                {},
+                self.done,
+                self.shard,
+            ),
+        )

@@ -1,4 +1,8 @@
-"""Saved scans: what every sequence gave, with a fingerprint of what it was made of, as JSON."""
+"""Saved scans: what every sequence gave, with a fingerprint of what it was made of, as JSON.
+
+An estimated scan has `sequences`, each with its index; an exact one has `scores`. Version 2 had the sequences without
+indexes, the first ones in order; it is still read.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.regular_files import read_regular, reading
+from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type
 from dtype_engine.runtime.inputs import Inputs
@@ -23,7 +28,8 @@ from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
-_VERSION = 2
+_VERSION = 3
+_READ = (2, 3)
 _SAMPLED = 1024
 _LARGEST = 4 << 30
 
@@ -68,14 +74,26 @@ def _digest(value: Any, into: Any) -> None:
 
 @dataclass(frozen=True)
 class SavedScan:
-    """What is in the file."""
+    """What is in the file.
+
+    parts: how many there are in all: sequences, or measurements of an exact scan. done: what was estimated, by the index of the
+    sequence. measured: (score, standard error) of an exact scan; None for an estimated one. shard: the share that was run last.
+    """
 
     fingerprint: Fingerprint
     draws: int
     unit: str
     forward_seconds: float
     scan_seconds: float
-    done: list[SequenceScores]
+    parts: int
+    done: dict[int, SequenceScores]
+    measured: dict[Key, tuple[float, float | None]] | None = None
+    shard: Shard = WHOLE
+
+    @property
+    def count(self) -> int:
+        """The parts that are done."""
+        return len(self.done) if self.measured is None else len(self.measured)
 
 
 class _TopKSample(msgspec.Struct):
@@ -95,6 +113,7 @@ class _Sequence(msgspec.Struct):
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
     selections: list[_TopKSample]
+    index: int | None = None
 
 
 class _File(msgspec.Struct):
@@ -104,6 +123,9 @@ class _File(msgspec.Struct):
     forward_seconds: float
     scan_seconds: float
     sequences: list[_Sequence]
+    parts: int | None = None
+    scores: list[tuple[str, str, float, float | None]] | None = None
+    shard: Shard = WHOLE
 
 
 def write(path: Path, saved: SavedScan) -> None:
@@ -119,39 +141,79 @@ def write(path: Path, saved: SavedScan) -> None:
                 )
                 for sample in one.topk_samples
             ],
+            index,
         )
-        for one in saved.done
+        for index, one in sorted(saved.done.items())
     ]
-    file = _File(saved.fingerprint, saved.draws, saved.unit, saved.forward_seconds, saved.scan_seconds, sequences)
+    scores = None if saved.measured is None else [(*key, *value) for key, value in sorted(saved.measured.items())]
+    file = _File(
+        saved.fingerprint, saved.draws, saved.unit, saved.forward_seconds, saved.scan_seconds, sequences, saved.parts,
+        scores, saved.shard,
+    )  # fmt: skip
     # Not msgspec's own JSON, which has no infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
 
 
-def read(path: Path, expected: Fingerprint, draws: int | None) -> SavedScan:
-    """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`."""
+def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:
+    """What a saved scan has. Raises UserError when it is of another model, other inputs, dtypes or `draws`, or exact where an
+    estimated one is expected.
+    """
+    saved = read_any(path)
+    differing = different(saved.fingerprint, expected)
+    if draws is not None and saved.draws != draws:
+        differing.append("number of draws")
+    if (saved.measured is not None) != exact:
+        differing = ["method (estimated)" if exact else "method (--exact)"]
+    if differing:
+        raise UserError(
+            f"the saved scan {path} was made with another {' and '.join(differing)}; remove it or give another file"
+        )
+    return saved
+
+
+def different(one: Fingerprint, other: Fingerprint) -> list[str]:
+    """What two scans differ in: of model, inputs, dtypes and settings."""
+    return [key for key, value in vars(other).items() if getattr(one, key) != value]
+
+
+def read_any(path: Path) -> SavedScan:
+    """What a saved scan has, whatever it is of. Raises UserError."""
     try:
         with reading(f"the saved scan {path}"):
             data = json.loads(read_regular(path, _LARGEST))
             version = data["version"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a saved scan; remove it or give another file") from None
-    if version != _VERSION:
+    if version not in _READ:
         raise UserError(
-            f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
+            f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version "
+            f"{' and '.join(map(str, _READ))}"
         )
     try:
         file = as_type(data, _File)
     except UserError as error:
         raise UserError(f"{path} is not a saved scan ({error}); remove it or give another file") from None
-    differing = [key for key, value in vars(expected).items() if getattr(file.fingerprint, key) != value]
-    if draws is not None and file.draws != draws:
-        differing.append("number of draws")
-    if differing:
-        raise UserError(
-            f"the saved scan {path} was made with another {' and '.join(differing)}; remove it or give another file"
-        )
-    done = [_scores(sequence) for sequence in file.sequences]
-    return SavedScan(file.fingerprint, file.draws, file.unit, file.forward_seconds, file.scan_seconds, done)
+    done = {
+        position if sequence.index is None else sequence.index: _scores(sequence)
+        for position, sequence in enumerate(file.sequences)
+    }
+    parts = len(done) if file.parts is None else file.parts
+    measured = (
+        None if file.scores is None else {(name, dtype): (score, error) for name, dtype, score, error in file.scores}
+    )
+    if len(done) != len(file.sequences) or any(not 0 <= index < parts for index in done):
+        raise UserError(f"{path} is not a saved scan (sequences: their indexes); remove it or give another file")
+    return SavedScan(
+        file.fingerprint,
+        file.draws,
+        file.unit,
+        file.forward_seconds,
+        file.scan_seconds,
+        parts,
+        done,
+        measured,
+        file.shard,
+    )
 
 
 def _rows(*columns: Mapping[Key, float]) -> list[Any]:

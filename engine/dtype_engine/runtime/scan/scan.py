@@ -27,11 +27,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
@@ -51,7 +51,7 @@ FEWEST_DRAWS, SAMPLES = 4, 24
 TIMED = 4
 """A plain forward pass is timed on one in so many sequences; on the others it is taken to be as long for its size."""
 
-OnProgress = Callable[[str, int, int | None], None]
+OnStep = Callable[[str, int, int | None], None]
 OnEstimate = Callable[[ScanReport], None]
 
 
@@ -65,12 +65,25 @@ def scanned_dtypes(weight: Weight, targets: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((weight.info.dtype, *targets)))
 
 
+@dataclass(frozen=True, slots=True)
+class ScannedSequence:
+    """What the sequence `index` of a scan gave. Seconds: of one plain forward pass, and of scanning it."""
+
+    index: int
+    scores: SequenceScores
+    unit: str
+    forward_seconds: float
+    scan_seconds: float
+
+
 @dataclass
 class Scan:
-    """A scan under way, or finished. `run` goes on from where it is.
+    """A scan under way, or finished. `run` goes on from where it is; `measure` and `add` are its steps, for whoever lets
+    sequences go by elsewhere.
 
     draws: backward passes a sequence, None for `default_draws`. budget: bytes for gradients and cast weights; by default a
-    quarter of the memory that was free. save: a file that is written after every sequence, and read at the start.
+    quarter of the memory that was free. save: a file that is written after every sequence, and read at the start. done: by the
+    index of the sequence. shard: the share of the sequences that is to go by here.
     """
 
     model: LiveModel
@@ -78,12 +91,13 @@ class Scan:
     dtypes: tuple[str, ...] = DEFAULT_DTYPES
     settings: RunSettings = field(default_factory=RunSettings)
     draws: int | None = None
-    budget: int = field(default_factory=lambda: psutil.virtual_memory().available // 4)
+    budget: int = field(default_factory=memory_budget)
     save: Path | None = None
-    done: list[SequenceScores] = field(default_factory=list)
+    done: dict[int, SequenceScores] = field(default_factory=dict)
     unit: str = ""
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
+    shard: Shard = WHOLE
 
     def __post_init__(self) -> None:
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
@@ -93,7 +107,14 @@ class Scan:
             for name, weight in self.model.weights.items()
             if weight.info.castable and weight.info.persistent
         }
+        self._costly = {
+            name: tuple(dtype for dtype in targets if not self._free(name, dtype))
+            for name, targets in self.wanted.items()
+        }
+        compute = torch_dtype(self.settings.compute)
+        self._local = LocalErrors(self.model.weights, compute, self.model.device, self.budget // 2)
         self._copies: dict[int, frozenset[int]] = {}
+        self._pace: float | None = None
         if self.save is not None and self.save.exists():
             saved = scan_file.read(self.save, self.fingerprint, self.draws)
             self.done, self.unit, self.backward_passes = saved.done, saved.unit, saved.draws
@@ -103,69 +124,94 @@ class Scan:
         return is_lossless(self.model.weights[name].info.dtype, dtype)
 
     @property
+    def parts(self) -> int:
+        """How many sequences there are."""
+        return len(self.inputs.batches)
+
+    @property
     def finished(self) -> bool:
         """Whether every sequence has gone by."""
-        return len(self.done) == len(self.inputs.batches)
+        return len(self.done) == self.parts
+
+    @property
+    def private_bytes(self) -> int:
+        """What a process holds beside the mapped files: the largest weight in each dtype; graphs have a budget of their own."""
+        return max((4 * weight.info.numel for weight in self.model.weights.values()), default=0) * (
+            1 + len(self.dtypes)
+        )
+
+    def pending(self) -> list[int]:
+        """The indexes of the sequences of its share that have not gone by."""
+        return [index for index in self.shard.of(range(self.parts)) if index not in self.done]
 
     def run(
         self,
-        on_progress: OnProgress = lambda step, done, total: None,
+        on_progress: OnStep = lambda step, done, total: None,
         on_estimate: OnEstimate = lambda report: None,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
-        """Let the remaining sequences go by. `on_progress("scan", done, total)` counts operations, `on_estimate(report)`
-        has the report after every sequence.
+        """Let the remaining sequences of its share go by. `on_progress("scan", done, total)` counts operations,
+        `on_estimate(report)` has the report after every sequence.
 
         Raises NoForward, KernelError, and Cancelled: what is done is kept, and `run` goes on after it.
         """
-        settings = RunSettings(compute=self.settings.compute)
-        costly = {
-            name: tuple(dtype for dtype in targets if not self._free(name, dtype))
-            for name, targets in self.wanted.items()
-        }
         report: ScanReport | None = None
-        pace: float | None = None
-        local = LocalErrors(self.model.weights, torch_dtype(settings.compute), self.model.device, self.budget // 2)
-        with ForwardRunner(self.model, settings, cancelled, watch=False) as runner:
-            for index in range(len(self.done), len(self.inputs.batches)):
-                batch = runner.reference_batch(self.inputs.batches[index])
-                started = time.perf_counter()
-                seconds = None
-                if pace is None or index % TIMED == 0:
-                    _, seconds = runner.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
-                count = len(self.inputs.batches)
+        count = len(self.shard.of(range(self.parts)))
+        for index in self.pending():
+            before = count - len(self.pending())
 
-                def measured(done: int, total: int, before: int = index, count: int = count) -> None:
-                    on_progress("scan", before * total + done, total * count)
+            def measured(done: int, total: int, before: int = before) -> None:
+                on_progress("scan", before * total + done, total * count)
 
-                one = SequenceScan(
-                    self.model,
-                    self.wanted,
-                    costly,
-                    self.backward_passes,
-                    self.budget,
-                    local,
-                    self._copies,
-                    measured,
-                    cancelled,
-                )
-                self.done.append(one.run(batch, index, count))
-                self.unit = one.unit
-                if pace is None or seconds is not None:
-                    pace = (seconds or 0.0) / one.elements
-                self.forward_seconds += pace * one.elements
-                self.scan_seconds += time.perf_counter() - started
-                if self.save is not None:
-                    self._write(self.save)
-                report = self.report()
-                on_estimate(report)
+            self.add(self.measure(index, measured, cancelled))
+            report = self.report()
+            on_estimate(report)
         return report or self.report()
+
+    def measure(
+        self,
+        index: int,
+        on_measured: Callable[[int, int], None] = lambda done, total: None,
+        cancelled: IsCancelled = never,
+    ) -> ScannedSequence:
+        """Let one sequence go by, whichever did before. `on_measured(done, total)` counts operations. Raises as `run`."""
+        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled, watch=False) as runner:
+            batch = runner.reference_batch(self.inputs.batches[index])
+            started = time.perf_counter()
+            seconds = None
+            if self._pace is None or index % TIMED == 0:
+                _, seconds = runner.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
+            one = SequenceScan(
+                self.model,
+                self.wanted,
+                self._costly,
+                self.backward_passes,
+                self.budget,
+                self._local,
+                self._copies,
+                on_measured,
+                cancelled,
+            )
+            scores = one.run(batch, index, self.parts)
+            if self._pace is None or seconds is not None:
+                self._pace = (seconds or 0.0) / one.elements
+            return ScannedSequence(index, scores, one.unit, self._pace * one.elements, time.perf_counter() - started)
+
+    def add(self, part: ScannedSequence) -> None:
+        """Take what a sequence gave, and save it."""
+        self.done[part.index] = part.scores
+        self.unit = part.unit
+        self.forward_seconds += part.forward_seconds
+        self.scan_seconds += part.scan_seconds
+        if self.save is not None:
+            self.write(self.save)
 
     def report(self) -> ScanReport:
         """The estimate so far."""
         if not self.done:
             raise UserError("the scan has no estimate yet: no sequence has gone by")
-        scores = combine_scores(self.done, self.wanted, self.backward_passes, self._free)
+        in_order = [self.done[index] for index in sorted(self.done)]  # sums of floats depend on it
+        scores = combine_scores(in_order, self.wanted, self.backward_passes, self._free)
         return ScanReport(
             model=self.model.title,
             device=str(self.model.device),
@@ -175,7 +221,7 @@ class Scan:
             exact=False,
             draws=self.backward_passes,
             sequences=len(self.done),
-            all_sequences=len(self.inputs.batches),
+            all_sequences=self.parts,
             dtypes=self.dtypes,
             forward_seconds=self.forward_seconds,
             scan_seconds=self.scan_seconds,
@@ -187,10 +233,12 @@ class Scan:
             notices=self.model.notices,
         )
 
-    def _write(self, path: Path) -> None:
+    def write(self, path: Path) -> None:
+        """Save what was done. Raises UserError."""
         scan_file.write(
             path,
             scan_file.SavedScan(
-                self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.done
+                self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.parts,
+                self.done, shard=self.shard,
             ),
-        )
+        )  # fmt: skip

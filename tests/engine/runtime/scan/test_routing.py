@@ -64,7 +64,7 @@ def test_a_routers_own_error_is_that_of_the_tokens_it_sends_elsewhere() -> None:
     scan, exact = estimate.run().scores(), session.scan(kinds, exact=True).scores()
     for kind in kinds:
         assert 0.6 < scan["router.weight", kind] / exact["router.weight", kind] < 1.6
-        smooth = sum(one.sums["router.weight", kind] for one in estimate.done) / (6 * 400)
+        smooth = sum(one.sums["router.weight", kind] for one in estimate.done.values()) / (6 * 400)
         assert smooth < exact["router.weight", kind] / 5  # what the estimate was without them
 
 
@@ -122,7 +122,7 @@ def test_with_sequences_enough_they_take_turns() -> None:
     kinds = ["bfloat16", "float16"]
     estimate = Scan(session.model, session.inputs, tuple(kinds), draws=4)
     scan, exact = estimate.run().scores(), session.scan(kinds, exact=True).scores()
-    assert [len(one.measured) for one in estimate.done] == [1, 1, 0, 1, 1, 0, 1, 1]
+    assert [len(one.measured) for one in estimate.done.values()] == [1, 1, 0, 1, 1, 0, 1, 1]
     for kind in kinds:
         weight = "model.embed_tokens.weight"
         assert scan[weight, kind] == pytest.approx(exact[weight, kind], rel=0.2)

@@ -262,7 +262,7 @@ def test_a_scan_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path, m
 
     monkeypatch.setattr(os, "fsync", full)
     scan = Scan(session.model, session.inputs, ("int8",), session.settings, 2, save=file)
-    scan.done.pop()
+    scan.done.popitem()
     with pytest.raises(de.UserError, match="No space left"):
         scan.run()
     assert file.read_text() == before
@@ -294,14 +294,14 @@ def test_a_file_that_is_no_scan_is_refused(text: str, tmp_path: Path) -> None:
         sequences().scan(["int8"], draws=2, save=file)
 
 
-def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_the_same(tmp_path: Path) -> None:
+def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_in_the_new_form(tmp_path: Path) -> None:
     """saved/scan.json was written before msgspec read and wrote scans."""
     old, new = Path(__file__).parent / "saved" / "scan.json", tmp_path / "scan.json"
     fingerprint = saved.Fingerprint("m" * 8, "i" * 8, ("bfloat16", "float8_e4m3fn"), "defaults")
     first, second = ("layers.0.weight", "bfloat16"), ("layers.1.weight", "float8_e4m3fn")
     scan = saved.read(old, fingerprint, 4)
-    assert scan.done == [
-        SequenceScores(
+    assert scan.done == {
+        0: SequenceScores(
             normalizer=16.0,
             sums={first: 1.5e-4, second: math.inf},
             independent={first: 1.25e-4},
@@ -310,11 +310,16 @@ def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_the_sa
             topk_samples=[TopKSample(0, 0.5, [0.25, -1.0], 0.125, {first: 0.5}, {first: 0.25, second: 2.0})],
             measured={second: 7.5},
         ),
-        SequenceScores(3.0, {first: 0.0}),
-    ]
+        1: SequenceScores(3.0, {first: 0.0}),
+    }
     assert (scan.draws, scan.unit, scan.forward_seconds, scan.scan_seconds) == (4, "nats per position", 0.5, 12.25)
     saved.write(new, scan)
-    assert new.read_text() == old.read_text()
+    before, after = json.loads(old.read_text()), json.loads(new.read_text())
+    assert (after.pop("version"), after.pop("parts"), after.pop("scores")) == (3, 2, None)
+    assert after.pop("shard") == {"number": 1, "count": 1}
+    assert [each.pop("index") for each in after["sequences"]] == [0, 1]
+    assert after == {key: value for key, value in before.items() if key != "version"}
+    assert saved.read(new, fingerprint, 4) == scan
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,53 @@
+"""The scan that was last asked for, to go on with while the same is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.runtime.inputs import Inputs
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.scan.exact import ExactScan
+from dtype_engine.runtime.scan.scan import Scan
+
+ScanTask = Scan | ExactScan
+
+
+@dataclass
+class LastScan:
+    """Keeps one scan, finished or not."""
+
+    _asked: object = None
+    _task: ScanTask | None = None
+
+    def get(
+        self,
+        model: LiveModel,
+        inputs: Inputs,
+        compute: str,
+        names: Sequence[str],
+        draws: int | None,
+        exact: bool,
+        save: Path | None,
+    ) -> ScanTask:
+        """The scan of `model` in the dtypes `names`: the one that is kept if it is the same, else a new one.
+
+        Raises UserError for a dtype that is none, and for a saved scan of something else.
+        """
+        targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
+        if dtypes.STORED in targets or not targets:
+            raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtypes.CASTABLE_DTYPES)}")
+        asked = (id(inputs), targets, compute, draws, exact, save)
+        if self._task is None or asked != self._asked:
+            settings = RunSettings(compute=compute)
+            self._task = (
+                ExactScan(model, inputs, targets, settings, save)
+                if exact
+                else Scan(model, inputs, targets, settings, draws, save=save)
+            )
+            self._asked = asked
+        return self._task
