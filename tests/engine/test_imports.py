@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
-from dtype_engine import checkpoint, cli, core, recipe, reports, results, search, worker
+from dtype_engine import checkpoint, cli, core, evaluation, recipe, reports, results, search, worker
 
 TORCH_FREE = [
     "dtype_engine",
     *(
         module.name
-        for room in (core, results, checkpoint, recipe, search, reports, worker, cli)
+        for room in (core, results, checkpoint, recipe, search, reports, evaluation, worker, cli)
         for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}.")
     ),
     "dtype_tui.app",

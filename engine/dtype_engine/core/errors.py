@@ -84,6 +84,10 @@ class KernelError(UserError):
         self.dtype = dtype
         self.device = device
         self.nearest = nearest
+        self._made_of = module, operation, dtype, device, nearest, reason
+
+    def __reduce__(self) -> tuple[type[KernelError], tuple[str | None, ...]]:
+        return type(self), self._made_of  # it comes out of another process with all it says
 
 
 class OutOfReach(UserError):

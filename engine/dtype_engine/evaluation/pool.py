@@ -1,0 +1,157 @@
+"""Evaluations over an executor: work that was lost is done again, in whatever order it comes back."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import CancelledError as FutureCancelled
+from multiprocessing.connection import wait as wait_for
+from multiprocessing.synchronize import Event
+from typing import Protocol
+
+import psutil
+
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.memory_share import share_memory
+from dtype_engine.evaluation.evaluate import cancel_by, evaluate
+from dtype_engine.evaluation.specs import Evaluated, Evaluation
+
+_POLL_S = 0.1
+_MOST_BREAKS = 3
+"""Times in a row that workers may end without having done anything."""
+_PROCESS_BYTES = 700 << 20
+"""What a process takes beside the model: Python, torch and transformers, and the outputs of small modules."""
+
+
+class Pool(Protocol):
+    """Who evaluates."""
+
+    workers: int
+
+    def results(
+        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
+    ) -> Iterator[tuple[int, Evaluated]]:
+        """Each evaluation's index and what came of it, as they come. Raises UserError, Cancelled."""
+
+
+class ProcessPool:
+    """Processes of this machine that each open the model, mapped, so that they share its pages. A context manager."""
+
+    def __init__(self, workers: int) -> None:
+        self.workers = workers
+        self._context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
+        self._stop = self._context.Event()
+        self._executor: Executor | None = None
+
+    def __enter__(self) -> ProcessPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stop.set()
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def results(
+        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
+    ) -> Iterator[tuple[int, Evaluated]]:
+        """As `Pool.results`. The work of a process that is killed is done again."""
+        self._stop.clear()
+        try:
+            yield from results(self._started, self._broken, evaluations, cancelled)
+        except BaseException:
+            self._stop.set()  # what runs stops at its next module call
+            raise
+
+    def _started(self) -> Executor:
+        if self._executor is None:
+            self._executor = ProcessPoolExecutor(
+                self.workers, self._context, initializer=_start_worker, initargs=(self._stop, self.workers)
+            )
+        return self._executor
+
+    def _broken(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+        self._executor = None
+
+
+def results(
+    started: Callable[[], Executor],
+    broken: Callable[[], None],
+    evaluations: Sequence[Evaluation],
+    cancelled: IsCancelled,
+) -> Iterator[tuple[int, Evaluated]]:
+    """Submit all to the executor of `started()`, and give what comes back. Where that ends, `broken()` is called and what was
+    not done is submitted to a new one.
+    """
+    waiting = dict(enumerate(evaluations))
+    breaks = 0
+    while waiting:
+        futures: dict[Future[Evaluated], int] = {}
+        before = len(waiting)
+        try:
+            executor = started()
+            for index, evaluation in waiting.items():
+                futures[executor.submit(evaluate, evaluation)] = index
+            for future in _finished(futures, cancelled):
+                result = future.result()
+                index = futures[future]
+                _refuse_other(waiting.pop(index), result)
+                yield index, result
+        except (BrokenExecutor, FutureCancelled):
+            breaks = breaks + 1 if len(waiting) == before else 0
+            if breaks == _MOST_BREAKS:
+                raise UserError(
+                    f"the worker processes ended {breaks} times without a result; with fewer workers each has more memory"
+                ) from None
+            broken()
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
+    """The futures as they are done; of those that are at once, the ones with a result first."""
+    pending = set(futures)
+    while pending:
+        if cancelled():
+            raise Cancelled
+        done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
+        yield from sorted(done, key=lambda future: future.cancelled() or future.exception() is not None)
+
+
+def _refuse_other(asked: Evaluation, result: Evaluated) -> None:
+    if result.opened != asked.opened:
+        raise UserError(
+            f"process {result.process} on {result.host} answered for another model or other inputs "
+            f"({result.opened.model or 'demo'}); end it and start again"
+        )
+
+
+def fitting(workers: int, private: int) -> int:
+    """How many of `workers` processes have the memory: each takes `private` bytes beside the checkpoint, which they share."""
+    free = psutil.virtual_memory().available
+    return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
+
+
+def _start_worker(stop: Event, workers: int) -> None:
+    """In a new process: leave interrupts to the one that started it, and end when that does."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    share_memory(workers)
+    cancel_by(stop.is_set)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        with contextlib.suppress(OSError):
+            wait_for([parent.sentinel])
+        os._exit(1)

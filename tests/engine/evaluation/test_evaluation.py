@@ -1,0 +1,237 @@
+"""Evaluations in other processes give what this one gives, to the last bit, whatever happens to the processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import dtype_engine as de
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.core.errors import KernelError
+from dtype_engine.core.memory_share import memory_budget, share_memory
+from dtype_engine.evaluation import work
+from dtype_engine.evaluation.evaluate import evaluate
+from dtype_engine.evaluation.pool import ProcessPool, fitting
+from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, RecipeDrift, ScanSequence
+from dtype_engine.runtime import opening
+
+pytestmark = pytest.mark.slow
+RULES = [("*=bfloat16",), ("*.mlp=int8",), ("*=float16", "*norm*=float32")]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ProcessPool]:
+    with ProcessPool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def source(make_llama: Callable[..., Path]) -> Source:
+    return locate(str(make_llama(num_hidden_layers=1, dtype="bfloat16")))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> de.Options:
+    ids = torch.randint(0, 64, (5, 1, 8), generator=torch.Generator().manual_seed(1))
+    torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")
+    return de.Options(device="cpu", tensors=tmp_path / "ids.pt", threads=1)
+
+
+@pytest.fixture
+def session(source: Source, options: de.Options) -> Any:
+    return opening.open_session(source, options)
+
+
+@pytest.fixture
+def opened(session: Any, source: Source) -> Opened:
+    return work.opened_as(session, source, str(source.path), 1)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_scan_over_processes_is_that_of_one(
+    exact: bool, session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
+) -> None:
+    here = opening.open_session(source, options).scan(["int8", "float8_e4m3fn"], exact=exact)
+    seen: list[tuple[str, int, int | None]] = []
+    task = session.scan_task(["int8", "float8_e4m3fn"], None, exact, None)
+    parts = task.parts
+    there = work.scan(session, task, opened, pool, lambda *progress: seen.append(progress))
+    assert seen == [("scan", number, parts) for number in range(1, parts + 1)]
+    assert parts == (11 * 3 if exact else 5)  # weights by dtypes, the stored one among them; sequences
+    assert len({one.score for one in here.weights}) > 10
+    untimed = {"forward_seconds": 0.0, "scan_seconds": 0.0}
+    assert dataclasses.replace(there, **untimed) == dataclasses.replace(here, **untimed)
+    assert session.scanned == there
+
+
+def test_drifts_over_processes_are_those_of_one(
+    session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
+) -> None:
+    recipes = [(rules, de.RunSettings()) for rules in RULES]
+    one = opening.open_session(source, options)
+    here = dict(work.drifts(one, recipes, None, None))
+    for number, rules in enumerate(RULES):
+        fresh = opening.open_session(source, options)
+        fresh.apply(de.Recipe.of(map(de.Rule.parse, rules)))
+        assert here[number].output == fresh.drift().output
+    there = dict(work.drifts(session, recipes, opened, pool))
+    assert {number: (report.output, report.rules) for number, report in there.items()} == {
+        number: (report.output, report.rules) for number, report in here.items()
+    }
+
+
+def test_the_work_of_a_killed_process_is_done_again(session: Any, opened: Opened) -> None:
+    evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(20)]
+    found: dict[int, Evaluated] = {}
+    with ProcessPool(2) as pool:
+        for index, result in pool.results(evaluations):
+            if not found:
+                os.kill(result.process, signal.SIGKILL)
+            found[index] = result
+    assert sorted(found) == list(range(20))
+    assert len({result.process for result in found.values()}) > 1
+    scan = session.scan_task(["int8"], 2, False, None)
+    for index, result in found.items():
+        assert result.value.scores == scan.measure(index % 5).scores
+        assert result.versions["torch"] == torch.__version__
+        assert result.host
+
+
+def test_processes_that_end_again_and_again_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text("import os\nos._exit(3)\n")
+    opened = Opened(f"{file}:Net", de.Options(device="cpu"), "", "")
+    with ProcessPool(1) as pool, pytest.raises(de.UserError, match="ended 3 times without a result"):
+        list(pool.results([Evaluation(opened, RecipeDrift((), de.RunSettings()))]))
+
+
+@pytest.mark.parametrize("what", ["weights", "inputs"])
+def test_another_model_or_other_inputs_are_refused_by_name(what: str, opened: Opened, pool: ProcessPool) -> None:
+    other = dataclasses.replace(opened, **{what: "0" * 64})
+    with pytest.raises(de.UserError, match=rf"process \d+ on .* has other {what} for {opened.model}"):
+        list(pool.results([Evaluation(other, RecipeDrift((), de.RunSettings()))]))
+
+
+def test_a_model_that_is_not_there_is_told_with_the_process(opened: Opened, pool: ProcessPool) -> None:
+    gone = dataclasses.replace(opened, model="/nowhere/at/all")
+    with pytest.raises(de.UserError, match=r"process \d+ on .* can't open the model: /nowhere/at/all: no such folder"):
+        list(pool.results([Evaluation(gone, RecipeDrift((), de.RunSettings()))]))
+
+
+def test_an_answer_about_another_model_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that kept another model than it was asked about."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from dtype_engine.evaluation import pool as pools
+
+    other = dataclasses.replace(opened, weights="1" * 64)
+    answer = dataclasses.replace(evaluate(Evaluation(opened, RecipeDrift((), de.RunSettings()))), opened=other)
+    monkeypatch.setattr(pools, "evaluate", lambda evaluation: answer)
+    asked = [Evaluation(opened, RecipeDrift((), de.RunSettings()))]
+    with ThreadPoolExecutor(1) as executor, pytest.raises(de.UserError, match="answered for another model"):
+        list(pools.results(lambda: executor, lambda: None, asked, lambda: False))
+
+
+def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Opened, pool: ProcessPool) -> None:
+    evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(50)]
+    seen: list[object] = []
+    found = pool.results(evaluations, cancelled=lambda: bool(seen))
+    seen.append(next(found))
+    with pytest.raises(de.Cancelled):
+        seen.extend(found)
+    assert len(seen) < 50
+    assert len(list(pool.results(evaluations[:3]))) == 3
+
+
+def test_the_model_is_opened_once_in_a_process(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
+    times: list[object] = []
+    opens = opening.open_session
+    monkeypatch.setattr(opening, "open_session", lambda *given: times.append(given) or opens(*given))
+    fresh = dataclasses.replace(opened, options=dataclasses.replace(opened.options, sequences=9))
+    for index in range(3):
+        evaluate(Evaluation(fresh, ScanSequence(("int8",), 2, index)))
+    assert len(times) == 1
+
+
+def test_processes_end_with_the_one_that_started_them(opened: Opened, tmp_path: Path) -> None:
+    file = tmp_path / "evaluation.pickle"
+    file.write_bytes(pickle.dumps(Evaluation(opened, RecipeDrift((), de.RunSettings()))))
+    program = (
+        "import pickle, sys, time\n"
+        "from dtype_engine.evaluation.pool import ProcessPool\n"
+        "if __name__ == '__main__':\n"
+        "    pool = ProcessPool(1)\n"
+        f"    for _, result in pool.results([pickle.load(open({str(file)!r}, 'rb'))]):\n"
+        "        print(result.process, flush=True)\n"
+        "    time.sleep(600)\n"
+    )
+    script = tmp_path / "starts.py"
+    script.write_text(program)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        worker = psutil.Process(int(process.stdout.readline()))
+        process.kill()
+    assert worker.wait(timeout=60) is None
+
+
+def test_no_more_processes_are_started_than_memory_holds() -> None:
+    free = psutil.virtual_memory().available
+    assert fitting(1, 10 * free) == 1
+    assert fitting(64, free) == 1
+    assert fitting(2, 0) <= 2
+    assert fitting(10_000, 0) < 10_000
+
+
+def test_processes_share_what_memory_there_is() -> None:
+    try:
+        share_memory(4)
+        quarter = memory_budget()
+    finally:
+        share_memory(1)
+    assert 3 < memory_budget() / quarter < 5
+
+
+def test_an_error_of_a_kernel_comes_out_of_another_process_as_it_was() -> None:
+    error = KernelError("mlp", "linear", "float64", "mps", "float32", "not implemented")
+    again = pickle.loads(pickle.dumps(error))
+    assert (str(again), vars(again)) == (str(error), vars(error))
+
+
+def test_what_is_sent_is_the_same_in_any_folder(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert source.path is not None
+    monkeypatch.chdir(source.path.parent)
+    (source.path.parent / "net.py").write_text("from torch import nn\nclass Net(nn.Linear): pass\n")
+    absolute = str(source.path)
+    typed: Sequence[tuple[str | None, str | None]] = [
+        (source.path.name, absolute),
+        (absolute, absolute),
+        ("net.py:Net", f"{source.path.parent}/net.py:Net"),
+        ("collections:Counter", "collections:Counter"),
+        ("demo", "demo"),
+        (None, None),
+    ]
+    for text, expected in typed:
+        assert work.model_text(locate(text), text) == expected
+    made = work.portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
+    assert (made.texts, made.tensors, made.threads) == (
+        (source.path.parent / "a.txt",), source.path.parent / "b.pt", 3,
+    )  # fmt: skip
