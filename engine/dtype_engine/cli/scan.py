@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,25 +13,35 @@ from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, 
 from dtype_engine.cli.program import note, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.shard import Shard
+from dtype_engine.core.units import plural
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.scan import ScanReport
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 
 if TYPE_CHECKING:
+    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.scan.tasks import ScanTask
     from dtype_engine.runtime.session import Session
 
 NO = 1
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Work in N processes that share the checkpoint's pages, no more than memory holds.  [default: in this one]",
+)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def scan_options(function: Function) -> Function:
     """Add the options of `_scanned` to a command's function."""
     for option in (
+        workers_option,
         click.option(
             "--save",
             type=click.Path(path_type=Path),
-            help="Keep the scan in this file after every sequence, and go on from it.",
+            help="Keep the scan in this file as it goes, and go on from it.",
         ),
         click.option("--exact", is_flag=True, help="Measure each weight in each dtype alone, one pass each."),
         click.option(
@@ -49,12 +60,35 @@ def scan_options(function: Function) -> Function:
     return function
 
 
-@click.command(cls=ModelCommand, rules=False)
+class _ScanCommand(ModelCommand):
+    """`scan MODEL`, and `scan merge FILES`; a folder of that name is `./merge`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        if args[:1] == ["merge"]:
+            return merge.make_context(f"{info_name} merge", args[1:], parent, **extra)
+        return super().make_context(info_name, args, parent, **extra)
+
+
+@click.command(cls=_ScanCommand, rules=False)
 @scan_options
+@click.option(
+    "--shard",
+    metavar="3/16",
+    help="Only the third of sixteen shares, into the file of --save; `slurm` takes it from a Slurm job array.",
+)
 @json_option
-def scan(request: RunRequest, as_object: bool, **how: Any) -> None:
-    """How much every weight matters in every dtype, in the time of a few forward passes."""
-    _, report = _scanned(request, **how)
+def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) -> None:
+    """How much every weight matters in every dtype, in the time of a few forward passes.
+
+    `dtype-engine scan merge FILES -o scan.json` makes one scan of the files of all shards.
+    """
+    if shard is not None:
+        _scan_shard(request, Shard.parse(shard, os.environ), as_object, how)
+        return
+    _, task = _scanned(request, **how)
+    report = task.report()
     if as_object:
         print_json(as_json(report))
         return
@@ -144,17 +178,80 @@ def search(
     return 0
 
 
+@click.command
+@click.argument("files", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("-o", "--output", type=click.Path(path_type=Path), required=True, help="The file of the whole scan.")
+@force_option
+def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
+    """One scan of the files of all shards, for `scan --save` and `search --save`: the same as of a scan in one piece."""
+    from dtype_engine.core.atomic_write import check_target
+    from dtype_engine.runtime.scan import saved
+    from dtype_engine.runtime.scan.merge import merge as merged
+
+    check_target(output, force)
+    whole = merged(files)
+    saved.write(output, whole)
+    click.echo(f"{output}: {whole.parts} parts of {len(files)} files")
+
+
+def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
+    """Run one share of a scan into its file."""
+    save = how["save"]
+    if save is None:
+        raise UserError("--shard needs --save FILE, another file for every shard")
+    session, task = _scanned(request, **how, shard=shard)
+    task.write(save)
+    count = len(shard.of(range(task.parts)))
+    if as_object:
+        print_json(
+            {"model": session.model.title, "shard": str(shard), "done": count, "parts": task.parts, "file": str(save)}
+        )
+        return
+    click.echo(f"shard {shard}: {count} of {task.parts} parts are in {save}")
+    click.echo("with the files of all shards: dtype-engine scan merge FILES -o scan.json")
+
+
 def _scanned(
-    request: RunRequest, dtype_names: str | None, draws: int | None, exact: bool, save: Path | None
-) -> tuple[Session, ScanReport]:
-    """A session, scanned."""
+    request: RunRequest,
+    dtype_names: str | None,
+    draws: int | None,
+    exact: bool,
+    save: Path | None,
+    workers: int | None,
+    shard: Shard | None = None,
+) -> tuple[Session, ScanTask]:
+    """A session, scanned (or a share of the scan, into its file)."""
     asked = parse_dtypes(dtype_names) if dtype_names is not None else None
-    session = request.open_session()
+    source = request.locate()
+    session = request.open_session(source)
     from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
 
-    def progress(what: str, done: int, total: int | None) -> None:
-        say(f"{what}: {done}" + (f" of {total}" if total else ""))
-
-    report = session.scan(asked or DEFAULT_DTYPES, draws, exact, save, progress)
+    names = tuple(asked or DEFAULT_DTYPES)
+    task = session.scan_task(names, draws, exact, save)
+    if shard is not None:
+        task.shard = shard
+    if workers is not None and task.pending():
+        _scan_over(workers, session, source, request.model, task)
+    elif task.pending() or shard is None:
+        session.scan(names, draws, exact, save, _progress)
     say("")
-    return session, report
+    return session, task
+
+
+def _scan_over(workers: int, session: Session, source: Source, typed: str | None, task: ScanTask) -> None:
+    """Run a scan in processes of their own, as many as the memory holds."""
+    from dtype_engine.evaluation.pool import ProcessPool, fitting
+    from dtype_engine.evaluation.work import Pace, opened_as, scan
+    from dtype_engine.runtime.opening import threads_each
+
+    fit = fitting(min(workers, len(task.pending())), task.private_bytes)
+    if fit < min(workers, len(task.pending())):
+        note([f"the memory that is free holds {plural(fit, 'worker')} of the {workers} asked for"])
+    pace = Pace(fit)
+    opened = opened_as(session, source, typed, threads_each(session.options.threads, fit))
+    with ProcessPool(fit) as pool:
+        scan(session, task, opened, pool, lambda what, done, total: say(pace.line(done, total or 0)))
+
+
+def _progress(what: str, done: int, total: int | None) -> None:
+    say(f"{what}: {done}" + (f" of {total}" if total else ""))

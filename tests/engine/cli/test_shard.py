@@ -1,0 +1,111 @@
+"""A scan in shares, merged, is the scan in one piece; what does not belong together is refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+
+pytestmark = pytest.mark.slow
+Call = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def call(capsys: pytest.CaptureFixture[str], make_llama: Callable[..., Path], tmp_path: Path) -> Call:
+    """Run `scan` on a small Llama with four sequences of tokens; the exit status and both outputs."""
+    folder = make_llama(num_hidden_layers=1, dtype="bfloat16")
+    ids = torch.randint(0, 64, (4, 1, 8), generator=torch.Generator().manual_seed(1))
+    torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")
+    capsys.readouterr()
+
+    def scan(*arguments: object, model: Path = folder) -> tuple[int, str, str]:
+        words = ["scan", *map(str, arguments)]
+        if arguments[0] != "merge":
+            words += [str(model), "--inputs", str(tmp_path / "ids.pt"), "--dtypes", "int8,fp8", "--json"]
+        status = run(cli, "dtype-engine", words)
+        done = capsys.readouterr()
+        return status, done.out, done.err
+
+    return scan
+
+
+def shards(call: Call, folder: Path, count: int, *more: object) -> list[Path]:
+    files = [folder / f"{number}.json" for number in range(1, count + 1)]
+    for number, file in enumerate(files, 1):
+        status, out, err = call("--save", file, "--shard", f"{number}/{count}", *more)
+        assert status == 0, err
+        assert json.loads(out)["shard"] == f"{number}/{count}"
+    return files
+
+
+def weights(out: str) -> object:
+    return json.loads(out)["weights"]
+
+
+@pytest.mark.parametrize("how", [["--draws", 2], ["--exact"]])
+def test_three_shards_merged_are_the_scan_in_one_piece(how: Sequence[object], call: Call, tmp_path: Path) -> None:
+    status, whole, err = call(*how)
+    assert status == 0, err
+    assert len({entry["score"] for entry in json.loads(whole)["weights"]}) > 10
+    files = shards(call, tmp_path, 3, *how)
+    merged = tmp_path / "scan.json"
+    # In another order than that of the shards: it makes no difference.
+    assert call("merge", *reversed(files), "-o", merged)[0] == 0
+    written = merged.read_text()
+    status, again, err = call("--save", merged, *how)
+    assert status == 0, err
+    assert merged.read_text() == written  # all of it was there: nothing was scanned
+    assert weights(again) == weights(whole)
+    assert json.loads(again)["unit"] == json.loads(whole)["unit"]
+
+
+def test_missing_shards_and_unfinished_ones_are_named(call: Call, tmp_path: Path) -> None:
+    files = shards(call, tmp_path, 3, "--draws", 1)
+    output = tmp_path / "scan.json"
+    status, _, err = call("merge", files[0], files[2], "-o", output)
+    assert (status, "1 of 4 parts are missing; there is no file of shard 2/3" in err) == (2, True), err
+    cut = json.loads(files[0].read_text())
+    cut["sequences"].pop()
+    files[0].write_text(json.dumps(cut))
+    status, _, err = call("merge", *files, "-o", output)
+    assert (status, f"{files[0]} did not finish" in err) == (2, True), err
+    assert not output.exists()
+    assert call("--save", files[0], "--shard", "1/3", "--draws", 1)[0] == 0  # goes on
+    assert call("merge", *files, "-o", output)[0] == 0
+
+
+def test_a_part_of_another_scan_is_refused_by_name(call: Call, make_llama: Callable[..., Path], tmp_path: Path) -> None:
+    first, second = shards(call, tmp_path, 2, "--draws", 1)
+    other = make_llama("other", num_hidden_layers=1, dtype="bfloat16")
+    tensors = load_file(other / "model.safetensors")
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 2
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    third = tmp_path / "third.json"
+    assert call("--save", third, "--shard", "2/2", "--draws", 1, model=other)[0] == 0
+    status, _, err = call("merge", first, third, "-o", tmp_path / "scan.json")
+    assert (status, f"{third} is of another scan than {first}: another model" in err) == (2, True), err
+    assert call("--save", third, "--shard", "2/2", "--draws", 1)[0] == 2  # nor goes on with it
+    assert call("--save", tmp_path / "4.json", "--shard", "2/2", "--draws", 3)[0] == 0
+    status, _, err = call("merge", first, tmp_path / "4.json", "-o", tmp_path / "scan.json")
+    assert (status, "another number of draws" in err) == (2, True), err
+    assert call("merge", first, first, second, "-o", tmp_path / "scan.json")[0] == 0  # the same one twice is no harm
+    status, _, err = call("merge", first, second, "-o", tmp_path / "scan.json")
+    assert (status, "exists" in err) == (2, True), err
+
+
+def test_more_shards_than_sequences_leave_some_with_nothing_to_do(call: Call, tmp_path: Path) -> None:
+    files = shards(call, tmp_path, 5, "--draws", 1)
+    assert json.loads(files[4].read_text())["sequences"] == []
+    assert call("merge", *files, "-o", tmp_path / "scan.json")[0] == 0
+
+
+def test_a_shard_needs_a_file_of_its_own(call: Call) -> None:
+    status, _, err = call("--shard", "1/3")
+    assert (status, "--shard needs --save FILE" in err) == (2, True), err
