@@ -88,7 +88,8 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
         raise UserError(f"{path}: the header's __metadata__ is not a map of strings")
     if len(header) > MOST_TENSORS:
         raise UserError(too_many_tensors(path))
-    tensors = {name: _entry(path, name, entry, body_start, size) for name, entry in header.items()}
+    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of tensors have a few, and a tuple takes 120 bytes
+    tensors = {name: _entry(path, name, entry, body_start, size, shapes) for name, entry in header.items()}
     _check_layout(path, tensors, body_start, size)
     return tensors, metadata
 
@@ -135,7 +136,10 @@ def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _entry(path: Path, name: str, entry: Any, body_start: int, size: int) -> CheckpointTensor:
+def _entry(
+    path: Path, name: str, entry: Any, body_start: int, size: int, shapes: dict[tuple[int, ...], tuple[int, ...]]
+) -> CheckpointTensor:
+    """shapes: those of the file so far, each to be held once."""
     if not name:
         raise UserError(f"{path}: the header has a tensor without a name")
     try:
@@ -154,7 +158,8 @@ def _entry(path: Path, name: str, entry: Any, body_start: int, size: int) -> Che
     needed = (math.prod(shape) * dtype.bits + 7) // 8
     if needed != end - start:
         raise UserError(f"{path}: tensor {printable(name)} needs {needed} bytes for its shape and has {end - start}")
-    return CheckpointTensor(name, tuple(shape), dtype.name, path, body_start + start, end - start)
+    held = shapes.setdefault(tuple(shape), tuple(shape))
+    return CheckpointTensor(name, held, dtype.name, path, body_start + start, end - start)
 
 
 def _whole(value: object) -> bool:

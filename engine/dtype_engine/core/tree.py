@@ -7,6 +7,7 @@ as soon as there is one (`runtime.model.live`), which adds module classes, tied 
 from __future__ import annotations
 
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -219,9 +220,10 @@ class Tree:
         for tensor in tensors:
             self.tensors[tensor.name] = tensor
             for name in tensor.names:
-                self._canonical[name] = tensor.name
                 parent, _, local = name.rpartition(".")
-                self._module(parent, classes).tensors[local] = tensor
+                self._module(parent, classes).tensors[sys.intern(local)] = tensor
+            for name in tensor.aliases:
+                self._canonical[name] = tensor.name
         self.renamed = tuple(tensor for tensor in self.tensors.values() if tensor.stored_as)
         """Those whose files have other names for them."""
         self._tied = [tensor for tensor in self.tensors.values() if tensor.aliases]
@@ -265,14 +267,13 @@ class Tree:
         made = self.modules[name]
         for name in reversed(missing):
             parent, made = made, Module(name, classes.get(name))
-            parent.children[name.rpartition(".")[2]] = made
+            parent.children[sys.intern(name.rpartition(".")[2])] = made
             self.modules[name] = made
         return made
 
     def canonical(self, name: str) -> TensorInfo | None:
         """The tensor that `name`, or one of a tied weight's other names, stands for."""
-        name_of_tensor = self._canonical.get(name)
-        return self.tensors[name_of_tensor] if name_of_tensor is not None else None
+        return self.tensors.get(self._canonical.get(name, name))
 
     def below(self, module: str) -> Iterator[TensorInfo]:
         """Every distinct tensor in the subtree of a module, in order, those last that it holds by another name only."""
@@ -305,8 +306,8 @@ class Tree:
             prefix = f"{node.name}." if node.name else ""
             if node.name:
                 names.append(node.name)
-            names += [prefix + local for local, tensor in node.tensors.items() if tensor.name == prefix + local]
-        return names, [name.lower() for name in names]
+            names += [tensor.name for local, tensor in node.tensors.items() if tensor.name == prefix + local]
+        return names, [name if name.islower() else name.lower() for name in names]
 
     @cached_property
     def counts(self) -> tuple[list[int], list[int], list[int]]:
