@@ -7,7 +7,7 @@ belongs to the recipe in force, or is not shown.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
@@ -249,8 +249,8 @@ class Stopped(NamedTuple):
 class Jobs(NamedTuple):
     """What is under way ("" while nothing) and what waits, in its order, by their `commands.JobName`. Emitted when it changes."""
 
-    running: str
-    waiting: tuple[str, ...]
+    running: JobName | Literal[""]
+    waiting: tuple[JobName, ...]
 
 
 class Memory(NamedTuple):

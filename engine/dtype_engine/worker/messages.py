@@ -19,18 +19,21 @@ import msgspec
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
-from dtype_engine.core.text import without_controls
+from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
 from dtype_engine.recipe import Recipe
 from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
 from dtype_engine.worker import commands, events, save_requests
+from dtype_engine.worker.checks import check_event
 from dtype_engine.worker.frames import WireError
 
 PROTOCOL = 1
 """Changes with every message that changes."""
 _A_PART = 400
 """Tensors, and modules, of a part of a tree."""
+_LARGEST = 1 << 60
+"""Of the whole numbers in an event, bytes most of all."""
 
 
 class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -230,7 +233,15 @@ class AnswerDecoder:
                 self._take_part(msgspec.convert(plain, TreePart))
                 return None
             return self._answer(msgspec.convert(self._safe(plain), _ANSWERS))
-        except (msgspec.MsgspecError, UserError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        except (
+            msgspec.MsgspecError,
+            UserError,
+            TypeError,
+            ValueError,
+            LookupError,
+            OverflowError,
+            RecursionError,
+        ) as error:
             raise WireError(str(error)) from None
 
     def _answer(self, message: Any) -> Answer:
@@ -242,13 +253,17 @@ class AnswerDecoder:
             values["recipe"] = self._recipes.recipe(values["recipe"])
         if "tree" in values:
             values["tree"] = self._tree = self._made_tree()
-        return typing.cast(Answer, kind(**values))
+        event = kind(**values)
+        check_event(event)
+        return typing.cast(Answer, event)
 
     def _safe(self, value: Any) -> Any:
         """`value` without characters that a terminal takes for commands, but for names of the tree, which are shown escaped."""
         if isinstance(value, str):
             known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
             return value if known else without_controls(value)
+        if isinstance(value, int) and not -_LARGEST <= value <= _LARGEST:
+            raise ValueError(f"{value} is no figure of anything")
         if isinstance(value, list):
             return [self._safe(item) for item in value]
         if isinstance(value, dict):
@@ -260,7 +275,10 @@ class AnswerDecoder:
         self._modules += part.modules
         for fields in part.tensors:
             name, shape, dtype, *rest = _values(msgspec.convert(fields, _Tensor))
-            tensor = TensorInfo(name, self._shapes.setdefault(shape, shape), sys.intern(dtype), *rest)
+            tensor = TensorInfo(name, self._shapes.setdefault(shape, shape), sys.intern(printable(dtype)), *rest)
+            sizes = (*shape, tensor.nbytes, tensor.parameters)
+            if min(sizes) < 0 or max(sizes) > _LARGEST:
+                raise ValueError(f"no tensor has the shape {shape} in {dtype}")
             before = self._tree.tensors.get(name)
             self._tensors.append(before if before == tensor else tensor)  # of 90,000, one tree's alone are 60 MiB
 
@@ -310,7 +328,9 @@ def _values(message: Any) -> Iterator[Any]:
 _Tensor = _wire_class(TensorInfo, {}, tag=False)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=str)
 _REQUESTS = msgspec.msgpack.Decoder(
-    typing.Union[(Open, Resume, Acknowledge, SaveOf, PlanExport, Close, *(made for made, _ in _COMMANDS.values()))],
+    typing.Union[
+        (Open, Resume, Acknowledge, SaveOf, PlanExport, Close, *(made for made, _ in _COMMANDS.values()))
+    ],
     dec_hook=path_of,
 )
 _ANSWERS: Any = typing.Union[(Hello, Opened, *(made for made, _ in _EVENTS.values()))]

@@ -1,0 +1,53 @@
+"""What an event has to be beyond the types of its fields: the app divides by some of them, and looks others up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dtype_engine.core import dtypes
+from dtype_engine.recipe import Rule
+from dtype_engine.results.losses import ValueLoss
+from dtype_engine.worker import events
+
+_LARGEST_EXPONENT = 1100
+"""Of float64, subnormal numbers included: 1074."""
+
+
+def check_event(event: object) -> None:
+    """Raises ValueError or UserError for an event that no engine of this version sends."""
+    match event:
+        case events.CastDone():
+            _check_losses(event.lost or ())
+        case events.Measured():
+            _check_losses(event.report.lost)
+        case events.NonfiniteFound():
+            _check_rules((event.found.remedy,) if event.found.remedy is not None else ())
+        case events.LossRemedyFound():
+            _check_rules(event.found.rules)
+        case events.ScanUpdated():
+            if not event.report.dtypes:
+                raise ValueError("a scan of no dtypes")
+            _check_dtypes(
+                (*event.report.dtypes, event.report.reference, *{score.dtype for score in event.report.weights})
+            )
+        case events.WeightInspected():
+            if any(abs(power) > _LARGEST_EXPONENT or count < 1 for power, count in event.reading.exponents.counts):
+                raise ValueError("a power of two that no value has")
+
+
+def _check_losses(losses: Iterable[ValueLoss]) -> None:
+    for loss in losses:
+        _check_dtypes((loss.dtype,))
+        if loss.elements < 1:
+            raise ValueError(f"{loss.tensor} loses values and has none")
+
+
+def _check_rules(rules: Iterable[str]) -> None:
+    for rule in rules:
+        Rule.parse(rule)
+
+
+def _check_dtypes(names: Iterable[str]) -> None:
+    for name in names:
+        if name not in dtypes.BY_NAME:
+            raise ValueError(f"there is no dtype {name}")

@@ -1,0 +1,113 @@
+"""Events whose types are right and nothing else, as an engine may send them that is at fault or means harm."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Recipe
+from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
+from dtype_engine.worker import commands, events, save_requests
+
+INTS = (-1, -1, 0, 0, 1, 2, -(2**31), 2**31, 2**53 + 1, 2**60, -(2**60), 2**64 - 1)
+FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
+TEXTS = (
+    "", " ", ".", "a..b", "x" * 5000, "\x1b[2J\x1b]0;owned\x07", "a\nb\n\nc", "\r\t\0\x9b2J", "[red]", "[/]", "[link=x]y[/link]",
+    "\u202etxt", "漢字" * 40, "e\u0301" * 60, "👩\u200d👩\u200d👧", "*", "type:", "re:(", "{1..9}", "int8@tensor", "bfloat16",
+    "as stored", "*=bf16", "=", "nope=f7", "model.layers.0.mlp=float16", "defaults", "reference", "scan",
+)  # fmt: skip
+_FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, events.Composed)
+KINDS: tuple[type, ...] = tuple(kind for kind in typing.get_args(events.Event) if kind not in _FROM_THIS_END)
+_CLASSES = {
+    name: value
+    for module in (attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands)
+    for name, value in vars(module).items()
+    if isinstance(value, type) or typing.get_origin(value) is typing.Literal
+} | {"Recipe": Recipe, "Tree": Tree}
+
+
+class RandomEvents:
+    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: how many were asked for."""
+
+    def __init__(self, chance: random.Random, tree: Tree, recipes: int) -> None:
+        self._chance = chance
+        self._names: Sequence[str] = (*tree.modules, *tree.tensors)
+        self._recipes = recipes
+
+    def next(self, kind: type | None = None) -> Iterator[bytes]:
+        """The messages of one event, of any kind or of this one."""
+        kind = kind or self._chance.choice(KINDS)
+        hints = typing.get_type_hints(kind, localns=_CLASSES)
+        if Tree in hints.values():
+            for part in self._tree_parts():
+                yield msgspec.msgpack.encode(part)
+        yield msgspec.msgpack.encode([kind.__name__, *map(self._value, hints.values())])
+
+    def _tree_parts(self) -> Iterator[list[Any]]:
+        chance = self._chance
+        with_classes = chance.random() < 0.7
+        for _ in range(chance.choice((0, 1, 1, 3))):
+            kinds = ("parameter", "buffer", "non-persistent buffer")
+            tensors: list[list[Any]] = [
+                [self._text(), self._shape(), self._text(), chance.choice(kinds), [self._text()] * chance.randint(0, 2)]
+                for _ in range(chance.choice((0, 1, 5, 30)))
+            ]
+            for tensor in tensors:
+                if chance.random() < 0.2:
+                    tensor += [
+                        chance.choice((None, self._int())),
+                        chance.choice((None, self._text())),
+                        chance.random() < 0.5,
+                    ]
+            modules = [
+                [self._text(), chance.choice((None, self._text())), chance.choice((None, self._text()))]
+                for _ in range(chance.choice((0, 1, 20)))
+            ]
+            yield ["TreePart", with_classes, tensors, modules]
+
+    def _shape(self) -> list[int]:
+        return [self._int() for _ in range(self._chance.choice((0, 1, 2, 2, 9)))]
+
+    def _int(self) -> int:
+        return self._chance.choice(INTS) if self._chance.random() < 0.2 else self._chance.randint(0, 4096)
+
+    def _text(self) -> str:
+        return self._chance.choice(self._names if self._chance.random() < 0.5 else TEXTS)
+
+    def _value(self, hint: Any) -> Any:
+        chance = self._chance
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if origin in (typing.Union, types.UnionType):
+            return self._value(chance.choice(arguments))
+        if origin is typing.Literal:
+            return chance.choice(arguments)
+        if origin is tuple and arguments[-1:] == (Ellipsis,):
+            return [self._value(arguments[0]) for _ in range(chance.choice((0, 1, 1, 3, 40)))]
+        if origin is tuple:
+            return [self._value(argument) for argument in arguments]
+        if origin is dict:
+            return {self._value(arguments[0]): self._value(arguments[1]) for _ in range(chance.randint(0, 3))}
+        if hint is Recipe:
+            return chance.randrange(self._recipes)
+        if hint is Tree or hint is type(None):
+            return None
+        if hint is bool:
+            return chance.random() < 0.5
+        if hint is int:
+            return self._int()
+        if hint is float:
+            return chance.choice(FLOATS) if chance.random() < 0.5 else chance.uniform(0, 100)
+        if hint is str:
+            return self._text()
+        if dataclasses.is_dataclass(hint):
+            names = typing.get_type_hints(hint, vars(sys.modules[hint.__module__]), _CLASSES)  # type: ignore[union-attr]
+            return {field.name: self._value(names[field.name]) for field in dataclasses.fields(hint) if field.init}
+        raise AssertionError(f"no value is known for {hint}")
