@@ -76,6 +76,9 @@ class RecordingEngine(Engine):
     def plan_export(self) -> None:
         self.commands.append("plan export")
 
+    def check_path(self, path: str) -> None:
+        self.commands.append(f"check {path}")
+
     def save(self, request: SaveRequest) -> None:
         self.commands.append("save")
         self.saves.append(request)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from textual.binding import Binding
 
+from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule, generalisations
@@ -72,15 +73,15 @@ class CommandWords:
 
     def save_to(self, kind: str, typed: str) -> None:
         """Write one of the save screen's kinds to a path. Only that screen, which asks before, replaces what is there."""
-        from dtype_tui.screens.save import WRITTEN_THERE, save_request, where
+        from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment
         if not experiment.has_tree:
             raise UserError("there is nothing to write before the model is there")
         there = bool(self._controller.engine.host) and kind in WRITTEN_THERE
-        path, taken = (Path(typed), False) if there else where(typed)
-        if taken:
+        if not there and is_taken(typed):
             raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
+        path = Path(typed) if there else Path(typed).expanduser()
         self._controller.save(save_request(kind, path, False, experiment.report))
 
     def completer(self) -> Completer:

@@ -152,6 +152,7 @@ class Windows:
                 experiment.report,
                 lambda: experiment.lost,
                 controller.engine.host,
+                controller.engine.check_path,
             ),
             lambda request: controller.save(request) if request is not None else None,
         )

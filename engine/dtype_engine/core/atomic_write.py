@@ -60,6 +60,19 @@ def check_target(path: Path, replace: bool = False) -> Path:
     return path
 
 
+def is_taken(typed: str) -> bool:
+    """Whether a file is at the path that was typed, or a folder that is not empty. Raises UserError where that can't be told."""
+    try:
+        path = Path(typed).expanduser()
+        return any(path.iterdir()) if path.is_dir() else path.exists() or path.is_symlink()
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+    ) as error:  # RuntimeError: the home of nobody; ValueError: a null character
+        raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
+
+
 def _rename_new(beside: str, path: Path) -> None:
     """Rename to a name that must be free; a link, unlike a rename, never takes the place of a file that came meanwhile."""
     try:

@@ -40,6 +40,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def check_path(self, path: str) -> None:
+        """Emit whether something is where it would write. This waits for nothing."""
+
+    @abstractmethod
     def close(self) -> None:
         """Stop everything."""
 

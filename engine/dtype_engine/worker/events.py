@@ -186,6 +186,14 @@ class ExportPlanned(NamedTuple):
     reason: str = ""
 
 
+class PathChecked(NamedTuple):
+    """Whether a file, or a folder that is not empty, is at a path of the engine's machine; `reason` says why nothing can be."""
+
+    path: str
+    taken: bool
+    reason: str = ""
+
+
 class SavingProgress(NamedTuple):
     """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
 
@@ -302,6 +310,7 @@ Event = (
     | SpeedMeasured
     | WeightInspected
     | ExportPlanned
+    | PathChecked
     | SavingProgress
     | Saved
     | Composed

@@ -49,11 +49,14 @@ class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Open(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The app's first message to a new engine: what `Worker` is made of. `model` as on the command line."""
+    """The app's first message to a new engine: what `Worker` is made of. `model` as on the command line. recipe: rules that are
+    refused, and the model with them, where one takes nothing.
+    """
 
     model: str | None
     options: Options
     read_headers: bool
+    recipe: Recipe = Recipe()
 
 
 class Resume(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -86,6 +89,12 @@ class PlanExport(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """`Engine.plan_export`."""
 
 
+class CheckPath(msgspec.Struct, array_like=True, tag=True, frozen=True):
+    """`Engine.check_path`."""
+
+    path: str
+
+
 class Close(msgspec.Struct, array_like=True, tag=True, frozen=True):
     """End: nobody will come back."""
 
@@ -100,9 +109,9 @@ class TreePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
     modules: tuple[tuple[str, str | None, str | None], ...]
 
 
-Request = commands.Request | Open | Resume | Acknowledge | SaveOf | PlanExport | Close
+Request = commands.Request | Open | Resume | Acknowledge | SaveOf | PlanExport | CheckPath | Close
 Answer = events.Event | Hello | Opened
-_ENVELOPE = (Hello, Open, Resume, Opened, Acknowledge, SaveOf, PlanExport, Close, TreePart)
+_ENVELOPE = (Hello, Open, Resume, Opened, Acknowledge, SaveOf, PlanExport, CheckPath, Close, TreePart)
 _NAMES = {
     name: value
     for module in (attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands)
@@ -329,7 +338,7 @@ _Tensor = _wire_class(TensorInfo, {}, tag=False)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=str)
 _REQUESTS = msgspec.msgpack.Decoder(
     typing.Union[
-        (Open, Resume, Acknowledge, SaveOf, PlanExport, Close, *(made for made, _ in _COMMANDS.values()))
+        (Open, Resume, Acknowledge, SaveOf, PlanExport, CheckPath, Close, *(made for made, _ in _COMMANDS.values()))
     ],
     dec_hook=path_of,
 )

@@ -161,6 +161,12 @@ class EngineProcess(Engine):
         with self._lock:
             self._send(PlanExport())
 
+    def check_path(self, path: str) -> None:
+        from dtype_engine.worker.messages import CheckPath
+
+        with self._lock:
+            self._send(CheckPath(path))
+
     def close(self) -> None:
         from dtype_engine.worker.messages import Close
 
@@ -288,15 +294,24 @@ class EngineProcess(Engine):
             case events.Memory():
                 self._memory = answer.reading
             case events.Saved():
-                self._pending = self._pending[1:]
+                self._forget_saves(1)
                 if not self._command.is_local:
                     answer = answer._replace(sentence=f"{self._command.name}: {answer.sentence}")
+            case events.Refused(job="write"):
+                self._forget_saves(1)
+            case events.Stopped():
+                self._forget_saves(answer.dropped.count("write"))
             case events.Composed():
                 answer = self._written(answer)
         self._received += 1
         if self._received % _ACKNOWLEDGE_EVERY == 0:
             connection.send(messages.Acknowledge(self._received))
         self._emit(answer)
+
+    def _forget_saves(self, count: int) -> None:
+        """The oldest of what was to be written has come to its end, or never began."""
+        with self._lock:
+            self._pending = self._pending[count:]
 
     def _written(self, composed: events.Composed) -> events.Saved:
         """Write here what an engine elsewhere has composed. Raises WireError where nobody asked for it."""

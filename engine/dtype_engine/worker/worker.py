@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Literal
 
+from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, KernelError, UserError, one_line
 from dtype_engine.core.options import Options
@@ -99,6 +100,12 @@ class Worker(Engine):
         thread = threading.Thread(target=self._plan_export, args=(self._queue,), name="dtype-engine-plan", daemon=True)
         self._planning.append(thread)
         thread.start()
+
+    def check_path(self, path: str) -> None:
+        try:
+            self._emit(events.PathChecked(path, is_taken(path)))
+        except UserError as error:
+            self._emit(events.PathChecked(path, False, str(error)))
 
     def close(self) -> None:
         """Stop everything. Waits at most two seconds: imports and kernels can't be interrupted, and daemon threads may outlive

@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.helpers import preloaded
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe, TraceCasts
+from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
 from dtype_engine.worker.connection import EngineCommand, signal_words
-from dtype_engine.worker.save_requests import RecipeRequest
+from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 Start = Callable[..., RecordedProcess]
@@ -93,6 +94,20 @@ def test_it_ends_with_the_app(start: Start) -> None:
     assert time.monotonic() - begun < 8
     with pytest.raises(ProcessLookupError):
         os.kill(child, 0)
+    assert not recorded.of(events.EngineEnded)
+
+
+def test_what_was_dropped_before_it_was_written_is_not_waited_for(start: Start, tmp_path: Path) -> None:
+    elsewhere = EngineCommand(preloaded.command("from dtype_engine.worker.stdio import main; main()"), name="host")
+    recorded = start(elsewhere)
+    recorded.worker.save(ReportRequest(tmp_path / "one.html"))
+    recorded.worker.save(ReportRequest(tmp_path / "two.html"))
+    recorded.worker.request(Cancel())
+    recorded.wait_for(events.Stopped, lambda event: event.dropped.count("write") == 2)
+    recorded.worker.save(RecipeRequest(tmp_path / "r.yaml"))
+    saved = recorded.wait_for(events.Saved)
+    assert (saved.done, saved.sentence) == (True, f"wrote {tmp_path / 'r.yaml'}, here")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.yaml"]
     assert not recorded.of(events.EngineEnded)
 
 

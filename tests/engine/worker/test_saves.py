@@ -14,7 +14,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel, SetRecipe
+from dtype_engine.worker.commands import Cancel, Measure, SetRecipe
 from dtype_engine.worker.save_requests import (
     ConvertRequest,
     ExportRequest,
@@ -58,6 +58,22 @@ def save(recorded: RecordedEngine, request: SaveRequest) -> events.Saved:
     start = len(recorded.events)
     recorded.worker.save(request)
     return recorded.wait_for(events.Saved, since=start)
+
+
+def test_what_is_at_a_path_is_told_while_something_runs(recorded: RecordedEngine, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/file").touch()
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    recorded.worker.request(Measure())
+    for name, taken in (("full", True), ("full/file", True), ("empty", False), ("none", False), ("link", True)):
+        start, path = len(recorded.events), str(tmp_path / name)
+        recorded.worker.check_path(path)
+        assert recorded.wait_for(events.PathChecked, since=start) == events.PathChecked(path, taken)
+    start = len(recorded.events)
+    recorded.worker.check_path("x" * 5000)
+    checked = recorded.wait_for(events.PathChecked, since=start)
+    assert (checked.taken, "File name too long" in checked.reason) == (False, True)
 
 
 def test_every_save_request_writes_its_file(recorded: RecordedEngine, folder: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.helpers.recording_engine import demo_tree, engine, make_app, report, running
+from tests.helpers.recording_engine import RecordingEngine, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import notices, screen, until
 from textual.widgets import Input
 
@@ -199,6 +199,34 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
         assert "Enter again" not in screen(app)
         await pilot.press("backspace", "enter", "enter")
         assert engine(app).saves[-1] == RecipeRequest(Path("demo.recipe.yaml"), True, measured)
+
+
+async def test_an_engine_elsewhere_is_asked_what_is_there_already(
+    app: DtypeApp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordingEngine, "host", "box")
+    async with running(app) as pilot:
+        await pilot.press("e")
+        app.screen.query_one(Input).value = "~/out"
+        await pilot.press("enter")
+        assert engine(app).commands[-1] == "check ~/out"
+        assert "looking whether ~/out is there already, on box" in screen(app)
+        await say(app, pilot, events.PathChecked("~/other", True))
+        assert "looking" in screen(app), "that is about another path"
+        await say(app, pilot, events.PathChecked("~/out", False, "can't write ~/out: Permission denied"))
+        assert notices(app)[-1] == "can't write ~/out: Permission denied"
+        await pilot.press("enter")
+        await say(app, pilot, events.PathChecked("~/out", True))
+        assert "~/out is there already: Enter again replaces it" in screen(app)
+        assert engine(app).saves == []
+        await pilot.press("enter")
+        await say(app, pilot, events.PathChecked("~/out", True))
+        assert engine(app).saves == [ExportRequest(Path("~/out"), True)], "the home is that of the other machine"
+        await pilot.press("e")
+        app.screen.query_one(Input).value = "new"
+        await pilot.press("enter")
+        await say(app, pilot, events.PathChecked("new", False))
+        assert engine(app).saves[-1] == ExportRequest(Path("new"))
 
 
 async def test_a_path_that_can_not_be_looked_at_is_said(app: DtypeApp) -> None:

@@ -14,6 +14,7 @@ from textual.binding import Binding, BindingType
 from textual.widgets import Static
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.atomic_write import is_taken
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes, plural
@@ -68,8 +69,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         drift: DriftReport | None,
         lost: Callable[[], Losses | None] = lambda: None,
         host: str = "",
+        check_path: Callable[[str], None] = lambda path: None,
     ) -> None:
-        """`lost` gives the weights whose cast loses values; None while that is not known. host: as `Engine.host`."""
+        """`lost` gives the weights whose cast loses values; None while that is not known. host, check_path: as of `Engine`."""
         super().__init__(len(KINDS))
         self._base = re.sub(r"[^A-Za-z0-9._-]+", "-", title.rpartition("/")[2]).strip(".-") or "model"
         self._rules = rules
@@ -78,6 +80,9 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         self._warned: str | None = None
         self._lost = lost
         self._host = host
+        self._check_path = check_path
+        self._asked: str | None = None
+        """The path that an engine elsewhere was asked about."""
 
     def compose_box(self) -> ComposeResult:
         yield Static(id="kinds", markup=False)
@@ -94,6 +99,13 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 self.show_plan(planned)
             case events.CastDone():
                 self.redraw()
+            case events.PathChecked() as checked if checked.path == self._asked:
+                self._asked = None
+                if checked.reason:
+                    self.redraw()
+                    self.notify(checked.reason, severity="error", markup=False)
+                else:
+                    self._write_to(checked.path, Path(checked.path), checked.taken)
 
     def show_plan(self, planned: events.ExportPlanned) -> None:
         """Show what an export would write."""
@@ -143,6 +155,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         about.update(text)
 
     def _about(self) -> list[tuple[str, str]]:
+        if self._asked is not None:
+            return [(f"looking whether {self._asked} is there already, on {self._host}…", "")]
         if self._warned is not None:
             return [(f"{self._warned} is there already: Enter again replaces it.", "bold")]
         if self._kind == "checkpoint":
@@ -183,41 +197,38 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         return [*lines, (plan.loading, "dim")]
 
     def action_move(self, step: int) -> None:
-        self._warned = None
+        self._warned = self._asked = None
         super().action_move(step)
         self.query_one(LineInput).put(self._free_name())
 
     def _forget_warning(self, line: str) -> None:
-        if self._warned is not None and self._warned != line.strip():
-            self._warned = None
+        if any(path not in (None, line.strip()) for path in (self._warned, self._asked)):
+            self._warned = self._asked = None
             self.redraw()
 
     def action_write(self) -> None:
         typed = self.query_one(LineInput).value.strip()
         if not typed:
             return
+        if self._is_there:
+            self._asked = typed
+            self._check_path(typed)
+            self.redraw()
+            return
         try:
-            path, taken = (Path(typed), False) if self._is_there else where(typed)
+            taken = is_taken(typed)
         except UserError as error:
             self.notify(str(error), severity="error", markup=False)
-            return
+        else:
+            self._write_to(typed, Path(typed).expanduser(), taken)
+
+    def _write_to(self, typed: str, path: Path, taken: bool) -> None:
+        """Leave with the request; where something is there already, ask before it is replaced."""
         if taken and self._warned != typed:
             self._warned = typed
             self.redraw()
             return
         self.dismiss(save_request(self._kind, path, taken, self._drift))
-
-
-def where(typed: str) -> tuple[Path, bool]:
-    """The path that was typed, and whether it is taken: by a file, or by a folder that is not empty.
-
-    Raises UserError where the path can't be looked up.
-    """
-    try:
-        path = Path(typed).expanduser()
-        return path, any(path.iterdir()) if path.is_dir() else path.exists()
-    except (OSError, RuntimeError, ValueError) as error:  # the home of nobody; a null character
-        raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def save_request(kind: str, path: Path, replace: bool, drift: DriftReport | None) -> SaveRequest:
