@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -163,6 +164,34 @@ def test_bad_input_is_one_line_and_status_2_and_no_screen(opened: Opener, argume
     assert said.startswith("dtype-tui: ")
     assert said.count("\n") == 1
     assert "\x1b" not in said
+
+
+def test_the_engine_tells_that_a_rule_takes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the architecture knows its classes, and it takes torch, which the app's process never imports."""
+    program = tmp_path / "dtype-tui"
+    program.write_text(f"""#!{sys.executable}
+import sys
+from dtype_tui.__main__ import main
+try:
+    main()
+finally:
+    print("torch is there:", "torch" in sys.modules)
+""")
+    program.chmod(0o755)
+    monkeypatch.setattr("tests.helpers.terminal.PROGRAM", str(program))
+    opened = Terminal("--cast", "type:LlamaMLq=bf16")
+    try:
+        assert opened.exit_status(60) == 2
+        assert "the nearest is type:LlamaMLP" in opened.raw.decode()
+        assert "torch is there: False" in opened.raw.decode()
+    finally:
+        opened.close()
+    opened = Terminal("--cast", "type:LlamaMLP=bf16")
+    try:
+        opened.wait_for("6 modules|12 tensors|bf16")
+        opened.wait_for("perplexity")
+    finally:
+        opened.close()
 
 
 def test_where_there_is_no_terminal_the_other_program_is_named() -> None:

@@ -18,6 +18,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan, require_matches
+from dtype_engine.worker.opening import refuse_unmatched
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
@@ -98,9 +99,7 @@ class RunRequest:
     def open_session(self, source: Source | None = None) -> Session:
         """A session with the rules in force. Raises UserError, also for a rule that takes nothing."""
         source = source or self.locate()
-        checkpoint = source.open()
-        if checkpoint is not None and self.recipe.rules:
-            self.refuse_unmatched(source, checkpoint.tree())
+        refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.opening import open_session
 
         session = open_session(source, self.options, on_step=say)
@@ -136,21 +135,6 @@ class RunRequest:
         from dtype_engine.recipe.presets import preset
 
         return Recipe((*preset(self.preset).recipe(tree).rules, *self.recipe.rules))
-
-    def refuse_unmatched(self, source: Source, tree: Tree) -> None:
-        """Raise UserError for a rule that takes nothing, before any weight is loaded.
-
-        The headers' names mostly tell at once. Where they do not, or a rule goes by module classes, the architecture is asked,
-        which imports torch: it also has tied names and packed experts that the files do not have.
-        """
-        if not self.recipe.rules:
-            return
-        plan = make_plan(tree, self.recipe)
-        plan.refuse_too_slow()
-        if plan.unmatched or plan.pending_classes:
-            from dtype_engine.runtime.model.describe import describe
-
-            require_matches(describe(source, self.options).tree, self.recipe)
 
 
 def _and_casts(recipe: Recipe, casts: Sequence[str]) -> Recipe:

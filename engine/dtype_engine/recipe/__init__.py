@@ -8,6 +8,7 @@ from dtype_engine.recipe.plan import (
     explain_no_match,
     make_plan,
     require_matches,
+    rules_in_doubt,
     select,
     tensor_bytes,
 )
@@ -26,6 +27,7 @@ __all__ = [
     "generalisations",
     "make_plan",
     "require_matches",
+    "rules_in_doubt",
     "select",
     "tensor_bytes",
 ]

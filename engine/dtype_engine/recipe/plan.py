@@ -197,6 +197,13 @@ def tensor_bytes(tensor: TensorInfo, dtype: str) -> int:
     return tensor.nbytes if dtype in (tensor.dtype, dtypes.STORED) else dtypes.nbytes_in(tensor.shape, dtype)
 
 
+def rules_in_doubt(tree: Tree, recipe: Recipe) -> bool:
+    """Whether the names in files leave open if every rule takes something in the model. Raises TooSlow."""
+    plan = make_plan(tree, recipe)
+    plan.refuse_too_slow()
+    return bool(plan.unmatched or plan.pending_classes)
+
+
 def require_matches(tree: Tree, recipe: Recipe) -> None:
     """Raise UserError for the rules that take nothing, with the reason and a near name for the first of them.
 

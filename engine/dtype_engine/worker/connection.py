@@ -17,7 +17,6 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 
 if TYPE_CHECKING:
-    from dtype_engine.core.options import Options
     from dtype_engine.worker import messages
     from dtype_engine.worker.frames import FrameReader
 
@@ -166,12 +165,14 @@ class Connection:
             raise
         return hello
 
-    def open_model(self, model: str | None, options: Options) -> str:
-        """Tell an engine that has none yet which model to open; its title. Raises UserError where the model means nothing there."""
+    def open_model(self, request: messages.Open) -> str:
+        """Tell an engine that has none yet which model to open; its title. Raises UserError where the model, or a rule, means
+        nothing there.
+        """
         from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
 
-        self.send(messages.Open(model, options, True))
+        self.send(request)
         try:
             data = self.reader.next()
             answer = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data) if data is not None else None
@@ -182,7 +183,7 @@ class Connection:
             raise UserError(str(error)) from None
         if answer.refusal:
             self.end(1.0)
-            raise UserError(f"{self._command.name}: {answer.refusal}")
+            raise UserError(answer.refusal if self._command.is_local else f"{self._command.name}: {answer.refusal}")
         return answer.title
 
     def send(self, request: messages.Request) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.recipe import Recipe, require_matches, rules_in_doubt
 from dtype_engine.worker import events
 from dtype_engine.worker.imports import finish_imports
 
@@ -67,6 +68,21 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
         model.why_closed = f"{source.title}: opening it failed: {type(error).__name__}: {error}"
         emit(events.OpenFailed(model.why_closed))
     return model
+
+
+def refuse_unmatched(source: Source, options: Options, recipe: Recipe) -> None:
+    """Raise UserError for a rule that takes nothing in a checkpoint, before any weight is loaded.
+
+    The headers' names mostly tell at once. Where they do not, or a rule goes by module classes, the architecture is asked,
+    which imports torch: it also has tied names and packed experts that the files do not have.
+    """
+    checkpoint = source.open() if recipe.rules else None
+    if checkpoint is None or not rules_in_doubt(checkpoint.tree(), recipe):
+        return
+    finish_imports()
+    from dtype_engine.runtime.model.describe import describe
+
+    require_matches(describe(source, options).tree, recipe)
 
 
 def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:

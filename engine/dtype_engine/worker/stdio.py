@@ -100,17 +100,19 @@ class EngineServer:
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
         from dtype_engine.worker.messages import Opened
+        from dtype_engine.worker.opening import refuse_unmatched
         from dtype_engine.worker.worker import Worker
 
         try:
             source = locate(request.model, request.options.trust_pickle, request.options.download)
             source.refuse_other_options(request.options)
             check_files(request.options)
+            if source.kind == "checkpoint":
+                imports.add_transformers()
+            refuse_unmatched(source, request.options, request.recipe)
         except UserError as error:
             self._send(writer, Opened("", str(error)))
             return False
-        if source.kind == "checkpoint":
-            imports.add_transformers()
         self._send(writer, Opened(source.title))
         self._worker = Worker(source, request.options, self._emit, request.read_headers)
         self._worker.start()
@@ -146,6 +148,8 @@ class EngineServer:
                 worker.request(request)
             case messages.PlanExport():
                 worker.plan_export()
+            case messages.CheckPath():
+                worker.check_path(request.path)
             case _:
                 self._recipes.note(request)
                 worker.request(request)  # type: ignore[arg-type]

@@ -23,11 +23,14 @@ from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.text import printable
+from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.worker.events import Event
+from dtype_engine.worker.opening import refuse_unmatched
 from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
+    from dtype_engine.worker.connection import Connection
     from dtype_engine.worker.engine import Engine
     from dtype_tui.config.config import Config
     from dtype_tui.state.session_saver import SessionSaver
@@ -143,8 +146,12 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
         checkpoint = source.open()
         tree, whole = (checkpoint.tree() if checkpoint is not None else None), True
     _need_a_terminal()
-    if tree is not None:
-        request.refuse_unmatched(source, tree)
+    connection = None
+    if tree is not None and rules_in_doubt(tree, request.recipe):
+        if in_process:
+            refuse_unmatched(source, options, request.recipe)
+        else:
+            connection = _opened_by_engine(request)
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         if in_process:
@@ -155,9 +162,34 @@ def _open_here(request: RunRequest, in_process: bool) -> _Opening:
         from dtype_engine.worker.process import EngineProcess
         from dtype_tui.process.early_engine import take
 
-        return EngineProcess(EngineCommand(), request.model, options, emit, read_headers=not whole, process=take())
+        process = take() if connection is None else None
+        return EngineProcess(
+            EngineCommand(),
+            request.model,
+            options,
+            emit,
+            read_headers=not whole,
+            process=process,
+            connection=connection,
+        )
 
     return _Opening(source.title, request.model, make_engine, source.path, tree, not whole, is_demo=source.path == DEMO)
+
+
+def _opened_by_engine(request: RunRequest) -> Connection:
+    """Let the engine of this machine open the model: it imports the architecture, which knows what the rules take.
+
+    Raises UserError for a rule that takes nothing.
+    """
+    from dtype_engine.worker.connection import Connection, EngineCommand
+    from dtype_engine.worker.messages import Open
+    from dtype_tui.process.early_engine import take
+
+    command = EngineCommand()
+    connection = Connection(command, take() or command.start())
+    connection.handshake()
+    connection.open_model(Open(request.model, request.options, False, request.recipe))
+    return connection
 
 
 def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
@@ -169,7 +201,7 @@ def _open_there(request: RunRequest, engine_command: str | None) -> _Opening:
     _need_a_terminal()
     if (unneeded := take()) is not None:
         unneeded.kill()
-    far = connect(request.model, engine_command, request.options)
+    far = connect(request.model, engine_command, request.options, request.recipe)
 
     def make_engine(emit: Callable[[Event], None]) -> Engine:
         return EngineProcess(

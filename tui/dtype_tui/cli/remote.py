@@ -15,6 +15,7 @@ from dtype_tui.state.addresses import is_address
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import Options
+    from dtype_engine.recipe import Recipe
 
 _ADDRESS = re.compile(
     r"ssh://(?:(?P<user>[A-Za-z0-9_][\w.+-]*)@)?(?P<host>[A-Za-z0-9_][\w.-]*|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])"
@@ -85,7 +86,7 @@ def command_from(line: str) -> EngineCommand:
     return EngineCommand(tuple(words), name=PurePath(words[0]).name, compressed="--compressed" in line)
 
 
-def connect(model: str | None, engine_command: str | None, options: Options) -> FarEngine:
+def connect(model: str | None, engine_command: str | None, options: Options, recipe: Recipe) -> FarEngine:
     """Reach the engine and let it find the model, before the screen opens: ssh may ask for a password now. Raises UserError."""
     if engine_command is None:
         assert model is not None
@@ -95,11 +96,13 @@ def connect(model: str | None, engine_command: str | None, options: Options) -> 
         raise UserError("--engine-command is the way to the engine already: name MODEL as it is there, without ssh://")
     else:
         command = command_from(engine_command)
+    from dtype_engine.worker.messages import Open
+
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))
     try:
         connection.handshake()
-        title = connection.open_model(model, options)
+        title = connection.open_model(Open(model, options, True, recipe))
     except NoAnswer as error:
         raise UserError(_why_not(error, command, engine_command is None)) from None
     except BaseException:
