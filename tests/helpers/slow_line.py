@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.helpers.terminal import Terminal
 
 
 def carry(source: int, target: int, seconds: float, count: Path) -> threading.Thread:
@@ -42,6 +47,26 @@ def carry(source: int, target: int, seconds: float, count: Path) -> threading.Th
     thread = threading.Thread(target=give, daemon=True)
     thread.start()
     return thread
+
+
+def carried(folder: Path) -> tuple[int, int]:
+    """Bytes that went to the command and came from it."""
+    return int((folder / "up").read_text()), int((folder / "down").read_text())
+
+
+def settled(terminal: Terminal, folder: Path) -> tuple[int, int]:
+    """The bytes once nothing has gone either way for two seconds, while the terminal is read."""
+    now, since = carried(folder), time.monotonic()
+    while time.monotonic() - since < 2:
+        terminal.read(0.1)
+        if (newer := carried(folder)) != now:
+            now, since = newer, time.monotonic()
+    return now
+
+
+def cut(folder: Path) -> None:
+    """Cut the line."""
+    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
 
 
 def main() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -37,42 +36,23 @@ def line_to(folder: Path, *command: str) -> str:
     return shlex.join([sys.executable, slow_line.__file__, str(folder), "0.15", *command])
 
 
-def carried(folder: Path) -> tuple[int, int]:
-    """Bytes that went to the engine and came from it."""
-    return int((folder / "up").read_text()), int((folder / "down").read_text())
-
-
-def settled(terminal: Terminal, folder: Path) -> tuple[int, int]:
-    """The bytes once nothing has gone either way for two seconds."""
-    now, since = carried(folder), time.monotonic()
-    while time.monotonic() - since < 2:
-        terminal.read(0.1)
-        if (newer := carried(folder)) != now:
-            now, since = newer, time.monotonic()
-    return now
-
-
-def cut(folder: Path) -> None:
-    os.kill(int((folder / "pid").read_text()), signal.SIGKILL)
-
-
 def test_a_line_cut_while_measuring_is_told_and_the_reading_comes(opened: Opener, tmp_path: Path) -> None:
     engine = (ENGINE, "stdio", "--compressed", "--linger", "1m", "--session", "{session}")
     terminal = opened("--engine-command", line_to(tmp_path, *engine))
     terminal.wait_for("perplexity")
     terminal.wait_for(" ready")
-    before = settled(terminal, tmp_path)
+    before = slow_line.settled(terminal, tmp_path)
     assert before[1] <= 30_000, "bytes for opening the demo and measuring it"
     for keys in ("jjjk", "hl", "E", "/mlp", "\x1b", "\x1b", "c", "*norm*=f1", "\x1b"):
         terminal.press(keys)
         time.sleep(0.4)  # Esc and a key right after it are one key
         terminal.read()
-    assert carried(tmp_path) == before, "what is shown made traffic"
+    assert slow_line.carried(tmp_path) == before, "what is shown made traffic"
     (tmp_path / "down-for-now").touch()
     terminal.press("2")
     terminal.wait_for("casting|measuring")
     time.sleep(0.5)
-    cut(tmp_path)
+    slow_line.cut(tmp_path)
     terminal.wait_for("connection cut: trying again")
     (tmp_path / "down-for-now").unlink()
     terminal.wait_for("connected again")
