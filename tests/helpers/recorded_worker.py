@@ -39,7 +39,7 @@ class Recorder:
         return [event for event in self.events[since:] if isinstance(event, kind)]
 
     def wait_for(
-        self, kind: type[E], matches: Callable[[E], bool] = lambda event: True, since: int = 0, seconds: float = 120
+        self, kind: type[E], matches: Callable[[E], bool] = lambda event: True, since: int = 0, seconds: float = 300
     ) -> E:
         """The first such event from index `since` on."""
         deadline = time.monotonic() + seconds

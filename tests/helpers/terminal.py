@@ -80,7 +80,7 @@ class Terminal:
     def text(self) -> str:
         return "\n".join(line.rstrip() for line in self.screen.display)
 
-    def wait_for(self, pattern: str, seconds: float = 60) -> float:
+    def wait_for(self, pattern: str, seconds: float = 240) -> float:
         """Read until the screen matches; the seconds it took. Fails with the screen otherwise."""
         begun = time.perf_counter()
         while not re.search(pattern, self.text):
@@ -97,7 +97,7 @@ class Terminal:
         fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         os.kill(self.pid, signal.SIGWINCH)
 
-    def exit_status(self, seconds: float = 15) -> int:
+    def exit_status(self, seconds: float = 60) -> int:
         """Wait for the program's end; its exit status."""
         until = time.perf_counter() + seconds
         while time.perf_counter() < until:
