@@ -101,7 +101,10 @@ def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping
     """Weights that the module would tie, apart where the files hold other values for each name, as transformers has it."""
     untied = []
     for info in infos:
-        held = {each.name: name for name, each in placements.items() if info.aliases and each.name in info.names}
+        if not info.aliases:
+            untied.append(info)
+            continue
+        held = {each.name: name for name, each in placements.items() if each.name in info.names}
         first = next(iter(held.values()), None)
         apart = [live for live, name in held.items() if first is not None and not same_values(checkpoint, first, name)]
         if not apart:
