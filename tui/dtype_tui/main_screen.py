@@ -180,7 +180,7 @@ class MainScreen(Screen[None]):
     def on_engine_event(self, message: EngineEvent) -> None:
         """The controller takes it in, then each window that is open."""
         event = heard_in_the_app(message.event)
-        if isinstance(event, (events.ModelReady, events.OpenFailed, events.Idle)):
+        if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)
         if not self.controller.handle(event):

@@ -336,3 +336,8 @@ REPLACEABLE = (
     ScanUpdated,
 )
 """Events that say how things stand: only the newest of a type counts."""
+
+
+def is_opened(event: Event) -> bool:
+    """Whether nothing more of the model's opening follows: what was imported and made is there to stay."""
+    return isinstance(event, ModelReady | Idle) or (isinstance(event, OpenFailed) and not event.classes_follow)

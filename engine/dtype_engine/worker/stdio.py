@@ -119,8 +119,9 @@ class EngineServer:
         return True
 
     def _emit(self, event: events.Event) -> None:
-        if isinstance(event, (events.ModelReady, events.OpenFailed)):
+        if not gc.isenabled() and events.is_opened(event):
             gc.collect()
+            trim_heap()
             gc.freeze()
             gc.enable()
         match event:
