@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import typing
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -218,6 +219,19 @@ def encode_answer(answer: Answer, recipes: RecipeNumbers) -> Iterator[bytes]:
     yield _ENCODER.encode(plain)
 
 
+def pack_tree(tree: Tree) -> tuple[bytes, ...]:
+    """A tree in a hundredth of the memory that it takes."""
+    return tuple(zlib.compress(part, 1) for part in _tree_parts(tree))
+
+
+def unpack_tree(parts: Iterable[bytes]) -> Tree:
+    """What `pack_tree` was given."""
+    decoder = AnswerDecoder(RecipeNumbers())
+    for part in parts:
+        decoder.decode(zlib.decompress(part))
+    return decoder.made_tree()
+
+
 class AnswerDecoder:
     """Reads an engine's messages in their order, and believes nothing: types are checked, text is made safe to show."""
 
@@ -261,7 +275,7 @@ class AnswerDecoder:
         if "recipe" in values:
             values["recipe"] = self._recipes.recipe(values["recipe"])
         if "tree" in values:
-            values["tree"] = self._tree = self._made_tree()
+            values["tree"] = self._tree = self.made_tree()
         event = kind(**values)
         check_event(event)
         return typing.cast(Answer, event)
@@ -291,7 +305,8 @@ class AnswerDecoder:
             before = self._tree.tensors.get(name)
             self._tensors.append(before if before == tensor else tensor)  # of 90,000, one tree's alone are 60 MiB
 
-    def _made_tree(self) -> Tree:
+    def made_tree(self) -> Tree:
+        """The tree of the parts since the last one."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []
         tree = Tree(
