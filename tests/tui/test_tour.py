@@ -100,7 +100,7 @@ async def test_a_step_waits_for_its_key_and_other_keys_work() -> None:
         await ready(app, pilot)
         await pilot.press("2", "question_mark")
         await pilot.pause()
-        assert (rules(app), top(app), step(app)) == (["*=bfloat16"], "Overlay", 1)
+        assert (rules(app), top(app), step(app)) == (["*=bfloat16"], "HelpScreen", 1)
         assert len(app.screen.query(TourPanel)) == 1, "over a window, too"
         await pilot.press("escape", "j")
         await came_to(app, pilot, 2)
