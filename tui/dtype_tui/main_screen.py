@@ -35,7 +35,6 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
-from dtype_tui.widgets.message_line import MessageLine
 from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
@@ -79,7 +78,6 @@ class MainScreen(Screen[None]):
         with Container(id="main"):
             yield self._tree
             yield SidePanes(self.experiment)
-        yield MessageLine()
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
         yield Static(id="too-small", markup=False)

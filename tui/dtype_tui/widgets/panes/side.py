@@ -10,6 +10,7 @@ from textual.binding import Binding
 from textual.containers import Vertical
 from textual.widgets import Static
 
+from dtype_tui.widgets.message_line import MessageLine
 from dtype_tui.widgets.panes.base import Pane
 from dtype_tui.widgets.panes.drift import DriftPane
 from dtype_tui.widgets.panes.memory import MemoryPane
@@ -23,7 +24,9 @@ class SidePanes(Vertical):
     """The panes: one above the other where they fit, else one at a time below a line of tabs."""
 
     DEFAULT_CSS = """
-    SidePanes { width: 1fr; min-width: 38; }
+    SidePanes { width: 1fr; min-width: 38; layers: base over; }
+    SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 4; max-height: 4; }
+    SidePanes.narrow > MessageLine { height: 2; }
     SidePanes > #tabs { display: none; height: 1; }
     SidePanes > DriftPane { max-height: 50%; }
     SidePanes > MemoryPane { max-height: 34%; }
@@ -48,6 +51,7 @@ class SidePanes(Vertical):
     def compose(self) -> ComposeResult:
         yield Static(id="tabs", markup=False)
         yield from self.panes
+        yield MessageLine(in_place=True)
 
     def on_mount(self) -> None:
         self._mark()
