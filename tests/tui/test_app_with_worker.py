@@ -277,7 +277,7 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: W
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
-            (("t", "f"), "stopped: timing; t times again. Not begun: tracing casts"),
+            (("t", "f"), "stopped: timing; t times again. Not begun: dtype flow"),
             (("m",), "stopped: measuring; m measures again"),
         ):
             slow(net)
@@ -325,7 +325,7 @@ async def test_what_is_asked_while_it_measures_is_named_until_it_is_done(net: Pa
         await pilot.press("t", "f", "t")
         # The second t asks for what is asked for already.
         await until(pilot, lambda: app.controller.activity.waiting == ("speed", "flow"))
-        await until(pilot, lambda: "then: timing, tracing casts" in screen(app))
+        await until(pilot, lambda: "then: timing, dtype flow" in screen(app))
         # A newer recipe goes first; nothing that was asked for is lost.
         await pilot.press("3")
         await until(

@@ -340,7 +340,7 @@ async def test_a_failure_is_a_notice_and_marks_its_module(app: DtypeApp) -> None
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Failed(recipe, "[bold]no kernel[/]", "model.layers.1"), events.Idle())
         assert screen(app).count("[bold]no kernel[/]") == 1, "an error is told once"
-        assert "the run failed: the Drift pane says why" in screen(app)
+        assert "⚠ the run failed: the Drift pane says" in screen(app)
         assert any("failed here" in line for line in lines(app))
         await pilot.press("2")
         assert not any("failed here" in line for line in lines(app))
@@ -642,3 +642,19 @@ def test_marks_of_the_histogram_say_how_a_dtype_keeps_a_power_of_two() -> None:
     half = dtypes.BY_NAME["float16"]
     marks = {first: range_mark(first, 1, half) for first in (16, 15, -14, -15, -24, -25, -26)}
     assert marks == {16: "∞", 15: "|", -14: "|", -15: ":", -24: ":", -25: ":", -26: "0"}
+
+
+async def test_the_pane_of_a_measurement_that_was_stopped_does_not_read_as_if_it_ran(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        recipe = app.controller.experiment.recipe
+        drifts = (ModuleDrift("model.layers.1.mlp", 30.0, 0.1, 0),)
+        await say(
+            app,
+            pilot,
+            ready(app),
+            events.ModulesMeasured(recipe, drifts),
+            events.Stopped(recipe, "measure"),
+            events.Idle(),
+        )
+        assert "Stopped before the end: press m." in screen(app)
+        assert "worst modules so far" in screen(app)

@@ -66,7 +66,7 @@ class ModelPicker(BaseApp[str]):
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
         yield Static(title, id="title")
-        yield LineInput("typed", self._enter, placeholder="a folder, a file, a Hugging Face id, file.py:Name")
+        yield LineInput("typed", self._enter, placeholder="a folder, a file, a Hugging Face id, file.py:Name, demo")
         yield Static(id="says", markup=False)
         yield OptionList(id="offers")
         yield Static(Text(" ↑↓ choose  Enter opens  Tab types a path  q quits", style="dim"), id="keys")

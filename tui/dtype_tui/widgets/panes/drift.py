@@ -50,13 +50,13 @@ class DriftPane(Pane):
         if experiment.report is None:
             if not experiment.live:
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
-            words = activity or "Not measured: press m."
+            worst = experiment.worst_modules(5)
+            words = activity or ("Stopped before the end: press m." if worst else "Not measured: press m.")
             text = Text(words, style="dim")
             if guess := experiment.predicted():
                 text.append(f"\npredicted {guess}", style="not dim bold")
-            worst = experiment.worst_modules(5)
             if worst:
-                text.append("\nso far, worst modules\n")
+                text.append("\nworst modules so far\n")
                 _append_modules(text, worst, self.columns)
             return self._with_losses(text)
         return self._report(experiment.report)
