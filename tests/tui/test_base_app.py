@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.helpers.recording_engine import make_app
+from textual._styles_cache import StylesCache
 
 from dtype_engine.cli.program import TRACEBACK
 from dtype_tui.app import DtypeApp
@@ -37,6 +39,22 @@ async def test_it_is_one_sentence_and_a_status_that_is_not_0(
         assert said.count("\n") == 1
         assert "\x1b" not in said
         assert said.startswith("dtype-tui: unexpected ScreenlessError: no screen")
+
+
+async def test_nothing_that_a_closed_window_has_drawn_is_kept() -> None:
+    app = make_app()
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.press("question_mark", "escape")
+        before = drawings()
+        for _ in range(5):
+            await pilot.press("question_mark", "escape")
+        assert drawings() <= before + 2
+
+
+def drawings() -> int:
+    """How many widgets' drawings are held."""
+    gc.collect()
+    return sum(isinstance(each, StylesCache) for each in gc.get_objects())
 
 
 async def failing(app: DtypeApp, fail: Callable[[], None]) -> None:

@@ -9,7 +9,9 @@ import time
 
 from rich.text import Text
 from textual._context import active_message_pump
+from textual._styles_cache import StylesCache
 from textual.app import App, ReturnType
+from textual.await_complete import AwaitComplete
 from textual.command import CommandList
 from textual.events import Event, Key, MouseEvent, Paste
 from textual.message import Message
@@ -82,6 +84,16 @@ class BaseApp(App[ReturnType]):
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
             self._refresh_notifications()
+
+    def pop_screen(self) -> AwaitComplete:
+        """Close the topmost window.
+
+        Textual keeps what 1,024 widgets have drawn, closed or not, as arguments of a function whose results it remembers:
+        tens of MiB after some hundred windows.
+        """
+        closed = super().pop_screen()
+        StylesCache.get_inner_outer.cache_clear()
+        return closed
 
     async def on_event(self, event: Event) -> None:
         """Let a key do all that it does before the next one is looked at.
