@@ -112,7 +112,7 @@ def experts(check: Checks) -> None:
     from scipy.stats import spearmanr
     from tests.helpers.rank_correlation import FLOOR
 
-    from dtype_engine.runtime.numerics.quantize import single_intraop_thread
+    from dtype_engine.runtime.chunks import single_intraop_thread
 
     with single_intraop_thread():  # such small models are slower on two
         for name in DECIDED:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -67,8 +68,11 @@ class Checkpoint:
         belong to their weight.
         """
         own = {tensor.data.name: name for name, tensor in self.quantized.items() if name not in self.aliases}
-        scales = {tensor.scale.name for tensor in self.quantized.values()}
-        found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in scales}
+        besides = self._own_parts - own.keys()
+        found = {own.get(name, name): tensor for name, tensor in self.tensors.items() if name not in besides}
+        for name in own.values():
+            if found[name].shape != self.quantized[name].shape:  # its codes are packed
+                found[name] = dataclasses.replace(found[name], shape=self.quantized[name].shape)
         return found | {alias: found[first] for alias, first in self.aliases.items()}
 
     def dtype(self, name: str) -> str:
@@ -105,7 +109,7 @@ class Checkpoint:
     @property
     def _own_parts(self) -> set[str]:
         """Names of the data and the scales of `quantized`, as the files have them."""
-        return {part.name for tensor in self.quantized.values() for part in (tensor.data, tensor.scale)}
+        return {part.name for tensor in self.quantized.values() for part in tensor.parts.values()}
 
     @property
     def stored_bytes(self) -> int:

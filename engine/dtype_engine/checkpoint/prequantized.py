@@ -1,12 +1,13 @@
 """Checkpoints that are quantized already: which tensors make one weight.
 
-An export of this program says so in its metadata: a weight is its data, its scales and a dtype, which `numerics.quantize` can
-dequantize. Of other schemes the parts are known by the names that each writes beside a weight, and by `quantization_config` in
+An export of this program says so in its metadata: a weight is its data, its scales and a dtype, which `runtime` can dequantize.
+Of other schemes the parts are known by the names that each writes beside a weight, and by `quantization_config` in
 `config.json`: why a cast can't touch them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import CODES, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 SCALED_KEY = "dtype_engine.scaled."
 """In an exported file's metadata: this and a tensor's name, for its storage-only dtype."""
-SCALE_SUFFIX = "_scale"
-"""`weight_scale` goes with `weight`, as in compressed-tensors."""
+SHAPE_KEY = "dtype_engine.shape."
+"""In an exported file's metadata: this and the name of a tensor whose codes are packed, for its shape, as in `16,128`."""
 OWN_SUFFIX = "_quantized"
 """`weight_quantized` is a scaled `weight` that compressed-tensors can't express. Under its own name, other loaders would take
 the numbers for values without a word."""
@@ -28,11 +30,18 @@ the numbers for values without a word."""
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its data and its float32 scales."""
+    """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its shape, and its tensors in the file by
+    suffix, in the order of `core.block_formats.parts`: codes, scales, and what else a format has.
+    """
 
     dtype: str
-    data: CheckpointTensor
-    scale: CheckpointTensor
+    shape: tuple[int, ...]
+    parts: Mapping[str, CheckpointTensor]
+
+    @property
+    def data(self) -> CheckpointTensor:
+        """The codes."""
+        return self.parts[CODES]
 
 
 def read_quantized(
@@ -47,21 +56,63 @@ def read_quantized(
         if not key.startswith(SCALED_KEY):
             continue
         name = key.removeprefix(SCALED_KEY)
-        data = tensors.get(name) or tensors.get(name + OWN_SUFFIX)
-        scale = tensors.get(name + SCALE_SUFFIX)
-        if (
-            data is None
-            or scale is None
-            or dtype not in dtypes.STORAGE_DTYPES
-            or data.dtype != dtypes.BY_NAME[dtype].torch_name
-            or scale.dtype != "float32"
-            or scale.nbytes != dtypes.SCALE_BYTES * dtypes.scale_count(data.shape, dtype)
-        ):
+        found = _read_weight(name, dtype, tensors, metadata.get(SHAPE_KEY + name))
+        if found is None:
             raise UserError(
                 f"{path}: the tensors of {printable(name)} are not those of a weight in {printable(dtype)} with its scales"
             )
-        weights[name] = QuantizedWeight(dtype, data, scale)
+        weights[name] = found
     return weights
+
+
+def _read_weight(
+    name: str, dtype: str, tensors: Mapping[str, CheckpointTensor], packed_shape: str | None
+) -> QuantizedWeight | None:
+    """One weight, None where its tensors are not what its dtype has."""
+    row = dtypes.BY_NAME.get(dtype)
+    if row is None or dtype not in dtypes.STORAGE_DTYPES:
+        return None
+    data = next((tensors[own] for own in codes_names(name, dtype) if own in tensors), None)
+    if data is None:
+        return None
+    shape = data.shape
+    if row.blocks is not None and row.blocks.packing != "none":
+        shape = _read_shape(packed_shape)
+        if math.prod(shape) > 8 * data.nbytes:  # before anything is worked out by it
+            return None
+    found = {CODES: data}
+    for part in parts_in(shape, dtype):
+        tensor = data if part.suffix == CODES else tensors.get(name + part.suffix)
+        if tensor is None or tensor.dtype != part.dtype or tensor.nbytes != part.nbytes:
+            return None
+        found[part.suffix] = tensor
+    return QuantizedWeight(dtype, shape, found)
+
+
+def _read_shape(text: str | None) -> tuple[int, ...]:
+    """A shape in the metadata; () for what is none."""
+    words = (text or "").split(",")
+    return tuple(map(int, words)) if all(word.isdecimal() and len(word) < 16 for word in words) else ()
+
+
+def codes_names(name: str, dtype: str) -> tuple[str, str]:
+    """The names that a weight's codes may have in a file: as other programs read them, and of our own."""
+    blocks = dtypes.BY_NAME[dtype].blocks
+    packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
+    return name + packed, name + OWN_SUFFIX + packed
+
+
+def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
+    """What a weight of `shape` in a storage dtype is made of in a file."""
+    row = dtypes.BY_NAME[dtype]
+    if row.blocks is not None:
+        return parts(shape, row.blocks, row.bits, row.torch_name)
+    count = dtypes.scale_count(shape, dtype)
+    matrix = len(shape) == 2 and not row.per_tensor
+    return (
+        Part(CODES, row.torch_name, shape, math.prod(shape) * row.bits // 8),
+        Part(SCALE, "float32", (count, 1) if matrix else (count,), dtypes.SCALE_BYTES * count),
+    )
 
 
 _SIGNS: dict[str, tuple[str, tuple[str, ...], str]] = {

@@ -1,8 +1,9 @@
 """The table of dtypes: their names everywhere, bits, range, and what a storage format is made of. Without torch.
 
 Names are torch's; `@tensor` behind a storage dtype says that a whole tensor shares one scale, where otherwise every
-output channel has its own. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types), checked
-in the tests against `torch.finfo`. This module never imports torch.
+output channel has its own. Formats whose scales belong to blocks have the names that quantisers and runtimes give them; what
+a block is stands in `block_formats`. Ranges are those of the formats themselves (IEEE 754; OCP FP8 for the float8 types; OCP MX
+for 4 and 6 bits), checked in the tests against `torch.finfo` and `ml_dtypes`. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dtype_engine.core.block_formats import Blocks, divides, parts, scale_grid
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
 
@@ -25,7 +27,9 @@ PER_TENSOR = "@tensor"
 
 @dataclass(frozen=True, slots=True)
 class DType:
-    """One dtype. `max` is its largest finite value, `tiny` its smallest normal one."""
+    """One dtype. `max` is its largest finite value, `tiny` its smallest normal one; of a format with blocks those of an element,
+    whose `bits` leave the scales out.
+    """
 
     name: str
     short_name: str
@@ -37,11 +41,13 @@ class DType:
     max: float = 0.0
     tiny: float = 0.0
     per_tensor: bool = False
+    blocks: Blocks | None = None
+    held: str = ""
 
     @property
     def torch_name(self) -> str:
-        """The name of torch's own dtype that the values are kept in."""
-        return self.name.removesuffix(PER_TENSOR)
+        """The name of torch's own dtype that the values, or a format's codes, are kept in while a model runs: a byte each."""
+        return self.held or self.name.removesuffix(PER_TENSOR)
 
 
 def _float(
@@ -76,7 +82,7 @@ _TABLE = (
 )
 
 SCALE_BYTES = 4
-"""A scale is a float32."""
+"""A scale of a channel or a tensor is a float32."""
 PER_CHANNEL_SCALES = ("float8_e4m3fn", "float8_e5m2", "int8")
 
 _PER_TENSOR_SCALES = tuple(
@@ -87,13 +93,65 @@ _PER_TENSOR_SCALES = tuple(
     if dtype.name in PER_CHANNEL_SCALES
 )
 
-BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES)}
+_MX_E4M3 = DType("", "", 8, "float", None, 4, 3, 448.0, 2.0**-6, held="float8_e4m3fn")
+_MX_E2M1 = DType("", "", 4, "float", None, 2, 1, 6.0, 1.0, held="float8_e4m3fn")
+_E2M3 = DType("", "", 6, "float", None, 2, 3, 7.5, 1.0, held="float8_e4m3fn")
+_E3M2 = DType("", "", 6, "float", None, 3, 2, 28.0, 2.0**-2, held="float8_e4m3fn")
+_INT4 = DType("", "", 4, "int", None, max=7, held="int8")
+_INT8 = DType("", "", 8, "int", None, max=127, held="int8")
+
+
+def _format(name: str, short_name: str, element: DType, blocks: Blocks) -> DType:
+    return dataclasses.replace(element, name=name, short_name=short_name, blocks=blocks)
+
+
+_MXFP8 = Blocks(1, 32, "uint8", "compressed-tensors", layout="mxfp8-quantized")
+_MXFP4 = Blocks(1, 32, "uint8", "compressed-tensors", packing="nibbles", layout="mxfp4-pack-quantized")
+_MXFP6 = Blocks(1, 32, "uint8", "even", packing="six bits")
+_FP8_BLOCK = Blocks(128, 128, "float32", layout="float-quantized")
+_GROUP = Blocks(1, 128, "bfloat16", packing="words", layout="pack-quantized")
+
+_BLOCK_FORMATS = (
+    _format("mxfp8", "mxfp8", _MX_E4M3, _MXFP8),
+    _format("mxfp8:floor", "mxfp8:f", _MX_E4M3, dataclasses.replace(_MXFP8, rule="floor")),
+    _format("mxfp8:rceil", "mxfp8:r", _MX_E4M3, dataclasses.replace(_MXFP8, rule="rceil")),
+    _format("mxfp8:even", "mxfp8:e", _MX_E4M3, dataclasses.replace(_MXFP8, rule="even")),
+    _format("mxfp4", "mxfp4", _MX_E2M1, _MXFP4),
+    _format("mxfp4:floor", "mxfp4:f", _MX_E2M1, dataclasses.replace(_MXFP4, rule="floor")),
+    _format("mxfp4:rceil", "mxfp4:r", _MX_E2M1, dataclasses.replace(_MXFP4, rule="rceil")),
+    _format("mxfp4:even", "mxfp4:e", _MX_E2M1, dataclasses.replace(_MXFP4, rule="even")),
+    _format(
+        "nvfp4",
+        "nvfp4",
+        _MX_E2M1,
+        Blocks(1, 16, "float8_e4m3fn", tensor_scale=True, packing="nibbles", layout="nvfp4-pack-quantized"),
+    ),
+    _format("fp8@128x128", "fp8@128", _MX_E4M3, _FP8_BLOCK),
+    _format(
+        "fp8@128x128:ue8m0",
+        "fp8@128:u",
+        _MX_E4M3,
+        dataclasses.replace(_FP8_BLOCK, scale="float8_e8m0fnu", rule="rceil", layout="fp8"),
+    ),
+    _format("int4@g128", "i4@128", _INT4, _GROUP),
+    _format("int4@g32", "i4@32", _INT4, dataclasses.replace(_GROUP, columns=32)),
+    _format("int4@g128a", "i4@128a", _INT4, dataclasses.replace(_GROUP, zero_points=True)),
+    _format("int8@g128", "i8@128", _INT8, _GROUP),
+    _format("mxfp6_e2m3", "mxfp6e2", _E2M3, _MXFP6),
+    _format("mxfp6_e3m2", "mxfp6e3", _E3M2, _MXFP6),
+)
+
+BY_NAME: dict[str, DType] = {dtype.name: dtype for dtype in (*_TABLE, *_PER_TENSOR_SCALES, *_BLOCK_FORMATS)}
 BY_SAFETENSORS: dict[str, DType] = {dtype.safetensors: dtype for dtype in _TABLE if dtype.safetensors}
 
 COMPUTE_DTYPES = ("float64", "float32", "bfloat16", "float16")
 """The dtypes a forward pass computes in, largest first."""
-STORAGE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
-"""Codes and scales: dequantized to a compute dtype when used. What they are is written in `runtime/numerics/quantize.py`."""
+WHOLE_SCALE_DTYPES = (*PER_CHANNEL_SCALES, *(dtype.name for dtype in _PER_TENSOR_SCALES))
+"""Codes of one byte, and a float32 scale for each output channel or for the tensor: `runtime/numerics/quantize.py`."""
+BLOCK_FORMATS = tuple(dtype.name for dtype in _BLOCK_FORMATS)
+"""Codes, and a scale for each block: `runtime/formats/`."""
+STORAGE_DTYPES = WHOLE_SCALE_DTYPES + BLOCK_FORMATS
+"""Codes and scales: dequantized to a compute dtype when used."""
 CASTABLE_DTYPES = COMPUTE_DTYPES + STORAGE_DTYPES
 """Everything a rule may cast to, besides `STORED`."""
 
@@ -118,7 +176,7 @@ def short_name(name: str) -> str:
 
 
 def parse_target(text: str) -> str:
-    """Read what a user wrote for a dtype to cast to (`bf16`, `torch.bfloat16`, `half`, `stored`).
+    """Read what a user wrote for a dtype to cast to (`bf16`, `torch.bfloat16`, `half`, `mxfp4:floor`, `stored`).
 
     Returns a name of `CASTABLE_DTYPES`, or `STORED`. Raises UserError with the nearest name otherwise.
     """
@@ -130,17 +188,19 @@ def parse_target(text: str) -> str:
         | {name: name for name in CASTABLE_DTYPES}
         | {STORED: STORED}
     )
-    if at and word in names:
-        if names[word] not in PER_CHANNEL_SCALES or scale not in _SCALES:
-            raise UserError(
-                f"unknown dtype {text.strip()!r}: only {', '.join(PER_CHANNEL_SCALES)} have scales, @channel or @tensor"
-            )
-        return names[word] + _SCALES[scale]
     if whole in names:
         return names[whole]
+    if at and word in names and names[word] in PER_CHANNEL_SCALES and scale in _SCALES:
+        return names[word] + _SCALES[scale]
+    variants = [name for name in BLOCK_FORMATS if word and name.startswith((f"{word}@", f"{word}:", f"{word}_"))]
+    if at and word in names:
+        blocks = f", and blocks as in {' or '.join(variants)}" if variants else ""
+        raise UserError(
+            f"unknown dtype {text.strip()!r}: only {', '.join(PER_CHANNEL_SCALES)} have scales, @channel or @tensor{blocks}"
+        )
     if word in BY_NAME:
         raise UserError(f"can't cast to {word}: weights may be {', '.join(CASTABLE_DTYPES)}, or {STORED}")
-    near = nearest(word, names, cutoff=0.5)
+    near = " or ".join(variants) or (nearest(whole, names, cutoff=0.5) if word else None)
     hint = f"did you mean {near}?" if near else f"use one of {', '.join(CASTABLE_DTYPES)}, or {STORED}"
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
 
@@ -148,19 +208,44 @@ def parse_target(text: str) -> str:
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
     """Whether a tensor of this shape has a scale for each output channel (its first dimension) in a storage dtype.
 
-    Matrices and above have, unless the dtype is `@tensor`. A vector or scalar has one scale for all.
+    Matrices and above have, unless the dtype is `@tensor` or has blocks. A vector or scalar has one scale for all.
     """
-    return len(shape) >= 2 and not BY_NAME[dtype].per_tensor
+    row = BY_NAME[dtype]
+    return len(shape) >= 2 and not row.per_tensor and row.blocks is None
 
 
 def scale_count(shape: Sequence[int], dtype: str) -> int:
-    """How many float32 scales a tensor of this shape carries in a storage dtype."""
+    """How many scales a tensor of this shape carries in a storage dtype, one that is for the whole tensor besides left out."""
+    blocks = BY_NAME[dtype].blocks
+    if blocks is not None:
+        return math.prod(scale_grid(shape, blocks))
     return shape[0] if has_channel_scales(shape, dtype) else 1
 
 
+def padded(shape: Sequence[int], dtype: str) -> bool:
+    """Whether the blocks of a format do not divide a tensor, so that its last ones are shorter."""
+    row = BY_NAME.get(dtype)
+    return row is not None and row.blocks is not None and not divides(shape, row.blocks)
+
+
+def block_words(dtype: str) -> str:
+    """What a format's blocks are, in a few words; "" for a dtype without any."""
+    blocks = BY_NAME[dtype].blocks if dtype in BY_NAME else None
+    if blocks is None:
+        return ""
+    size = f"{blocks.rows} x {blocks.columns}" if blocks.rows > 1 else f"{blocks.columns} in a row"
+    scale = "an exponent (E8M0)" if blocks.scale in ("uint8", "float8_e8m0fnu") else short_name(blocks.scale)
+    more = ", a float32 for the tensor" if blocks.tensor_scale else ", a zero point" if blocks.zero_points else ""
+    return f"{size}, each with a scale: {scale}{more}"
+
+
 def nbytes_in(shape: Sequence[int], dtype: str) -> int:
-    """Bytes of a tensor of `shape` after a cast to `dtype`, the scales of a storage dtype included."""
+    """Bytes of a tensor of `shape` after a cast to `dtype`, in a file: the scales of a storage dtype included, and packed where
+    its codes take less than a byte.
+    """
     row = BY_NAME[dtype]
+    if row.blocks is not None:
+        return sum(part.nbytes for part in parts(shape, row.blocks, row.bits, row.torch_name))
     codes = math.prod(shape) * row.bits // 8
     return codes + SCALE_BYTES * scale_count(shape, dtype) if dtype in STORAGE_DTYPES else codes
 

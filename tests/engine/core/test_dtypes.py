@@ -11,7 +11,9 @@ from dtype_engine.runtime.numerics.quantize import cast_or_quantize
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in dtypes.BY_NAME.values() if row.kind == "float"], ids=lambda row: row.name
+    "row",
+    [row for row in dtypes.BY_NAME.values() if row.kind == "float" and row.blocks is None],
+    ids=lambda row: row.name,
 )
 def test_ranges_are_torchs(row: dtypes.DType) -> None:
     dtype = getattr(torch, row.torch_name, None)
@@ -28,7 +30,8 @@ def test_every_name_people_use_is_read() -> None:
         "bf16": "bfloat16", "torch.bfloat16": "bfloat16", "half": "float16", " FP16 ": "float16", "f32": "float32",
         "float": "float32", "double": "float64", "fp8": "float8_e4m3fn", "e5m2": "float8_e5m2", "i8": "int8",
         "stored": dtypes.STORED, "keep": dtypes.STORED, "fp8@tensor": "float8_e4m3fn@tensor", "fp8@t": "float8_e4m3fn@tensor",
-        "int8@tensor": "int8@tensor", "e5m2@channel": "float8_e5m2",
+        "int8@tensor": "int8@tensor", "e5m2@channel": "float8_e5m2", "mxfp4:FLOOR": "mxfp4:floor", "nvfp4": "nvfp4",
+        "fp8@128x128:ue8m0": "fp8@128x128:ue8m0", "int4@g128a": "int4@g128a", "i4@32": "int4@g32",
     }.items():  # fmt: skip
         assert dtypes.parse_target(text) == name
 
@@ -45,9 +48,12 @@ def test_what_is_no_target_is_refused_in_a_sentence(text: str) -> None:
 def test_the_nearest_name_is_offered() -> None:
     with pytest.raises(UserError, match="did you mean bfloat16"):
         dtypes.parse_target("bfloat17")
+    for text in ("int4", "int4@g64"):
+        with pytest.raises(UserError, match="did you mean int4@g128 or int4@g32 or int4@g128a"):
+            dtypes.parse_target(text)
 
 
-@pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 @pytest.mark.parametrize("shape", [(), (7,), (3, 5), (2, 3, 4), (0, 4)])
 def test_stored_bytes_are_those_of_the_real_tensors(dtype: str, shape: tuple[int, ...]) -> None:
     data, scale = cast_or_quantize(torch.randn(shape), dtype)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
 from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.recipe.schemes import layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
 
 
@@ -65,7 +65,8 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """What compressed-tensors reads: a group for each storage-only dtype, its modules by their exact names.
+    """What others read it by: a group of compressed-tensors for each storage-only dtype, its modules by their exact names; or the
+    layout of DeepSeek's fp8.
 
     Every other linear module is named in `ignore`, so that no reader takes it for quantised or misses a group for it.
     """
@@ -75,31 +76,33 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             by_dtype.setdefault(item.dtype, []).append(item.name.removesuffix(".weight"))
     if not by_dtype:
         return None
-    formats = {dtype: "int-quantized" if dtype.startswith("int") else "float-quantized" for dtype in by_dtype}
     targeted = {module for modules in by_dtype.values() for module in modules}
+    others = [module for module in contents.linears if module not in targeted]
+    blocks = dtypes.BY_NAME[next(iter(by_dtype))].blocks
+    if blocks is not None and blocks.layout == "fp8":
+        return {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [blocks.rows, blocks.columns],
+            "scale_fmt": "ue8m0",
+            "modules_to_not_convert": others,
+        }
+    formats = {dtype: layout(dtype) for dtype in by_dtype}
     return {
         "quant_method": "compressed-tensors",
         "format": formats[next(iter(formats))] if len(set(formats.values())) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": [module for module in contents.linears if module not in targeted],
+        "ignore": others,
         "config_groups": {
-            f"group_{index}": {"targets": modules, "format": formats[dtype], **_scheme(dtype)}
+            f"group_{index}": {
+                "targets": modules,
+                "format": formats[dtype],
+                "weights": weight_scheme(dtype),
+                "input_activations": None,
+                "output_activations": None,
+            }
             for index, (dtype, modules) in enumerate(by_dtype.items())
         },
-    }
-
-
-def _scheme(dtype: str) -> Mapping[str, Any]:
-    return {
-        "weights": {
-            "num_bits": 8,
-            "type": "int" if dtype.startswith("int") else "float",
-            "symmetric": True,
-            "strategy": "tensor" if dtypes.BY_NAME[dtype].per_tensor else "channel",
-            "dynamic": False,
-        },
-        "input_activations": None,
-        "output_activations": None,
     }

@@ -16,24 +16,25 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, QuantizedWeight
-from dtype_engine.checkpoint.prequantized import OWN_SUFFIX, SCALE_SUFFIX
+from dtype_engine.checkpoint.prequantized import codes_names, parts_in
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import divides
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
+from dtype_engine.recipe.schemes import DESCRIBED
 from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
+from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
-Quantized = tuple[torch.Tensor, torch.Tensor]
-
-_PORTABLE = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
-"""Dtypes that compressed-tensors has a name for."""
+Quantized = tuple[torch.Tensor, ...]
+"""The tensors of a weight with scales, in the order of its entries."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class TensorEntry:
 class ExportTensor:
     """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
 
-    has_scales: it is written with scales. portable: as compressed-tensors has it, so that others read it. source_bytes: where its
+    has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
     data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
     `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
     values lie in a file as torch has them, if they do: they are read from there rather than mapped.
@@ -72,15 +73,16 @@ class ExportTensor:
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors in the file: data, then scales. Scales of a matrix are [channels, 1], or [1] for one scale a tensor."""
-        torch_name = dtypes.BY_NAME[self.dtype].torch_name
+        """Its tensors in the file: codes, then scales, and what else its format has. Scales of a matrix are [channels, 1], or [1]
+        for one scale a tensor, or [down, across] of blocks.
+        """
         if not self.has_scales:
-            return (TensorEntry(self.name, torch_name, self.shape),)
-        count = dtypes.scale_count(self.shape, self.dtype)
-        matrix = len(self.shape) == 2 and not dtypes.BY_NAME[self.dtype].per_tensor
+            return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
+        theirs, own = codes_names(self.name, self.dtype)
+        codes, *rest = parts_in(self.shape, self.dtype)
         return (
-            TensorEntry(self.name if self.portable else self.name + OWN_SUFFIX, torch_name, self.shape),
-            TensorEntry(self.name + SCALE_SUFFIX, "float32", (count, 1) if matrix else (count,)),
+            TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape),
+            *(TensorEntry(self.name + part.suffix, part.dtype, part.shape) for part in rest),
         )
 
     @property
@@ -155,6 +157,7 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
                     partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if has_scales else None,
                 )
             )  # fmt: skip
+    refuse_unstored(items)
     notices = (*_notices(items), *_tied_notice(tied))
     return Contents(
         model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied
@@ -198,8 +201,9 @@ def _placed_contents(
         folder = checkpoint.path.parent
     files = (checkpoint.path, *checkpoint.files)
     layout = layout_of(checkpoint)
-    _refuse_scales(layout, items)
-    _refuse_unwritable(checkpoint, items)
+    refuse_unstored(items)
+    refuse_scales(layout, items)
+    refuse_unwritable(checkpoint, items)
     # Where an architecture is known, it ties them again by itself.
     tied_notice = _tied_notice(tied) if checkpoint.config is None else ()
     source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
@@ -225,7 +229,7 @@ def _item(
 ) -> ExportTensor:
     stored = checkpoint.dtype(name)
     weight = checkpoint.quantized.get(name)
-    parts = (tensor,) if weight is None else (weight.data, weight.scale)
+    parts = (tensor,) if weight is None else tuple(weight.parts.values())
     ranges = [part.bytes for part in parts]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
     quantized = partial(_read_quantized, weight) if weight is not None and dtype == stored else None
@@ -246,8 +250,15 @@ def _item(
 
 
 def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:
-    """Whether compressed-tensors has this weight: that of an `nn.Linear` of its own, under the name that the module has."""
-    if info is None or info.aliases or info.name != name or dtype not in _PORTABLE or len(info.shape) != 2:
+    """Whether other programs read this weight: that of an `nn.Linear` of its own, under the name that the module has, whose rows
+    blocks divide.
+    """
+    if info is None or info.aliases or info.name != name or len(info.shape) != 2:
+        return False
+    blocks = dtypes.BY_NAME[dtype].blocks if dtype in dtypes.BY_NAME else None
+    if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
+        return False
+    if blocks is not None and blocks.rows == 1 and not divides(info.shape, blocks):
         return False
     module, _, local = name.rpartition(".")
     return local == "weight" and tree.modules[module].class_name == "Linear"
@@ -272,7 +283,7 @@ def _notices(items: list[ExportTensor]) -> tuple[str, ...]:
         return ()
     return (
         f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
-        "formats have it for the weights of linear layers in float8_e4m3fn and int8 alone",
+        "formats have it for the weights of linear layers alone, in float8_e4m3fn, int8, and blocks that divide their rows",
     )
 
 
@@ -299,39 +310,6 @@ def _uncast_notices(items: list[ExportTensor], tree: Tree, placements: Mapping[s
 
 def _tensors(names: Sized) -> str:
     return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-
-
-def _refuse_scales(layout: Layout, items: list[ExportTensor]) -> None:
-    """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
-    if layout.kind == "model":
-        return
-    loader = "PEFT" if layout.kind == "adapter" else "diffusers"
-    for item in items:
-        if item.has_scales and item.dtype != item.stored:
-            raise UserError(
-                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
-                f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
-            )
-
-
-def _refuse_unwritable(checkpoint: Checkpoint, items: list[ExportTensor]) -> None:
-    """Raise UserError for the first tensor that safetensors can't hold; the message says what to do."""
-    lost = [
-        item
-        for item in items
-        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.has_scales or row.safetensors)
-    ]
-    refused = [item for item in items if checkpoint.weights[item.name].refusal is not None]
-    first = next(iter(refused or lost), None)
-    if first is None:
-        return
-    stored = checkpoint.weights[first.name]
-    others = len(refused or lost) - 1
-    more = f" (and {others} more)" if others else ""
-    problem = stored.refusal or f"is stored as {first.dtype}"
-    advice = "; give it a dtype to be dequantized to, as in --cast '*=bf16'" if stored.packed and not refused else ""
-    so = "which safetensors can't hold" if stored.refusal is None else "so it can't be written as safetensors"
-    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {problem}, {so}{advice}")
 
 
 def _tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
@@ -362,14 +340,16 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_quantized(stored: QuantizedWeight) -> Quantized:
-    return read_mapped(stored.data), read_mapped(stored.scale)
+    return tuple(map(read_mapped, stored.parts.values()))
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
-    return weight.tensor.data if weight.dtype == dtype else weight.original
+    return weight.tensor.data if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.original
 
 
 def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
-    """Data and scales of a live weight that has this dtype."""
+    """Data and scales of a live weight that has this dtype; None where they are made again from what is stored."""
+    if dtype in dtypes.BLOCK_FORMATS:
+        return None
     data, scale = weight.tensor.data, weight.scale
     return (lambda: (data, scale)) if weight.dtype == dtype and scale is not None else None

@@ -9,7 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
-from dtype_engine.checkpoint.prequantized import SCALED_KEY
+from dtype_engine.checkpoint.prequantized import SCALED_KEY, SHAPE_KEY
+from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import recover_stale
@@ -128,10 +129,20 @@ def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, st
     written by.
     """
     names = {item.name for item in items}
-    rest = {key: value for key, value in part.metadata.items() if not key.startswith(SCALED_KEY) and key not in names}
+    rest = {
+        key: value
+        for key, value in part.metadata.items()
+        if not key.startswith((SCALED_KEY, SHAPE_KEY)) and key not in names
+    }
     local = {name.removeprefix(part.prefix): first.removeprefix(part.prefix) for name, first in tied.items()}
     further = {name: first for name, first in local.items() if first in names}
-    return rest | further | {"format": "pt"} | {SCALED_KEY + item.name: item.dtype for item in items if item.has_scales}
+    scaled = {SCALED_KEY + item.name: item.dtype for item in items if item.has_scales}
+    packed = {
+        SHAPE_KEY + item.name: ",".join(map(str, item.shape))
+        for item in items
+        if item.has_scales and (blocks := dtypes.BY_NAME[item.dtype].blocks) is not None and blocks.packing != "none"
+    }
+    return rest | further | {"format": "pt"} | scaled | packed
 
 
 def _index(files: Files) -> str:

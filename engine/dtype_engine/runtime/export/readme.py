@@ -101,16 +101,23 @@ def loading_text(contents: Contents) -> str:
         return "load_pretrained(folder, module=...) gives these dtypes; without a config.json from_pretrained can't load it."
     wide = export_dtype(contents)
     scaled = [item for item in contents.items if item.has_scales]
-    ours = f"load_pretrained gives these dtypes{f', fp8 and int8 as values in {wide}' if scaled else ''}."
+    ours = f"load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
     if any(not item.portable for item in scaled):
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
     if scaled:
-        return f"{ours} Plain from_pretrained needs the compressed-tensors package, and brings everything else into {wide}."
+        package = "accelerate" if _in_fp8_layout(contents) else "compressed-tensors"
+        return f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}."
     if how := _quantised_before(contents):
         return f"Its weights are {how} already: from_pretrained and load_pretrained need the package for that to load them."
     if {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES} - {wide}:
         return f"{ours} Plain from_pretrained brings all of it into {wide} without a word; the values stay the same."
     return f"{ours} So does plain from_pretrained: all of it is {wide}."
+
+
+def _in_fp8_layout(contents: Contents) -> bool:
+    """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads by itself."""
+    rows = [dtypes.BY_NAME[item.dtype] for item in contents.items if item.portable]
+    return any(row.blocks is not None and row.blocks.layout == "fp8" for row in rows)
 
 
 def _quantised_before(contents: Contents) -> str | None:
@@ -138,7 +145,12 @@ def _theirs(contents: Contents) -> list[str]:
     config_dtype = export_dtype(contents)
     computed = {item.dtype for item in contents.items if item.dtype in dtypes.COMPUTE_DTYPES}
     lines = []
-    if any(item.portable for item in contents.items):
+    if _in_fp8_layout(contents):
+        lines.append(
+            "Plain `from_pretrained` of transformers reads it where the accelerate package is installed: on a CPU as values in "
+            f"{config_dtype}, on a GPU with fp8 as it is stored."
+        )
+    elif any(item.portable for item in contents.items):
         rounded = (
             ""
             if config_dtype == "float32"

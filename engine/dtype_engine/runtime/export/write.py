@@ -24,9 +24,14 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.chunks import single_intraop_thread
 from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry, as_bytes
+from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
+from dtype_engine.runtime.formats.elements import pack
+from dtype_engine.runtime.formats.scales import Scales
+from dtype_engine.runtime.formats.tensors import beside_codes, quantize_chunks
 from dtype_engine.runtime.model.file_values import FileValues
-from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, single_intraop_thread, torch_dtype
+from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import LossCounter
 
 _BLOCK = 1 << 20
@@ -144,7 +149,9 @@ def _write_values(
 ) -> None:
     """An item's values in its dtype, and what that loses."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
-    if item.has_scales:
+    if item.dtype in dtypes.BLOCK_FORMATS:
+        _write_blocks(values, item, offsets, out, progress, counter)
+    elif item.has_scales:
         scale = _write_codes(values, item.dtype, out, offsets[0], progress, counter)
         _write_tensor(scale, scale.dtype, out, offsets[1], progress)
     else:
@@ -228,6 +235,36 @@ def _write_codes(
         progress.wrote(len(data))
 
     return quantize_in_blocks(tensor, dtype, write)
+
+
+def _write_blocks(
+    tensor: torch.Tensor | FileValues,
+    item: ExportTensor,
+    offsets: Sequence[int],
+    out: int,
+    progress: Progress,
+    counter: LossCounter | None,
+) -> None:
+    """The tensor in a format with blocks: packed codes as they are made, then scales and what else the format has."""
+    element = dtypes.BY_NAME[item.dtype]
+    assert element.blocks is not None
+    found: dict[int, Scales] = {}
+
+    def write(_: BlockWork, chunk: Chunk) -> None:
+        codes = chunk.codes(element)
+        if counter is not None:
+            counter.see(chunk.first * codes.shape[1], codes.reshape(-1))
+        packed = pack(chunk.file_codes(element), element, element.blocks.packing)  # type: ignore[union-attr]
+        row_bytes = packed.shape[1] * packed.element_size()
+        data = as_bytes(packed)
+        _write(out, data.numpy().data, offsets[0] + chunk.first * row_bytes)
+        found[chunk.first_scale] = chunk.scales
+        progress.wrote(len(data))
+
+    of_tensor = quantize_chunks(tensor, item.dtype, write)
+    rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
+    for part, at in zip(rest, offsets[1:], strict=True):
+        _write_bytes(as_bytes(part), out, at, progress)
 
 
 def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:

@@ -32,7 +32,7 @@ from dtype_engine.runtime.model.architecture import architecture, make, reason, 
 from dtype_engine.runtime.model.hf_private import with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors
-from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored
+from dtype_engine.runtime.model.mapped_tensors import read_quantized, read_stored
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quiet import quiet, silence_transformers
@@ -180,16 +180,12 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     module.requires_grad_(False)
     placements = map_names(module, restorable(checkpoint))
     _restore_stored(module, checkpoint, placements)
-    quantized = {
-        placements[name].name: (tensor.dtype, read_mapped(tensor.scale).reshape(-1).clone())
-        for name, tensor in checkpoint.quantized.items()
-        if name in placements
-    }
+    quantized, packed = _restore_quantized(module, checkpoint, placements)
     notices = [*checkpoint.notices, *chosen.notices]
-    if missing := sorted(loading_info.get("missing_keys") or ()):
+    if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
-    scales = {tensor.scale.name for tensor in checkpoint.quantized.values()}
-    if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - scales):
+    parts = {part.name for weight in checkpoint.quantized.values() for part in weight.parts.values()}
+    if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - parts):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
@@ -213,8 +209,8 @@ def load_pretrained(folder: Path, module: nn.Module | None = None, options: Opti
     module = loaded.module
     state = dict(collect_tensors(module)[1])
     compute = torch_dtype(loading_dtype(checkpoint))
-    for name, (_, scale) in loaded.quantized.items():
-        state[name].data = dequantize(state[name].data, scale, compute)
+    for name, (dtype, scale) in loaded.quantized.items():
+        state[name].data = dequantize(state[name].data, scale, compute, dtypes.BY_NAME[dtype].blocks)
     trim_heap()
     for parameter in module.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -236,10 +232,12 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
         if info is None or info.shape != stored.shape:
             problem = "is not in this model" if info is None else f"has the shape {list(info.shape)} in this model"
             raise UserError(f"{checkpoint.path}: tensor {printable(name)} {problem}")
-        tensors[info.name].data = read_stored(checkpoint, stored)
         filled.add(info.name)
-        if (weight := checkpoint.quantized.get(name)) is not None:
-            quantized[info.name] = (weight.dtype, read_mapped(weight.scale).reshape(-1).clone())
+        if (weight := checkpoint.quantized.get(name)) is None:
+            tensors[info.name].data = read_stored(checkpoint, stored)
+        else:
+            tensors[info.name].data, scale = read_quantized(weight)
+            quantized[info.name] = (weight.dtype, scale)
     if missing := [info.name for info in infos if info.persistent and info.name not in filled]:
         raise UserError(f"{checkpoint.path} lacks {len(missing)} tensors of this model, first {missing[0]}")
     return Loaded(module, quantized)
@@ -275,9 +273,37 @@ def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
         wanted = stored_dtypes(checkpoint, map_names(module, restorable(checkpoint)))
-        return {name: torch_dtype(dtype) for name, dtype in wanted.items()}
+        # Packed codes are no values of the weight: transformers does not find it, and makes it as any other that is missing.
+        return {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
 
     return with_dtypes(model_class, stored)
+
+
+def _is_packed(dtype: str) -> bool:
+    row = dtypes.BY_NAME.get(dtype)
+    return row is not None and row.blocks is not None and row.blocks.packing != "none"
+
+
+def _restore_quantized(
+    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
+) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
+    """The dtype and scales of the weights that an export stored with scales, by live name; and all names of those whose codes
+    were packed, which are put into the module here.
+    """
+    state = module.state_dict(keep_vars=True)
+    quantized: dict[str, tuple[str, torch.Tensor]] = {}
+    packed: set[str] = set()
+    for name, weight in checkpoint.quantized.items():
+        if name not in placements:
+            continue
+        live = placements[name].name
+        codes, scale = read_quantized(weight)
+        quantized[live] = (weight.dtype, scale)
+        if _is_packed(weight.dtype):
+            held = state[live]
+            held.data = codes
+            packed |= {other for other, tensor in state.items() if tensor is held}
+    return quantized, packed
 
 
 def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> None:
@@ -289,7 +315,7 @@ def _restore_stored(module: nn.Module, checkpoint: Checkpoint, placements: Mappi
     wanted = stored_dtypes(checkpoint, placements)
     for name, placement in placements.items():
         tensor, dtype = tensors.get(placement.name), wanted[placement.name]
-        if tensor is None or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
+        if tensor is None or _is_packed(dtype) or dtype_name(tensor.dtype) == dtypes.BY_NAME[dtype].torch_name:
             continue
         stored = checkpoint.weights[name]
         if not placement.part and stored.shape == tuple(tensor.shape):

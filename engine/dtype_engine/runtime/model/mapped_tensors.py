@@ -9,9 +9,12 @@ import mmap
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import SCALE
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.tensors import from_file
 from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
 
 
@@ -80,8 +83,17 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     """
     weight = checkpoint.quantized.get(name)
     if weight is not None:
-        return dequantize(read_mapped(weight.data), read_mapped(weight.scale).reshape(-1), torch.float32)
+        return dequantize(*read_quantized(weight), torch.float32, dtypes.BY_NAME[weight.dtype].blocks)
     return read_stored(checkpoint, checkpoint.weights[name])
+
+
+def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a weight that an export stored, as `cast_or_quantize` gives them."""
+    if weight.dtype in dtypes.BLOCK_FORMATS:
+        return from_file(
+            {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype
+        )
+    return read_mapped(weight.data), read_mapped(weight.parts[SCALE]).reshape(-1).clone()
 
 
 def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

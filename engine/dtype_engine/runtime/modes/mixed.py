@@ -15,6 +15,7 @@ Wherever torch itself would have run an operation on a module in one dtype, the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.dispatch import (
@@ -154,7 +156,12 @@ class MixedDtypeMode(WeightMode):
         table, scale, index = weight.tensor, weight.scale, ids.reshape(-1)
         assert scale is not None
         rows = table.data.view(torch.uint8).index_select(0, index).view(table.dtype)
-        rows = dequantize(rows, scale[index] if len(scale) == len(table) else scale, self.compute)
+        blocks = dtypes.BY_NAME[weight.dtype].blocks
+        if blocks is not None:
+            scale = scale[index // blocks.rows]
+            rows = dequantize(rows, scale, self.compute, dataclasses.replace(blocks, rows=1))
+        else:
+            rows = dequantize(rows, scale[index] if len(scale) == len(table) else scale, self.compute)
         return rows.view(*ids.shape, table.shape[1])
 
     def _target(
@@ -189,4 +196,4 @@ def implicit_cast(
 
 def _dequantized(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
     assert weight.scale is not None
-    return dequantize(weight.tensor.data, weight.scale, dtype)
+    return dequantize(weight.tensor.data, weight.scale, dtype, dtypes.BY_NAME[weight.dtype].blocks)

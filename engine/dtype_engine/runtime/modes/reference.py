@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.dispatch import (
     EXPLICIT,
@@ -85,7 +86,7 @@ def reference_value(weight: Weight, device: torch.device) -> torch.Tensor:
     """A weight's stored values in `reference_dtype` of it, on `device`, in the stored shape."""
     stored, dtype = weight.original, reference_dtype(weight)
     if weight.stored_scale is not None:
-        return dequantize(stored.to(device), weight.stored_scale, dtype)
+        return dequantize(stored.to(device), weight.stored_scale, dtype, dtypes.BY_NAME[weight.info.dtype].blocks)
     return stored.to(device, dtype)
 
 

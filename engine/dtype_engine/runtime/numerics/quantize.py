@@ -1,34 +1,34 @@
-"""Storage formats: how a tensor is quantized and dequantized. The one place that knows.
+"""Storage formats: how a tensor is quantized and dequantized.
 
 A tensor w in `float8_e4m3fn`, `float8_e5m2` or `int8` has two parts: codes q = round(w / s), of w's shape, and float32 scales
 s = amax(|w|) / (the dtype's largest value), one per output channel (dimension 0) of a matrix and above, one for a
 vector or scalar, and one for any tensor where the dtype's name ends in `@tensor`. A scale is never below float32's
 smallest normal value: smaller ones lose their bits, the smallest become zero. Dequantized it is q * s,
 computed in float32 and rounded once to the dtype asked for. `core.dtypes.nbytes_in` has the bytes of both parts.
+
+Formats whose scales belong to blocks are written in `runtime/formats/`; here they are dequantized as all others are.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol, TypeVar, overload
 
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import Blocks, matrices
+from dtype_engine.runtime.chunks import Rows, Values, as_rows, parallel_map
+from dtype_engine.runtime.formats.blocks import chunks, spread
+from dtype_engine.runtime.formats.tensors import quantize_blocks
 
 _BLOCK = 1 << 19
 """Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""
 _DEVICE_BLOCK = 1 << 22
 """The same on an accelerator, where starting the work on a small block takes longer than the work."""
-_BLOCKS_WORTH_A_THREAD = 4
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-
-T = TypeVar("T")
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -48,11 +48,13 @@ def cast_or_quantize(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, to
 
     The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise and for `@tensor`. A channel of
     zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
-    them.
+    them. Of a format with blocks the scale is that of each block, [down, across].
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
+    if dtype in dtypes.BLOCK_FORMATS:
+        return quantize_blocks(tensor, dtype)
     quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)
     flat = quantized.view(-1)
 
@@ -66,40 +68,14 @@ def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype) -> torch.T
     """The values of `tensor` after a cast: in `dtype` itself, always a copy; those of a storage dtype dequantized to `compute`."""
     data, scale = cast_or_quantize(tensor, dtype)
     if scale is not None:
-        return dequantize(data, scale, compute)
+        return dequantize(data, scale, compute, dtypes.BY_NAME[dtype].blocks)
     return data.clone() if data is tensor else data
-
-
-class Rows(Protocol):
-    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are read, in several threads."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __getitem__(self, block: slice, /) -> torch.Tensor: ...
-
-
-class Values(Protocol):
-    """The part of a tensor's interface that one still in its file has."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def numel(self) -> int: ...
-
-    def reshape(self, *shape: int) -> Rows: ...
 
 
 def quantize_in_blocks(
     tensor: torch.Tensor | Values, dtype: str, on_block: Callable[[int, torch.Tensor], None]
 ) -> torch.Tensor:
-    """Quantize a tensor a block at a time; returns its scale, as `cast_or_quantize` has it.
+    """Quantize a tensor a few rows at a time; returns its scale, as `cast_or_quantize` has it. For dtypes without blocks.
 
     `on_block(start, codes)` gets the index in the flattened tensor at which a block begins, and its codes, flat, in memory that the
     next block uses again. It is called in several threads, in no order.
@@ -158,32 +134,6 @@ def finite_amax(values: torch.Tensor) -> torch.Tensor:
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
     """amax / top; 1 where all is zero."""
     return torch.where(amax > 0, (amax / top).clamp_min_(_SMALLEST_SCALE), torch.ones_like(amax))
-
-
-@contextmanager
-def single_intraop_thread() -> Iterator[None]:
-    """Torch on one thread for a while. Blocks are small, and threads that wait for each other after every one of them take
-    ten times as long where other programs want the processors too.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
-    """Run `work` on every n-th of `count` blocks in n threads, as many as torch has now, each with one intra-op thread, so that
-    a block stays in one core's cache. The split is deterministic, and with it the sums.
-    """
-    threads = max(1, min(torch.get_num_threads(), count // _BLOCKS_WORTH_A_THREAD))
-    with single_intraop_thread():
-        if threads == 1:
-            return [work(range(count))] if count else []
-        # A new thread takes over the number of torch threads set just now.
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(work, (range(first, count, threads) for first in range(threads))))
 
 
 @dataclass(slots=True)
@@ -249,36 +199,42 @@ def dequantize_block(codes: torch.Tensor, scale: torch.Tensor, workspace: Worksp
     return values.mul_(scale * 256.0 if e4m3 else scale)
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The values of `codes`, in `dtype` and of the same shape; a block at a time, so with no more memory than that.
+def dequantize(
+    codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks | None = None
+) -> torch.Tensor:
+    """The values of `codes`, in `dtype` and of the same shape; a few rows at a time, so with no more memory than that.
 
-    scale: float32 [channels] or [1], as `cast_or_quantize` has it.
+    scale: float32 [channels] or [1], or [down, across] for `blocks`, as `cast_or_quantize` has it.
     """
+    if blocks is not None:
+        return _dequantize_blocks(codes, scale, dtype, blocks)
     per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
     rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    blocks = _blocks(rows)
+    blocks_of_rows = _blocks(rows)
 
     def work(indices: range) -> None:
-        buffers = Workspace.like(rows[blocks[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
-        for block in map(blocks.__getitem__, indices):
+        buffers = Workspace.like(rows[blocks_of_rows[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
+        for block in map(blocks_of_rows.__getitem__, indices):
             workspace = buffers.first(len(rows[block]))
             values[block] = dequantize_block(rows[block], (scale[block] if per_channel else scale)[:, None], workspace)
 
-    _block_by_block(work, blocks, codes.device)
+    _block_by_block(work, blocks_of_rows, codes.device)
     return values.view(codes.shape)
 
 
-@overload
-def as_rows(tensor: torch.Tensor) -> torch.Tensor: ...
+def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, blocks: Blocks) -> torch.Tensor:
+    count, height, width = matrices(codes.shape, blocks.columns)
+    rows = codes.reshape(count * height, width)
+    values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
+    pieces = list(chunks(codes.shape, blocks, _BLOCK if codes.device.type == "cpu" else _DEVICE_BLOCK)) if width else []
+    one = torch.ones(1, device=codes.device)
 
+    def work(indices: range) -> None:
+        for index in indices:
+            taken, scales = pieces[index]
+            units = dequantize_block(rows[taken], one)
+            values[taken] = units.mul_(spread(scale[scales], blocks, len(units), width))
 
-@overload
-def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
-
-
-def as_rows(tensor: torch.Tensor | Values) -> Rows:
-    """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
-    if len(tensor.shape) >= 2:
-        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
-    return tensor.reshape(1, tensor.numel())
+    _block_by_block(work, [taken for taken, _ in pieces], codes.device)
+    return values.view(codes.shape)

@@ -10,22 +10,26 @@ import math
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import matrices
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.weights import ExponentHistogram, WeightError
+from dtype_engine.runtime.chunks import parallel_map, single_intraop_thread
+from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
+from dtype_engine.runtime.formats.tensors import quantize_chunks
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 from dtype_engine.runtime.numerics.quantize import (
     Workspace,
     amax_to_scale,
     dequantize_block,
     finite_amax,
-    parallel_map,
     quantize_block,
-    single_intraop_thread,
 )
+from dtype_engine.runtime.numerics.value_loss import count_zeros
 
 CHUNK = 1 << 19
 """Elements of a chunk: 2 MiB in float32, so that what is made of it stays in the cache, and Python's share stays small."""
@@ -33,10 +37,14 @@ CHUNK = 1 << 19
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
     """The error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
-    pieces = _Pieces(tensor, dtype)
     sums = _Sums()
-    for part in parallel_map(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
-        sums.add(part)
+    if dtype in dtypes.BLOCK_FORMATS:
+        for part in _blocks(tensor, dtype, cancelled):
+            sums.add(part)
+    else:
+        pieces = _Pieces(tensor, dtype)
+        for part in parallel_map(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
+            sums.add(part)
     return WeightError(
         name=name,
         stored=str(tensor.dtype).removeprefix("torch."),
@@ -129,6 +137,31 @@ def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: IsCanc
     return sums
 
 
+def _blocks(tensor: torch.Tensor, dtype: str, cancelled: IsCancelled) -> list[_Sums]:
+    """The sums over the chunks of a tensor in a format with blocks. Raises Cancelled."""
+    element = dtypes.BY_NAME[dtype]
+    assert element.blocks is not None
+    count, height, width = matrices(tensor.shape, element.blocks.columns)
+    rows = tensor.reshape(count * height, width)
+    found: list[tuple[int, _Sums]] = []  # appended to from several threads
+
+    def measure(work: BlockWork, chunk: Chunk) -> None:
+        if cancelled():
+            raise Cancelled
+        sums = _Sums()
+        x, units = chunk.values, chunk.units
+        if tensor.dtype == torch.float64:
+            x = rows[chunk.first : chunk.first + len(units)]
+        delta = work.dequantize(chunk).to(x.dtype).sub_(x)
+        x, units, delta = x.reshape(-1), units.reshape(-1), delta.reshape(-1)
+        _add_errors(x, units, delta, sums)
+        _add_small_units(x, units, delta, element, sums)
+        found.append((chunk.first, sums))
+
+    quantize_chunks(tensor, dtype, measure, CHUNK)
+    return [sums for _, sums in sorted(found, key=lambda each: each[0])]
+
+
 def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, workspace: Workspace, sums: _Sums) -> None:
     """Adds the error of one piece, already in float32 or float64, to `sums`."""
     if dtype in dtypes.STORAGE_DTYPES:
@@ -145,6 +178,14 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, work
         workspace.cast.copy_(x)
         workspace.values.copy_(workspace.cast)
     x, cast, delta = x.view(-1), workspace.cast.view(-1), workspace.values.sub_(x).view(-1)
+    _add_errors(x, cast, delta, sums)
+    small, gone = _small(x, cast, dtype, workspace)
+    sums.subnormal += small
+    sums.underflowed += gone
+
+
+def _add_errors(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, sums: _Sums) -> None:
+    """Adds the error `delta` of flat values `x`, which the cast made `cast`, to `sums`. `delta` is free memory afterwards."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
     if not (math.isfinite(noise) and math.isfinite(energy)):
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
@@ -165,9 +206,21 @@ def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, work
         delta.abs_()
         sums.total += float(delta.sum())
         sums.largest = max(sums.largest, float(delta.amax()))
-    small, gone = _small(x, cast, dtype, workspace)
-    sums.subnormal += small
-    sums.underflowed += gone
+
+
+def _add_small_units(
+    x: torch.Tensor, units: torch.Tensor, spare: torch.Tensor, element: dtypes.DType, sums: _Sums
+) -> None:
+    """Adds what became subnormal or zero in a format with blocks, by what its codes stand for before the scale."""
+    zeros = count_zeros(units)
+    if zeros:
+        sums.underflowed += zeros - count_zeros(x)
+        if element.bits < 8 or element.kind == "int":  # NaN has no code there and is kept as zero
+            sums.underflowed -= int(torch.isnan(x).sum())
+    if element.kind == "float":
+        magnitudes = torch.abs(units, out=spare.view(torch.float32)[: units.numel()])
+        small = magnitudes < element.tiny
+        sums.subnormal += int(np.count_nonzero(small.cpu().numpy())) - zeros
 
 
 _BITS = {

@@ -6,20 +6,21 @@ are the original values read, so that a cast that loses nothing costs a fraction
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import matrices
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss, rounding_share
+from dtype_engine.runtime.chunks import Rows, Values, as_rows, parallel_map
+from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
+from dtype_engine.runtime.formats.tensors import quantize_chunks
 from dtype_engine.runtime.numerics.quantize import (
-    Values,
-    as_rows,
-    parallel_map,
     quantize_in_blocks,
     torch_dtype,
 )
@@ -59,7 +60,7 @@ class LossCounter:
         self.dtype = dtype
         self._original = original
         self._flat = original.reshape(-1)
-        self._width = as_rows(original).shape[1]
+        self._width = _rows(original, dtype).shape[1]
         self._floats: list[_Counts] = []
         self._codes: list[_CodeRows] = []
 
@@ -115,7 +116,7 @@ def count_losses(
     counter = LossCounter(name, original, dtype)
     before, after = original.reshape(-1), cast.reshape(-1) if cast is not None else None
     quantized, target = dtype in dtypes.STORAGE_DTYPES, torch_dtype(dtype)
-    width = as_rows(original).shape[1]
+    width = _rows(original, dtype).shape[1]
 
     def see(start: int, piece: torch.Tensor) -> None:
         if cancelled():
@@ -123,7 +124,7 @@ def count_losses(
         counter.see(start, piece)
 
     if quantized and after is None:
-        quantize_in_blocks(original, dtype, see)
+        _quantize(original, dtype, see)
         return counter.result(cancelled)
     step = PIECE if after is None or after.device.type == "cpu" else _DEVICE_PIECE
     if quantized:
@@ -136,6 +137,29 @@ def count_losses(
 
     parallel_map(some, -(-len(before) // step))
     return counter.result(cancelled)
+
+
+def _rows(original: torch.Tensor | Values, dtype: str) -> Rows:
+    """What is quantized, as rows: those that have blocks in a format with blocks, else output channels."""
+    blocks = dtypes.BY_NAME[dtype].blocks
+    if blocks is None:
+        return as_rows(original)
+    count, height, width = matrices(original.shape, blocks.columns)
+    return original.reshape(count * height, width)
+
+
+def _quantize(original: torch.Tensor | Values, dtype: str, on_rows: Callable[[int, torch.Tensor], None]) -> None:
+    """Calls `on_rows(start, codes)` with the codes of some rows, flat, and the index of their first element."""
+    element = dtypes.BY_NAME[dtype]
+    if element.blocks is None:
+        quantize_in_blocks(original, dtype, on_rows)
+        return
+
+    def take(_: BlockWork, chunk: Chunk) -> None:
+        codes = chunk.codes(element)
+        on_rows(chunk.first * codes.shape[1], codes.reshape(-1))
+
+    quantize_chunks(original, dtype, take)
 
 
 def _count_piece(before: torch.Tensor, after: torch.Tensor) -> _Counts:
@@ -208,7 +232,7 @@ def _is_gone(row: torch.Tensor, target: torch.dtype) -> bool:
 
 def _count_codes(original: torch.Tensor | Values, dtype: str, cancelled: IsCancelled) -> _Counts:
     """The counts of a dtype with scales: nothing overflows in it. The codes are made once more, beside the values."""
-    rows = as_rows(original)
+    rows = _rows(original, dtype)
     parts: list[_Counts] = []  # appended to from several threads
 
     def take(start: int, codes: torch.Tensor) -> None:
@@ -217,7 +241,7 @@ def _count_codes(original: torch.Tensor | Values, dtype: str, cancelled: IsCance
         first, part = start // rows.shape[1], codes.view(-1, rows.shape[1])
         parts.append(_count_code_rows(rows[first : first + len(part)], part))
 
-    quantize_in_blocks(original, dtype, take)
+    _quantize(original, dtype, take)
     total = _Counts()
     for counts in parts:
         total.add(counts)

@@ -26,6 +26,7 @@ from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.opening import open_session
 from dtype_engine.runtime.session import Session
+from dtype_engine.runtime.verify.blocks_anew import blocks_anew
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
@@ -155,10 +156,12 @@ def _names_read(item: ExportTensor) -> tuple[str, ...]:
 def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, ...]:
     """The tensors that an item should be in the file, worked out here."""
     values = tuple(map(source.read, _names_read(item)))
-    if len(values) == len(item.entries) == 2:
+    if item.has_scales and item.dtype == item.stored:
         return values
     if not item.has_scales:
         return (values[0].to(torch_dtype(item.dtype)),)
+    if item.dtype in dtypes.BLOCK_FORMATS:
+        return blocks_anew(values[0], item.dtype)
     return scaled_anew(values[0], item.dtype)
 
 

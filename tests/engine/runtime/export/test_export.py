@@ -213,7 +213,7 @@ def test_load_pretrained_gives_scaled_weights_in_the_configured_dtype(make_llama
         assert same_bits(model.state_dict()[name], tensor), name
 
 
-TARGETS = st.sampled_from([*dtypes.CASTABLE_DTYPES, dtypes.STORED])
+TARGETS = st.sampled_from([*dtypes.COMPUTE_DTYPES, *dtypes.WHOLE_SCALE_DTYPES, dtypes.STORED])
 PATTERNS = st.sampled_from(
     [
         "*",

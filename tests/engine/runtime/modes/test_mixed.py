@@ -200,7 +200,7 @@ def test_of_a_storage_only_table_only_the_rows_that_are_taken_come_back(
     model = nn.Embedding(100, 4, padding_idx=0)
     kept, scale = cast_or_quantize(model.weight.data, dtype)
     assert scale is not None
-    wanted = functional.embedding(taken, dequantize(kept, scale, torch.float32))
+    wanted = functional.embedding(taken, dequantize(kept, scale, torch.float32, dtypes.BY_NAME[dtype].blocks))
     brought = []
 
     def counted(data: torch.Tensor, *rest: Any) -> torch.Tensor:

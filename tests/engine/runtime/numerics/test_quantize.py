@@ -148,7 +148,7 @@ def test_a_cast_to_integers_would_wrap_so_int8_is_always_scaled() -> None:
     assert kept.tolist() == [[95, -127], [127, 42]]
 
 
-@pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 @pytest.mark.parametrize("shape", [(6, 5), (4, 3, 2), (9,), ()])
 def test_the_values_of_a_cast_are_its_own_and_those_of_its_parts(dtype: str, shape: tuple[int, ...]) -> None:
     weight = normal(*shape)

@@ -18,7 +18,7 @@ from dtype_engine.runtime.numerics import round_trip as weights
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
 
-DTYPES = pytest.mark.parametrize("dtype", dtypes.CASTABLE_DTYPES)
+DTYPES = pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
 
 
 def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -113,7 +113,7 @@ def test_computed_dtypes_are_counted_as_torch_casts(
         assert loss.nonfinite in (0, int((~tensor.isfinite()).sum()))  # 0 where no piece had to be looked at
 
 
-@pytest.mark.parametrize("dtype", dtypes.STORAGE_DTYPES)
+@pytest.mark.parametrize("dtype", dtypes.WHOLE_SCALE_DTYPES)
 def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> None:
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[3] = 0.0

@@ -1,0 +1,82 @@
+"""A tensor in pieces: rows of it, and work on them in several threads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Protocol, TypeVar, overload
+
+import torch
+
+_BLOCKS_WORTH_A_THREAD = 4
+
+T = TypeVar("T")
+
+
+class Rows(Protocol):
+    """Values that need not be in memory: slices of rows (or of elements, of what is flat) are read, in several threads."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __getitem__(self, block: slice, /) -> torch.Tensor: ...
+
+
+class Values(Protocol):
+    """The part of a tensor's interface that one still in its file has."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def numel(self) -> int: ...
+
+    def reshape(self, *shape: int) -> Rows: ...
+
+
+@contextmanager
+def single_intraop_thread() -> Iterator[None]:
+    """Torch on one thread for a while. Blocks are small, and threads that wait for each other after every one of them take
+    ten times as long where other programs want the processors too.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
+    """Run `work` on every n-th of `count` blocks in n threads, as many as torch has now, each with one intra-op thread, so that
+    a block stays in one core's cache. The split is deterministic, and with it the sums.
+    """
+    threads = max(1, min(torch.get_num_threads(), count // _BLOCKS_WORTH_A_THREAD))
+    with single_intraop_thread():
+        if threads == 1:
+            return [work(range(count))] if count else []
+        # A new thread takes over the number of torch threads set just now.
+        with ThreadPoolExecutor(threads) as pool:
+            return list(pool.map(work, (range(first, count, threads) for first in range(threads))))
+
+
+@overload
+def as_rows(tensor: torch.Tensor) -> torch.Tensor: ...
+
+
+@overload
+def as_rows(tensor: torch.Tensor | Values) -> Rows: ...
+
+
+def as_rows(tensor: torch.Tensor | Values) -> Rows:
+    """[channels, the rest] for two dimensions and above, [1, elements] otherwise."""
+    if len(tensor.shape) >= 2:
+        return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
+    return tensor.reshape(1, tensor.numel())

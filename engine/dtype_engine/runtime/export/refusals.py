@@ -1,0 +1,79 @@
+"""What can't be exported, and why, before a byte is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from dtype_engine.checkpoint import Checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.export.layout import Layout
+
+
+class Planned(Protocol):
+    """A weight of an export: its name, its dtypes before and after, whether it has scales, and whether others read it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def stored(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def has_scales(self) -> bool: ...
+    @property
+    def portable(self) -> bool: ...
+
+
+def refuse_scales(layout: Layout, items: Sequence[Planned]) -> None:
+    """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
+    if layout.kind == "model":
+        return
+    loader = "PEFT" if layout.kind == "adapter" else "diffusers"
+    for item in items:
+        if item.has_scales and item.dtype != item.stored:
+            raise UserError(
+                f"{loader}, which loads this, has no format for weights in {item.dtype} with scales, and {printable(item.name)} "
+                f"would be one; cast to one of {', '.join(dtypes.COMPUTE_DTYPES)}, or leave it as stored"
+            )
+
+
+def refuse_unstored(items: Sequence[Planned]) -> None:
+    """Raise UserError for formats that no file has, and for two layouts that no configuration names together."""
+    of_layout = {"": "", "fp8": ""}
+    for item in items:
+        blocks = dtypes.BY_NAME[item.dtype].blocks if item.dtype in dtypes.BY_NAME else None
+        if blocks is not None and not blocks.layout:
+            raise UserError(
+                f"{printable(item.name)} can't be exported in {item.dtype}: no layout of a checkpoint has it, so it can be "
+                "measured only; cast to mxfp8 or mxfp4 to export"
+            )
+        if item.portable:
+            of_layout["fp8" if blocks is not None and blocks.layout == "fp8" else ""] = item.dtype
+    if all(of_layout.values()):
+        raise UserError(
+            f"{of_layout['fp8']} and {of_layout['']} can't be exported together: the fp8 layout of DeepSeek has no other "
+            "formats beside it; cast to fp8@128x128, whose scales are float32, instead"
+        )
+
+
+def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[Planned]) -> None:
+    """Raise UserError for the first tensor that safetensors can't hold; the message says what to do."""
+    lost = [
+        item
+        for item in items
+        if (row := dtypes.BY_NAME.get(item.dtype)) is None or not (item.has_scales or row.safetensors)
+    ]
+    refused = [item for item in items if checkpoint.weights[item.name].refusal is not None]
+    first = next(iter(refused or lost), None)
+    if first is None:
+        return
+    stored = checkpoint.weights[first.name]
+    others = len(refused or lost) - 1
+    more = f" (and {others} more)" if others else ""
+    problem = stored.refusal or f"is stored as {first.dtype}"
+    advice = "; give it a dtype to be dequantized to, as in --cast '*=bf16'" if stored.packed and not refused else ""
+    so = "which safetensors can't hold" if stored.refusal is None else "so it can't be written as safetensors"
+    raise UserError(f"{stored.file.name}: {printable(first.name)}{more} {problem}, {so}{advice}")

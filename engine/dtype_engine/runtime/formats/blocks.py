@@ -1,0 +1,158 @@
+"""Some rows of a weight, quantized in a block format."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dtype_engine.core.block_formats import Blocks, matrices
+from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, mx, nvfp4
+from dtype_engine.runtime.formats.elements import round_to_float
+from dtype_engine.runtime.formats.scales import Scales
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Rows of a weight, as [rows, width] of all its matrices below each other.
+
+    first: the index of its first row; first_scale: that of its first row of scales. values: what was quantized. units: what the
+    codes stand for before the scale, the zero point taken off; both float32 [rows, width], in memory that is used again.
+    """
+
+    first: int
+    first_scale: int
+    values: torch.Tensor
+    units: torch.Tensor
+    scales: Scales
+
+    def codes(self, element: DType) -> torch.Tensor:
+        """The codes as they are kept while a model runs: float8_e4m3fn or int8 [rows, width]."""
+        return self.units.to(getattr(torch, element.torch_name))
+
+    def file_codes(self, element: DType) -> torch.Tensor:
+        """The codes as a file has them, before they are packed: those of zero points with the zero point."""
+        if self.scales.zero is None or element.blocks is None:
+            return self.codes(element)
+        rows, width = self.units.shape
+        zero = spread(self.scales.zero.to(torch.float32), element.blocks, rows, width)
+        return (self.units + zero).to(torch.int8)
+
+
+class BlockWork:
+    """Quantizes some rows of a weight after the other, in memory of its own.
+
+    rows, width: of the largest chunk. of_tensor: the scale of the whole tensor, where the format has one.
+    """
+
+    def __init__(
+        self, element: DType, rows: int, width: int, of_tensor: torch.Tensor | None, device: torch.device | str = "cpu"
+    ) -> None:
+        assert element.blocks is not None
+        self.element, self.blocks, self.width, self.of_tensor = element, element.blocks, width, of_tensor
+        down, across = -(-rows // self.blocks.rows), -(-width // self.blocks.columns)
+        shape = down * self.blocks.rows, across * self.blocks.columns
+        self._values = torch.zeros(shape, device=device)
+        self._scaled, self._units, self._spare = (torch.empty(shape, device=device) for _ in range(3))
+
+    def quantize(self, source: torch.Tensor, first: int = 0, first_scale: int = 0) -> Chunk:
+        """Quantize rows of any float dtype. Values that are not finite count for no scale; infinities become the largest code, NaN
+        stays where the element has it and is 0 where not.
+        """
+        rows = len(source)
+        self._values[:rows, : self.width].copy_(source)
+        down = -(-rows // self.blocks.rows)
+        padded = down * self.blocks.rows
+        self._values[rows:padded] = 0.0
+        values, scaled, units, spare = (
+            each[:padded] for each in (self._values, self._scaled, self._units, self._spare)
+        )
+        scales = self._scales(values, spare)
+        torch.div(self._in_blocks(values), scales.effective[:, None, :, None], out=self._in_blocks(scaled))
+        if self.element.kind == "int":
+            self._round_to_int(scaled, scales.zero, units)
+        else:
+            scaled.clamp_(-self.element.max, self.element.max)
+            if self.element.bits < 8:
+                _drop_nan(scaled)
+            round_to_float(scaled, self.element, spare, units)
+        return Chunk(first, first_scale, values[:rows, : self.width], units[:rows, : self.width], scales)
+
+    def dequantize(self, chunk: Chunk) -> torch.Tensor:
+        """What the codes of a chunk that was just made stand for: float32 [rows, width], in memory that is used again."""
+        down, rows = len(chunk.scales.effective), len(chunk.units)
+        padded = down * self.blocks.rows
+        out = self._scaled[:padded]
+        torch.mul(
+            self._in_blocks(self._units[:padded]), chunk.scales.effective[:, None, :, None], out=self._in_blocks(out)
+        )
+        return out[:rows, : self.width]
+
+    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
+        """[rows, width] as [down, rows of a block, across, columns of a block]."""
+        return values.view(-1, self.blocks.rows, values.shape[1] // self.blocks.columns, self.blocks.columns)
+
+    def _scales(self, values: torch.Tensor, spare: torch.Tensor) -> Scales:
+        if self.blocks.zero_points:
+            low, high = self._in_blocks(values).amin(dim=(1, 3)), self._in_blocks(values).amax(dim=(1, 3))
+            if not bool(torch.isfinite(high - low).all()):
+                finite = self._in_blocks(torch.nan_to_num(values, 0.0, 0.0, 0.0))
+                low, high = finite.amin(dim=(1, 3)), finite.amax(dim=(1, 3))
+            return grouped_ints.asymmetric(low.clamp_(max=0), high.clamp_(min=0), self.element)
+        torch.abs(values, out=spare)
+        amax = self._largest(spare)
+        if not bool(torch.isfinite(amax).all()):
+            amax = self._largest(spare.nan_to_num_(0.0, 0.0, 0.0))
+        if self.of_tensor is not None:
+            return nvfp4.scales(amax, self.of_tensor)
+        if self.element.kind == "int":
+            return grouped_ints.symmetric(amax, self.element)
+        if self.blocks.rows > 1:
+            return fp8_blocks.scales(amax, self.element)
+        return mx.scales(amax, self.element, self.blocks.rule)
+
+    def _largest(self, magnitudes: torch.Tensor) -> torch.Tensor:
+        """The largest of each block, none negative: float32 [down, across]. Their bits are in the same order as they are, and torch
+        is several times as fast with integers of which few belong together.
+        """
+        return self._in_blocks(magnitudes).view(torch.int32).amax(dim=(1, 3)).view(torch.float32)
+
+    def _round_to_int(self, scaled: torch.Tensor, zero: torch.Tensor | None, units: torch.Tensor) -> None:
+        least, most = grouped_ints.code_range(self.element)
+        _drop_nan(scaled)
+        if zero is None:
+            torch.round(scaled.clamp_(least, most), out=units)
+            return
+        shift = zero.to(torch.float32)[:, None, :, None]
+        self._in_blocks(scaled).add_(shift)
+        torch.round(scaled.clamp_(least, most), out=units)
+        self._in_blocks(units).sub_(shift)
+
+
+def _drop_nan(values: torch.Tensor) -> None:
+    """Make NaN 0, which has no code. Looking at the sum is one pass, replacing it two."""
+    if bool(torch.isnan(values.sum())):
+        values.nan_to_num_(0.0)
+
+
+def spread(scales: torch.Tensor, blocks: Blocks, rows: int, width: int) -> torch.Tensor:
+    """The scale [rows, width] of every element of whole rows of blocks, of which the last may be shorter."""
+    return scales.repeat_interleave(blocks.rows, dim=0)[:rows].repeat_interleave(blocks.columns, dim=1)[:, :width]
+
+
+def chunks(shape: Sequence[int], blocks: Blocks, elements: int) -> Iterator[tuple[slice, slice]]:
+    """A weight of `shape` in chunks of about `elements`: the rows of each, of all its matrices below each other, and the rows of
+    its scales. None ends within a block.
+    """
+    count, rows, width = matrices(shape, blocks.columns)
+    step = max(1, elements // max(1, width * blocks.rows)) * blocks.rows
+    down = -(-rows // blocks.rows)
+    if blocks.rows == 1:
+        count, rows, down = 1, count * rows, count * rows
+    for matrix in range(count):
+        for start in range(0, rows, step):
+            stop = min(rows, start + step)
+            scales = slice(matrix * down + start // blocks.rows, matrix * down + -(-stop // blocks.rows))
+            yield slice(matrix * rows + start, matrix * rows + stop), scales

@@ -1,0 +1,31 @@
+"""fp8 in blocks of 128 x 128, as DeepSeek-V3 has it: e4m3, and a scale for each block.
+
+The scale is amax / 448 in float32, and float32's epsilon for a block of zeros, as in compressed-tensors. As `ue8m0` it is the
+power of two at or above that, a byte, and 1 for a block of zeros, as in transformers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.formats import mx
+from dtype_engine.runtime.formats.scales import Scales
+
+_EPSILON = torch.finfo(torch.float32).eps
+_ONE = 127
+"""The byte of 2^0."""
+
+
+def scales(amax: torch.Tensor, element: DType) -> Scales:
+    """The scales of blocks whose largest |value| is `amax`, float32, finite; stored as float32, or as uint8."""
+    if element.blocks is not None and element.blocks.rule == "rceil":
+        powers = mx.scales(amax, element, "rceil")
+        zero = amax == 0
+        return Scales(
+            torch.where(zero, 1.0, powers.effective),
+            torch.where(zero, torch.full_like(powers.stored, _ONE), powers.stored),
+        )
+    plain = amax / element.max
+    plain = torch.where(plain == 0, _EPSILON, plain)
+    return Scales(plain, plain)

@@ -1,0 +1,39 @@
+"""int4 and int8 in groups along a row, as compressed-tensors has them in float32 arithmetic, with scales in bfloat16.
+
+Symmetric: scale = amax / 7.5 (amax / 127.5 for 8 bits), codes from -8 to 7 (-128 to 127). With zero points: scale =
+(max - min) / 15 over the values and 0, and z = round(-8 - min / scale) stands for 0. bfloat16 is what models are stored and
+loaded in, so no loader rounds the scales; one that would be zero is bfloat16's epsilon.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.formats.scales import Scales
+
+_EPSILON = torch.finfo(torch.bfloat16).eps
+
+
+def code_range(element: DType) -> tuple[int, int]:
+    """The smallest and the largest code."""
+    return -(1 << (element.bits - 1)), (1 << (element.bits - 1)) - 1
+
+
+def symmetric(amax: torch.Tensor, element: DType) -> Scales:
+    """The scales of groups whose largest |value| is `amax`, float32, finite; stored as bfloat16."""
+    return _rounded(amax / (((1 << element.bits) - 1) / 2))
+
+
+def asymmetric(low: torch.Tensor, high: torch.Tensor, element: DType) -> Scales:
+    """Scales and zero points of groups whose values and 0 reach from `low` to `high`, float32, finite."""
+    least, most = code_range(element)
+    wide = (high - low) / (most - least)
+    zero = (least - low / wide).nan_to_num_(0.0).clamp_(least, most).round_()
+    return _rounded(wide, zero.to(torch.int8))
+
+
+def _rounded(wide: torch.Tensor, zero: torch.Tensor | None = None) -> Scales:
+    stored = wide.to(torch.bfloat16)
+    stored = torch.where(stored == 0, torch.full_like(stored, _EPSILON), stored)
+    return Scales(stored.to(torch.float32), stored, zero)

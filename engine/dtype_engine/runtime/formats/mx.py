@@ -1,0 +1,48 @@
+"""MXFP8, MXFP6 and MXFP4: blocks of 32, and a scale that is a power of two (E8M0: a byte, the exponent plus 127).
+
+OCP Microscaling Formats 1.0, section 5. A block's exponent is that of its largest |value|, less the exponent of the element's
+largest value (8 for e4m3, 2 for e2m1 and e2m3, 4 for e3m2), and one more where the largest |value| has a mantissa m, 1 <= m < 2,
+beyond what its rule allows:
+
+- `floor`: never, and what is larger than the largest element is clamped (the OCP text, 6.3; llama.cpp, microxcaling);
+- `rceil`: m is larger than that of the largest element, so nothing is clamped (ModelOpt, cuBLAS);
+- `even`: m rounds up to 2 in the element's own mantissa, half to even (Quark, torchao's EVEN; MXFP6 of compressed-tensors);
+- `compressed-tensors`: m >= 1.75, for e2m1 and e4m3 alike (what llm-compressor writes and vLLM loads).
+
+A block of zeros has the byte 0.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from dtype_engine.core.block_formats import ScaleRule
+from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.formats.scales import Scales
+
+_MANTISSA = 23
+"""Bits of float32's mantissa."""
+_LARGEST = 254
+"""255 is NaN."""
+
+
+def scales(amax: torch.Tensor, element: DType, rule: ScaleRule) -> Scales:
+    """The scales of blocks whose largest |value| is `amax`, float32, finite; stored as uint8."""
+    highest = math.frexp(element.max)[1] - 1
+    bits = amax.contiguous().view(torch.int32) + _carry(element, rule)
+    exponents = (bits >> _MANTISSA).sub_(highest).clamp_(0, _LARGEST)
+    # The bits of 2^-127, which is no normal float32.
+    powers = torch.where(exponents == 0, 1 << (_MANTISSA - 1), exponents << _MANTISSA).view(torch.float32)
+    return Scales(powers, exponents.to(torch.uint8))
+
+
+def _carry(element: DType, rule: ScaleRule) -> int:
+    """What is added to the bits of the largest |value|, so that it carries into the exponent where the rule goes up."""
+    if rule == "floor":
+        return 0
+    if rule == "rceil":
+        largest = math.frexp(element.max)[0] * 2 - 1
+        return (1 << _MANTISSA) - 1 - int(largest * (1 << _MANTISSA))
+    return 1 << (_MANTISSA - 1 - (1 if rule == "compressed-tensors" else element.mantissa))

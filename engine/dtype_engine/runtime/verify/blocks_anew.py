@@ -1,0 +1,179 @@
+"""Formats with blocks, worked out again to compare an export with: by tables and numpy, from the definitions in the docstrings
+of `runtime/formats/`, sharing no code with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import Blocks, matrices
+
+_AT_ONCE = 1 << 22
+"""Elements that are worked out at once."""
+
+
+def blocks_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, ...]:
+    """A tensor in a format with blocks: what a file has of it, in the order of `core.block_formats.parts`."""
+    row = dtypes.BY_NAME[dtype]
+    blocks = row.blocks
+    assert blocks is not None
+    count, height, width = matrices(values.shape, blocks.columns)
+    rows = values.reshape(count, height, width)
+    step = max(1, _AT_ONCE // max(1, width * blocks.rows)) * blocks.rows
+    of_tensor = _tensor_scale(values) if blocks.tensor_scale else np.float32(1)
+    codes, scales, zeros = [], [], []
+    for matrix in rows if width else ():
+        for start in range(0, height, step):
+            part = matrix[start : start + step].to(torch.float32).numpy()
+            scale, shown, zero = _scales(part, row, blocks, of_tensor)
+            codes.append(_codes(part, row, blocks, scale, zero))
+            scales.append(shown)
+            zeros.append(zero)
+    all_codes = np.concatenate(codes) if codes else np.zeros((count * height, width), np.uint8)
+    across = -(-width // blocks.columns)
+    found = [_packed(all_codes, row, blocks)]
+    down = count * -(-height // blocks.rows)
+    stored = np.concatenate(scales) if scales else np.zeros((down, across), np.float32)
+    if blocks.packing == "none":
+        found = [found[0].view(torch.float8_e4m3fn).reshape(values.shape)]
+    scale_dtype = getattr(torch, blocks.scale)
+    found.append(
+        torch.from_numpy(stored).view(scale_dtype)
+        if stored.dtype == np.uint8
+        else torch.from_numpy(stored).to(scale_dtype)
+    )
+    if blocks.tensor_scale:
+        found.append(torch.from_numpy(np.array([of_tensor], np.float32)))
+    if blocks.zero_points:
+        zero = np.concatenate(zeros) if zeros else np.zeros((down, across), np.int64)
+        found.append(_words((zero + 8).T, 4).t().contiguous())
+    if blocks.packing == "words":
+        found.append(torch.tensor(tuple(values.shape), dtype=torch.int64))
+    return tuple(found)
+
+
+def _tensor_scale(values: torch.Tensor) -> Any:
+    finite = torch.where(torch.isfinite(values), values, 0).to(torch.float32).abs()
+    largest = np.float32(finite.max().item()) if finite.numel() else np.float32(0)
+    with np.errstate(over="ignore"):
+        scale = np.float32(1) / max(largest, np.finfo(np.float32).tiny) * np.float32(448 * 6)
+    return scale if np.isfinite(scale) else np.float32(1)
+
+
+def _in_blocks(part: Any, blocks: Blocks) -> Any:
+    """[down, rows of a block, across, columns of a block], filled up with zeros."""
+    height, width = part.shape
+    more = (-height % blocks.rows, -width % blocks.columns)
+    padded = np.pad(part, ((0, more[0]), (0, more[1])))
+    return padded.reshape(-1, blocks.rows, padded.shape[1] // blocks.columns, blocks.columns)
+
+
+def _scales(part: Any, row: dtypes.DType, blocks: Blocks, of_tensor: Any) -> tuple[Any, Any, Any]:
+    """What blocks are divided by, what a file has for it, and zero points; each [down, across]."""
+    each = np.where(np.isfinite(part), part, np.float32(0))
+    each = _in_blocks(each, blocks)
+    low, high = each.min(axis=(1, 3)), each.max(axis=(1, 3))
+    amax = np.maximum(-low, high)
+    if blocks.zero_points:
+        low, high = np.minimum(low, 0), np.maximum(high, 0)
+        wide = (high - low) / np.float32(15)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            zero = np.clip(np.float32(-8) - low / wide, -8, 7)
+        rounded = _bfloat16(wide)
+        return rounded, rounded, np.rint(np.nan_to_num(zero, nan=0.0)).astype(np.int64)
+    if row.kind == "int":
+        rounded = _bfloat16(amax / np.float32(7.5 if row.bits == 4 else 127.5))
+        return rounded, rounded, np.zeros(amax.shape, np.int64)
+    if blocks.tensor_scale:
+        wide = np.minimum(amax / np.float32(6) * of_tensor, np.float32(448))
+        shown = _values("float8_e4m3fn")[_nearest(wide, "float8_e4m3fn")].astype(np.float32)
+        shown = np.where(shown == 0, np.float32(0.125), shown)
+        return shown / of_tensor, shown, None
+    if blocks.scale == "float32":
+        scale = amax / np.float32(448)
+        scale = np.where(scale == 0, np.float32(2.0**-23), scale)
+        return scale, scale, None
+    fraction, exponent = np.frexp(amax.astype(np.float64))
+    mantissa = fraction * 2
+    top, highest = math.frexp(row.max)
+    up = {
+        "floor": np.zeros(amax.shape, bool),
+        "rceil": mantissa > top * 2,
+        "even": mantissa >= 2 - 2.0 ** -(row.mantissa + 1),
+        "compressed-tensors": mantissa >= 1.75,
+    }[blocks.rule]
+    byte = np.clip(exponent - highest + up + 127, 0, 254)
+    byte = np.where(amax == 0, 127 if blocks.rows > 1 else 0, byte)
+    return np.ldexp(1.0, byte - 127).astype(np.float32), byte.astype(np.uint8), None
+
+
+def _codes(part: Any, row: dtypes.DType, blocks: Blocks, scale: Any, zero: Any) -> Any:
+    """Codes as a file has them before they are packed: bits of a float, or integers from 0 on. uint8 [rows, width]."""
+    height, width = part.shape
+    with np.errstate(over="ignore"):
+        quotient = _in_blocks(part, blocks) / scale[:, None, :, None].astype(np.float32)
+    if row.kind == "int":
+        least = -(1 << (row.bits - 1))
+        shifted = np.nan_to_num(quotient, nan=0.0, posinf=np.inf, neginf=-np.inf) + zero[:, None, :, None].astype(
+            np.float32
+        )
+        found = np.rint(np.clip(shifted, least, -least - 1)) - least
+    else:
+        name = "float8_e4m3fn" if row.bits == 8 else row.name
+        index = _nearest(np.minimum(np.abs(quotient), np.float32(row.max)), name)
+        found = index + (np.signbit(quotient) & ~np.isnan(quotient)) * (1 << (row.bits - 1))
+        found = np.where(np.isnan(quotient), 0x7F if row.bits == 8 else 0, found)
+    rows = found.reshape(-1, found.shape[2] * found.shape[3])
+    return rows[:height, :width].astype(np.uint8)
+
+
+def _values(name: str) -> Any:
+    """Every magnitude of a small float, by its code without the sign."""
+    row = dtypes.BY_NAME[name]
+    bias = 7 if name == "float8_e4m3fn" else (1 << (row.exponent - 1)) - 1
+    steps = 1 << row.mantissa
+    magnitudes = [
+        code / steps * 2.0 ** (1 - bias) if code < steps else (1 + code % steps / steps) * 2.0 ** (code // steps - bias)
+        for code in range(steps << row.exponent)
+    ]
+    return np.array([value for value in magnitudes if value <= row.max])
+
+
+def _nearest(magnitudes: Any, name: str) -> Any:
+    """The code of the nearest value, of two equally near the even one. Of NaN anything."""
+    values = _values(name)
+    between = (values[1:] + values[:-1]) / 2
+    index = np.searchsorted(between, magnitudes)
+    tie = (index < len(between)) & (between[np.minimum(index, len(between) - 1)] == magnitudes)
+    return np.minimum(np.where(tie & (index % 2 == 1), index + 1, index), len(values) - 1)
+
+
+def _packed(codes: Any, row: dtypes.DType, blocks: Blocks) -> torch.Tensor:
+    if blocks.packing == "nibbles":
+        padded = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+        return torch.from_numpy(padded[:, 0::2] + 16 * padded[:, 1::2])
+    if blocks.packing == "words":
+        return _words(codes, row.bits)
+    return torch.from_numpy(codes)
+
+
+def _words(codes: Any, bits: int) -> torch.Tensor:
+    """Codes from 0 on, next to each other in little-endian words: int32 [rows, words]."""
+    per_word = 32 // bits
+    padded = np.pad(codes.astype(np.uint64), ((0, 0), (0, -codes.shape[1] % per_word)))
+    parts = padded.reshape(len(codes), padded.shape[1] // per_word, per_word)
+    words = sum(parts[:, :, index] << np.uint64(bits * index) for index in range(per_word))
+    return torch.from_numpy(np.asarray(words).astype(np.uint32).view(np.int32))
+
+
+def _bfloat16(values: Any) -> Any:
+    """Rounded to bfloat16, half to even, as float32; its epsilon for zero."""
+    bits = values.astype(np.float32).view(np.uint32).astype(np.uint64)
+    rounded = ((bits + np.uint64(0x7FFF) + ((bits >> np.uint64(16)) & np.uint64(1))) >> np.uint64(16)) << np.uint64(16)
+    found = rounded.astype(np.uint32).view(np.float32)
+    return np.where(found == 0, np.float32(2.0**-7), found)

@@ -1,0 +1,245 @@
+"""Codes and scales of every format, bit for bit as other programs have them: compressed-tensors, torchao, gguf, transformers,
+and the definitions worked out with ml_dtypes and Python's own floats.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.helpers.paths import DEMO
+
+from dtype_engine.checkpoint import open_checkpoint
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
+from dtype_engine.runtime.formats.elements import pack
+from dtype_engine.runtime.formats.tensors import beside_codes, quantize_chunks
+from dtype_engine.runtime.model.mapped_tensors import read_tensor
+from dtype_engine.runtime.verify.blocks_anew import blocks_anew
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    gaussian = torch.randn(128, 256, generator=generator)
+    checkpoint = open_checkpoint(DEMO)
+    matrices = [values for name in checkpoint.weights if (values := read_tensor(checkpoint, name)).ndim == 2]
+    trained = torch.cat([values.float().flatten() for values in matrices])
+    return {
+        "gaussian": gaussian * 0.02,
+        "heavy-tailed": gaussian / torch.rand(128, 256, generator=generator).clamp(min=1e-3),
+        "constant": torch.full((128, 256), -0.37),
+        "zero": torch.zeros(128, 256),
+        "small": gaussian * 1e-30,
+        "large": gaussian * 1e30,
+        "bfloat16": (gaussian * 0.05).bfloat16().float(),
+        "trained": trained[: 128 * 256].reshape(128, 256),
+    }
+
+
+WEIGHTS = _weights()
+SUBNORMAL = torch.randn(128, 256, generator=torch.Generator().manual_seed(1)) * 1e-40
+KINDS = pytest.mark.parametrize("kind", WEIGHTS)
+
+
+def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+    """What an export would write, by suffix."""
+    element = dtypes.BY_NAME[dtype]
+    assert element.blocks is not None
+    codes: dict[int, torch.Tensor] = {}
+    scales: dict[int, Any] = {}
+
+    def keep(_: Any, chunk: Any) -> None:
+        codes[chunk.first] = pack(chunk.file_codes(element), element, element.blocks.packing)  # type: ignore[union-attr]
+        scales[chunk.first_scale] = chunk.scales
+
+    of_tensor = quantize_chunks(weight, dtype, keep, 10_000)
+    rest = beside_codes([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
+    suffixes = [SCALE_INV if element.blocks.layout == "fp8" else SCALE]
+    suffixes += [TENSOR_SCALE] * element.blocks.tensor_scale + [ZERO_POINT] * element.blocks.zero_points
+    return dict(zip([CODES, *suffixes], [torch.cat([codes[key] for key in sorted(codes)]), *rest], strict=False))
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have the same bytes."""
+    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+
+
+_MX = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
+_INT = {"type": "int", "strategy": "group", "scale_dtype": torch.bfloat16}
+COMPRESSED_TENSORS = {
+    "mxfp8": _MX | {"num_bits": 8},
+    "mxfp4": _MX | {"num_bits": 4},
+    "nvfp4": {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16,
+        "scale_dtype": torch.float8_e4m3fn,
+    },
+    "fp8@128x128": {
+        "num_bits": 8, "type": "float", "symmetric": True, "strategy": "block", "block_structure": [128, 128],
+    },
+    "int4@g128": _INT | {"num_bits": 4, "group_size": 128},
+    "int4@g32": _INT | {"num_bits": 4, "group_size": 32},
+    "int4@g128a": _INT | {"num_bits": 4, "group_size": 128, "symmetric": False},
+    "int8@g128": _INT | {"num_bits": 8, "group_size": 128},
+}  # fmt: skip
+
+
+def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
+    """What compressed-tensors writes for a float32 weight, by suffix."""
+    pytest.importorskip("compressed_tensors", "0.20")
+    from compressed_tensors.compressors.mx_utils import compress_mx_scale
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
+    from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.lifecycle.forward import quantize
+    from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
+
+    arguments = COMPRESSED_TENSORS[dtype]
+    args = QuantizationArgs(**arguments)
+    overall = generate_gparam(weight.min(), weight.max()) if dtype == "nvfp4" else None
+    if "block_structure" in arguments:
+        blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
+        low, high = blocks.amin((1, 3)), blocks.amax((1, 3))
+    else:
+        blocks = weight.unflatten(1, (-1, arguments["group_size"]))
+        low, high = blocks.amin(-1), blocks.amax(-1)
+    scale, zero = calculate_qparams(low, high, args, global_scale=overall)
+    codes = quantize(weight, scale, None if args.symmetric else zero, args, global_scale=overall)
+    if dtype.startswith("int"):
+        found = {CODES: pack_to_int32(codes.to(torch.int8), args.num_bits), SCALE: scale.bfloat16()}
+        if not args.symmetric:
+            found[ZERO_POINT] = pack_to_int32(zero.to(torch.int8), 4, packed_dim=0)
+        return found
+    found = {CODES: codes.to(torch.float8_e4m3fn) if args.num_bits == 8 else pack_fp4_to_uint8(codes)}
+    found[SCALE] = compress_mx_scale(scale, torch.uint8) if dtype.startswith("mx") else scale
+    if overall is not None:
+        found |= {SCALE: scale.to(torch.float8_e4m3fn), TENSOR_SCALE: overall}
+    return found
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
+def test_they_are_those_of_compressed_tensors(dtype: str, kind: str) -> None:
+    found, expected = ours(WEIGHTS[kind], dtype), by_compressed_tensors(WEIGHTS[kind], dtype)
+    assert found.keys() >= expected.keys()
+    assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
+
+
+@pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
+def test_so_they_are_for_values_without_all_of_their_bits(dtype: str) -> None:
+    found, expected = ours(SUBNORMAL, dtype), by_compressed_tensors(SUBNORMAL, dtype)
+    assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
+
+
+@KINDS
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
+@pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
+def test_other_rules_for_mx_scales_are_those_of_torchao(element: str, rule: str, kind: str) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
+    scale, codes = mx.to_mx(WEIGHTS[kind], target, 32, mx.ScaleCalculationMode(rule))
+    found = ours(WEIGHTS[kind], f"{element}:{rule}")
+    assert same(found[SCALE], scale)
+    assert same(found[CODES], codes)
+
+
+@KINDS
+def test_floor_is_what_llama_cpp_has(kind: str) -> None:
+    """Its layout is another, so values are compared. Of two that are equally near it takes either, as its table has them."""
+    from gguf import GGMLQuantizationType
+    from gguf.quants import dequantize, quantize
+
+    weight = WEIGHTS[kind]
+    theirs = dequantize(quantize(weight.numpy(), GGMLQuantizationType.MXFP4), GGMLQuantizationType.MXFP4)
+    found = values_of(ours(weight, "mxfp4:floor"), "mxfp4:floor", weight.shape).numpy()
+    near = np.abs(found.astype(np.float64) - weight.numpy()) == np.abs(theirs.astype(np.float64) - weight.numpy())
+    assert bool(((theirs == found) | near).all())
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", ["fp8@128x128", "fp8@128x128:ue8m0"])
+def test_fp8_blocks_are_those_of_transformers(dtype: str, kind: str) -> None:
+    """transformers multiplies by 448 / amax where we divide by amax / 448, so float32 scales may differ in the last bit."""
+    finegrained = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    from types import SimpleNamespace
+
+    config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="ue8m0" if "ue8m0" in dtype else "float")
+    quantizer = finegrained.Fp8Quantize(SimpleNamespace(quantization_config=config))
+    theirs = quantizer._quantize_one("x.weight", WEIGHTS[kind])
+    found = ours(WEIGHTS[kind], dtype)
+    scale = found[SCALE_INV] if SCALE_INV in found else found[SCALE]
+    if "ue8m0" in dtype:
+        assert same(scale, theirs["x.weight_scale_inv"])
+        assert same(found[CODES], theirs["x.weight"])
+    elif kind != "zero":
+        assert torch.allclose(scale, theirs["x.weight_scale_inv"], rtol=3e-7, atol=0)
+        differing = found[CODES].view(torch.uint8) != theirs["x.weight"].view(torch.uint8)
+        assert float(differing.float().mean()) < 1e-3
+
+
+def values_of(parts: dict[str, torch.Tensor], dtype: str, shape: torch.Size) -> torch.Tensor:
+    from dtype_engine.runtime.formats.tensors import from_file
+    from dtype_engine.runtime.numerics.quantize import dequantize
+
+    codes, scale = from_file(parts, tuple(shape), dtype)
+    return dequantize(codes, scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
+
+
+_ELEMENTS = {
+    "mxfp8": "float8_e4m3fn",
+    "mxfp4": "float4_e2m1fn",
+    "mxfp6_e2m3": "float6_e2m3fn",
+    "mxfp6_e3m2": "float6_e3m2fn",
+}
+
+
+@KINDS
+@pytest.mark.parametrize("name", [name for name in dtypes.BLOCK_FORMATS if name.startswith("mx")])
+def test_mx_is_its_definition_by_ml_dtypes(name: str, kind: str) -> None:
+    """A block's exponent by Python's frexp and the threshold that its rule has; elements rounded by ml_dtypes."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    word, _, rule = name.partition(":")
+    element = getattr(ml_dtypes, _ELEMENTS[word])
+    largest = float(ml_dtypes.finfo(element).max)
+    bits = ml_dtypes.finfo(element).nmant
+    goes_up = {
+        "floor": lambda m: False,
+        "rceil": lambda m: m > math.frexp(largest)[0] * 2,
+        "even": lambda m: m >= 2 - 2.0 ** -(bits + 1),
+        "": lambda m: m >= (2 - 2.0 ** -(bits + 1) if word.startswith("mxfp6") else 1.75),
+    }[rule]
+    weight = WEIGHTS[kind][:16]
+    expected = []
+    for block in weight.reshape(-1, 32):
+        fraction, exponent = math.frexp(float(block.abs().max()))
+        shared = exponent - math.frexp(largest)[1] + goes_up(fraction * 2) if fraction else -127
+        scale = 2.0 ** max(-127, min(127, shared))
+        scaled = np.clip(block.numpy() / np.float32(scale), -largest, largest)
+        expected.append(scaled.astype(element).astype(np.float32) * np.float32(scale))
+    from dtype_engine.runtime.numerics.quantize import values_in
+
+    assert np.array_equal(values_in(weight, name, torch.float32).numpy().reshape(-1, 32), np.array(expected))
+
+
+SHAPES = [(6, 5), (4, 3, 2), (9,), (), (0, 4), (4, 0), (130, 200), (3, 130, 140), (2, 64, 3, 3)]
+STORED = [name for name in dtypes.BLOCK_FORMATS if "mxfp6" not in name]
+
+
+@pytest.mark.parametrize("dtype", STORED)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_what_verify_works_out_again_is_what_is_written(dtype: str, shape: tuple[int, ...]) -> None:
+    """Shapes that no block divides, with values that are not finite, and every size of float32."""
+    for size in (0.02, 1e-39, 1e25):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
+        flat = weight.view(-1)
+        flat[: min(4, len(flat))] = torch.tensor([math.inf, math.nan, -0.0, -math.inf])[: len(flat)]
+        found, expected = list(ours(weight, dtype).values()) if weight.numel() else [], blocks_anew(weight, dtype)
+        assert sum(part.nbytes for part in expected) == dtypes.nbytes_in(shape, dtype)
+        for one, other in zip(found, expected, strict=False):
+            nan = one.float().isnan() if one.dtype == torch.float8_e4m3fn else torch.zeros(one.shape, dtype=torch.bool)
+            other = other.reshape(one.shape)
+            assert same(
+                one.view(torch.uint8)[~nan] if nan.any() else one, other.view(torch.uint8)[~nan] if nan.any() else other
+            )

@@ -1,0 +1,25 @@
+"""Every architecture of the zoo in every format with blocks, and in mixes of them."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers import architectures
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.core import dtypes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", architectures.ZOO)
+def test_every_architecture_runs_in_every_format(name: str) -> None:
+    module, inputs = architectures.make(name)
+    session = de.open(module, inputs=inputs)
+    recipes = [Recipe((Rule("*", dtype),)) for dtype in dtypes.BLOCK_FORMATS]
+    palette = ["float32", "bfloat16", *dtypes.BLOCK_FORMATS]
+    recipes += [architectures.random_recipe(session, palette, seed) for seed in range(3)]
+    for recipe in recipes:
+        session.apply(recipe)
+        output = session.drift().output
+        assert output.nonfinite == 0
+        assert output.sqnr_db > 2, f"{recipe}: the result has to do with the reference"
