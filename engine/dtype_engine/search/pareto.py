@@ -50,7 +50,8 @@ class Constraints:
 
     keep: patterns of weights that stay as stored. groups: patterns; what one takes in one parent module is held to one
     dtype (`*.{q,k,v}_proj`: the three of each layer). dtypes: those allowed, besides as stored; empty for all that were
-    scanned. only: patterns with the dtypes allowed for what they take; the last that matches decides.
+    scanned. only: patterns with the dtypes allowed for what they take; the last that matches decides. Norms, biases and routers
+    (`stays_wide`) get a dtype with scales where a pattern of `only` takes them, and else none.
     """
 
     keep: tuple[str, ...] = ()
@@ -86,7 +87,7 @@ def make_items(
     for group in _groups(tree, weights, constraints.groups):
         choices: dict[str, Choice] = {}
         for dtype in sorted({*scanned, *(tree.tensors[name].dtype for name in group)}):
-            if all(_may_be(tree, name, dtype, kept, allowed.get(name, general)) for name in group):
+            if all(_may_be(tree, name, dtype, kept, allowed.get(name, general), name in allowed) for name in group):
                 parts = [scores.get((name, dtype), math.inf) for name in group]
                 size = sum(tensor_bytes(tree.tensors[name], dtype) for name in group)
                 choices[dtype] = Choice(dtype, size, math.fsum(parts) if all(map(math.isfinite, parts)) else math.inf)
@@ -106,11 +107,29 @@ def _taken(tree: Tree, pattern: str) -> Selection:
     return taken
 
 
-def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozenset[str]) -> bool:
+def _may_be(tree: Tree, name: str, dtype: str, kept: set[str], allowed: frozenset[str], asked_for: bool) -> bool:
     stored = tree.tensors[name].dtype
     if name in kept:
         return dtype == stored
+    if dtype in dtypes.STORAGE_DTYPES and not asked_for and stays_wide(tree, name):
+        return False
     return dtype in allowed or (dtype == stored and dtypes.STORED in allowed)
+
+
+_ROUTERS = ("router", "gate", "wg", "shared_expert_gate")
+_MOST_EXPERTS = 1024
+
+
+def stays_wide(tree: Tree, name: str) -> bool:
+    """Whether a weight is one that runtimes keep in 16 bits or more: all with one dimension (norms, biases), and routers, which
+    take few bytes and decide much.
+    """
+    shape = tree.tensors[name].shape
+    module = name.rpartition(".")[0]
+    local = module.rpartition(".")[2]
+    return len(shape) < 2 or (
+        local in _ROUTERS and len(shape) == 2 and shape[0] <= _MOST_EXPERTS and shape[0] < shape[1]
+    )
 
 
 def _groups(tree: Tree, weights: Sequence[str], patterns: Iterable[str]) -> list[tuple[str, ...]]:
