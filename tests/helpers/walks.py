@@ -265,9 +265,9 @@ OTHER_PLACES = (
         "In the dtypes to scan",
         after(ready, "s"),
         (
-            Key("up", here, "› [ ] i8@t int8@tensor"),
-            Key("k", here, "› [x] i8 int8"),
-            Key("down", here, "› [ ] i8@t int8@tensor"),
+            Key("up", here, "› [ ] i4@128 int4@g128"),
+            Key("k", here, "› [ ] nvfp4 nvfp4"),
+            Key("down", here, "› [ ] i4@128 int4@g128"),
             Key("j", here, "› [x] bf16 bfloat16"),
             Key("space", here, "› [ ] bf16 bfloat16"),
             Key("escape", top, "MainScreen"),

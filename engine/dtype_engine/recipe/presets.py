@@ -90,6 +90,36 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
     yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys(kept))
 
 
+def _nvfp4(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+    yield from (Rule(pattern, "nvfp4") for pattern in linears(tree))
+    yield from _kept_wide(tree)
+
+
+def _mxfp4_experts(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+    yield from (Rule(pattern, "mxfp8") for pattern in linears(tree))
+    yield from (Rule(pattern, "mxfp4") for pattern in experts(tree))
+    yield from _kept_wide(tree)
+
+
+def _fp8_block(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+    yield from (Rule(pattern, "fp8@128x128") for pattern in linears(tree))
+    yield from _kept_wide(tree)
+
+
+def _w4a16(tree: Tree) -> Iterator[Rule]:
+    yield Rule("*", "bfloat16")
+    yield from (Rule(pattern, "int4@g128") for pattern in linears(tree))
+    yield from _kept_wide(tree)
+
+
+def _kept_wide(tree: Tree) -> Iterator[Rule]:
+    """What published checkpoints in these formats keep in 16 bits: the head, routers, vision towers, convolutional mixers."""
+    yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree))))
+
+
 PRESETS: dict[str, Preset] = {
     preset.name: preset
     for preset in (
@@ -109,6 +139,25 @@ PRESETS: dict[str, Preset] = {
             "norms and embeddings in bfloat16.",
             True,
             _modelopt,
+        ),
+        Preset("nvfp4", "Linear layers in NVFP4; head, routers and vision towers in bfloat16, as the rest.", True, _nvfp4),
+        Preset(
+            "mxfp4-experts",
+            "Experts in MXFP4, other linear layers in MXFP8; head, routers and the rest in bfloat16.",
+            True,
+            _mxfp4_experts,
+        ),
+        Preset(
+            "fp8-block",
+            "Linear layers in fp8 with a scale for each 128 x 128 block (FP8_BLOCK); head, routers and the rest in bfloat16.",
+            True,
+            _fp8_block,
+        ),
+        Preset(
+            "w4a16",
+            "Linear layers in int4 in groups of 128 (W4A16); head, routers and the rest in bfloat16.",
+            True,
+            _w4a16,
         ),
     )
 }  # fmt: skip
@@ -131,6 +180,16 @@ def norms(tree: Tree) -> list[str]:
 def linears(tree: Tree) -> list[str]:
     """Patterns for linear layers, and for experts that are packed into one tensor."""
     return _by_class(tree, lambda module: module.class_name in LINEAR or _packed_experts(module))
+
+
+def experts(tree: Tree) -> list[str]:
+    """Patterns for the experts of mixtures: packed into one tensor, or modules of their own below `experts`."""
+    inside = [
+        name
+        for name, module in tree.modules.items()
+        if _packed_experts(module) or (module.class_name in LINEAR and "experts" in name.split("."))
+    ]
+    return covering(tree, inside)
 
 
 def heads(tree: Tree) -> list[str]:

@@ -164,12 +164,26 @@ def as_llm_compressor(context: Context, written: Conversion) -> PresetEffect:
         assert len(hits) <= 1
         for group in hits:
             assert node.class_name == "Linear"
-            assert group["weights"]["num_bits"] == 8
-            low = {"float": "float8_e4m3fn", "int": "int8"}[group["weights"]["type"]]
-            found[node.tensors["weight"].name] = (
-                low + {"tensor": "@tensor", "channel": ""}[group["weights"]["strategy"]]
-            )
+            found[node.tensors["weight"].name] = by_scheme(group["weights"])
     return found
+
+
+def by_scheme(weights: Mapping[str, Any]) -> str:
+    """The dtype that a scheme of compressed-tensors means, after its presets."""
+    kind, bits, size = weights["type"], weights["num_bits"], weights.get("group_size")
+    if weights["strategy"] in ("tensor", "channel"):
+        assert bits == 8
+        low = {"float": "float8_e4m3fn", "int": "int8"}[kind]
+        return low + {"tensor": "@tensor", "channel": ""}[weights["strategy"]]
+    if weights["strategy"] == "block":
+        assert (kind, bits, weights["block_structure"]) == ("float", 8, [128, 128])
+        return "fp8@128x128"
+    if kind == "int":
+        return f"int{bits}@g{size}" + ("" if weights["symmetric"] else "a")
+    named = {(4, 16): "nvfp4", (4, 32): "mxfp4", (8, 32): "mxfp8"}[bits, size]
+    assert weights["scale_dtype"] == ("torch.float8_e4m3fn" if named == "nvfp4" else "torch.uint8")
+    assert weights["strategy"] == ("tensor_group" if named == "nvfp4" else "group")
+    return named
 
 
 def as_modelopt(context: Context, written: Conversion) -> PresetEffect:
@@ -294,7 +308,7 @@ def gguf_names(tensor: TensorInfo) -> list[str]:
 def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
     """llama-quantize to Q8_0: text in lower case, `regex_search` in the GGUF name, only on matrices it quantises."""
     lines = [line.lower().rpartition("=") for line in written.text.split()]
-    types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0"}
+    types = {"f32": "float32", "f16": "float16", "bf16": "bfloat16", "q8_0": "q8_0", "mxfp4": "mxfp4:floor"}
     found: dict[str, str] = {}
     for tensor in context.tree.tensors.values():
         results = set()
@@ -307,7 +321,7 @@ def as_llama_cpp(context: Context, written: Conversion) -> PresetEffect:
                 results.add("float32")
             else:
                 assert hits, "the type would depend on the mixture asked for"
-                assert hits[0] != "q8_0" or tensor.shape[-1] % 32 == 0, "llama.cpp stops there"
+                assert hits[0] not in ("q8_0", "mxfp4") or tensor.shape[-1] % 32 == 0, "llama.cpp stops there"
                 results.add(types[hits[0]])
         assert len(results) <= 1
         found[tensor.name] = results.pop() if results else "q8_0" if tensor.persistent else tensor.dtype

@@ -75,7 +75,7 @@ async def test_presets_say_what_they_would_do_and_enter_puts_one_in_force(app: D
 
 async def test_a_preset_with_nothing_to_do_says_so(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await pilot.press("p", "up", "up")
+        await pilot.press("p", *["down"] * list(PRESETS).index("islands-fp32"))
         await until(pilot, lambda: len(app.screen.effects) == len(PRESETS))  # type: ignore[attr-defined]
         await pilot.press("enter")
         await pilot.pause()

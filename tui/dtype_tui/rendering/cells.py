@@ -18,12 +18,20 @@ COLOURS = {
     "float64": "magenta", "float32": "default", "bfloat16": "cyan", "float16": "green", "float8_e4m3fn": "yellow",
     "float8_e5m2": "yellow", "int8": "red",
 }  # fmt: skip
+_OF_BLOCKS = {
+    ("float", 8): "yellow", ("float", 6): "bright_yellow", ("float", 4): "bright_magenta",
+    ("int", 8): "red", ("int", 4): "bright_red",
+}  # fmt: skip
+"""The same for formats with blocks, by their elements."""
 _EIGHTHS = " ▏▎▍▌▋▊▉█"
 BEST_DB = 80.0
 
 
 def colour(dtype: str) -> str:
     """A colour of the terminal's own palette for a dtype."""
+    row = dtypes.BY_NAME.get(dtype)
+    if row is not None and row.blocks is not None:
+        return _OF_BLOCKS[row.kind, row.bits]
     return COLOURS.get(dtype.removesuffix(dtypes.PER_TENSOR), "default")
 
 

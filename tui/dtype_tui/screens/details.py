@@ -57,6 +57,9 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row(
                 "range", f"largest {row.max:.4g}, smallest normal {row.tiny:.4g}, {row.mantissa} mantissa bits"
             )
+        if words := dtypes.block_words(planned_dtype):
+            shorter = "; the last ones are shorter" if dtypes.padded(tensor.shape, planned_dtype) else ""
+            grid.add_row("blocks", words + shorter)
         if not tensor.castable:
             grid.add_row(
                 "never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype that one computes in"

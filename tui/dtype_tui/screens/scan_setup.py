@@ -11,7 +11,9 @@ from dtype_engine.core import dtypes
 from dtype_tui.rendering.cells import colour
 from dtype_tui.screens.choice import ChoiceScreen
 
-SCANNED = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
+SCANNED = (
+    "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
+)  # fmt: skip
 PRESET = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 

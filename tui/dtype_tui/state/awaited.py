@@ -9,10 +9,14 @@ from dtype_tui.state.controller import Controller
 
 GENERATE = Generate(tokens=48)
 
+_INSPECTED = (
+    "float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "mxfp8", "mxfp4", "nvfp4", "int4@g128",
+)  # fmt: skip
+
 
 def inspect(tensor: str) -> InspectWeight:
     """Read a tensor's values, and compare them in other dtypes."""
-    return InspectWeight(tensor, ("float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"))
+    return InspectWeight(tensor, _INSPECTED)
 
 
 class AwaitedResults:

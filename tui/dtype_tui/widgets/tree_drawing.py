@@ -10,6 +10,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count
 from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
@@ -168,6 +169,8 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
             pieces = [(dtypes.short_name(planned), planned)]
         else:
             pieces = [(f"{dtypes.short_name(row.tensor.dtype)}→", ""), (dtypes.short_name(planned), planned)]
+        if padded(row.tensor.shape, planned):
+            pieces.append((" padded", ""))
         if not row.tensor.persistent:
             pieces.append((" not saved", ""))
         mark = experiment.loss_marks.get(row.tensor.name)

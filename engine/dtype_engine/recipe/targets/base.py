@@ -213,6 +213,9 @@ def _refusal(
         return f"the weight is tied, and {tool} would part it from its other names"
     if dtype not in formats:
         return f"{tool} has no {dtypes.short_name(dtype)}"
+    blocks = dtypes.BY_NAME[dtype].blocks
+    if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
+        return f"{tool} needs rows of a multiple of {blocks.columns} values"
     return None
 
 

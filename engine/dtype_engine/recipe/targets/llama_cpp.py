@@ -26,11 +26,13 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 NAME = "llama.cpp"
 TYPES = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "q8_0", "int8@tensor": "q8_0",
+    "mxfp4:floor": "mxfp4", "mxfp4": "mxfp4", "mxfp4:rceil": "mxfp4", "mxfp4:even": "mxfp4",
 }  # fmt: skip
 _READABLE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 DEFAULT = "q8_0"
+BLOCKED = (DEFAULT, "mxfp4")
 BLOCK = 32
-"""Values that share a scale in q8_0, which takes no rows that are no multiple."""
+"""Values that share a scale in these, which take no rows that are no multiple."""
 ODD_ROWS = "f16"
 """What llama.cpp falls back to for those."""
 _KEPT = re.compile(
@@ -69,13 +71,17 @@ def convert(context: Context) -> Conversion:
                 else "GGUF has no such type"
             )
             _add(losses, context, infos, _READABLE.get(fallback, fallback), why)
-        elif odd and type_ == DEFAULT:
-            _add(losses, context, infos, _READABLE[ODD_ROWS], f"{DEFAULT} needs rows of a multiple of {BLOCK} values")
+        elif odd and type_ in BLOCKED:
+            _add(losses, context, infos, _READABLE[ODD_ROWS], f"{type_} needs rows of a multiple of {BLOCK} values")
             type_ = None
         elif type_ == DEFAULT:
             for info in infos:
                 why = f"{DEFAULT} has a float16 scale for every {BLOCK} values"
                 losses.add(info.name, context.plan.dtypes[info.name], DEFAULT, why, "scale")
+        elif type_ in BLOCKED:
+            for info in infos:
+                if (planned := context.plan.dtypes[info.name]) != "mxfp4:floor":
+                    losses.add(info.name, planned, "mxfp4:floor", "llama.cpp takes the exponent down", "scale")
         lines.setdefault(type_ or fallback, set()).add(name)
     universe = set(sources)
     patterns = [

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtype_engine.core import dtypes
+from dtype_engine.recipe.schemes import DESCRIBED, weight_scheme
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -26,7 +27,12 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "llm-compressor"
 KINDS = frozenset({"Linear"})
-FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
+FORMATS = tuple(
+    name
+    for name in DESCRIBED
+    if (blocks := dtypes.BY_NAME[name].blocks) is None or blocks.rule in ("amax", "compressed-tensors")
+)
+"""What llm-compressor quantises to as planned: of MX formats those with its own rule for scales."""
 
 
 def convert(context: Context) -> Conversion:
@@ -39,14 +45,7 @@ def convert(context: Context) -> Conversion:
     for number, (dtype, names) in enumerate(parts.by_dtype().items()):
         targets = [f"re:{regex}$" for regex in regexes((name.rpartition(".")[0] for name in names), modules)]
         patterns += [(target, dtype) for target in targets]
-        row = dtypes.info(dtype)
-        groups[f"group_{number}"] = {
-            "targets": targets,
-            "weights": {
-                "num_bits": 8, "type": "int" if row.kind == "int" else "float",
-                "strategy": "tensor" if row.per_tensor else "channel", "symmetric": True, "dynamic": False,
-            },
-        }  # fmt: skip
+        groups[f"group_{number}"] = {"targets": targets, "weights": weight_scheme(dtype)}
     notes = [loading_note(parts.base)]
     modifiers: dict[str, Any] = {}
     if groups:

@@ -33,7 +33,7 @@ MADE_AS = "0.18"
 
 
 def convert(context: Context) -> Conversion:
-    parts = split(context, NAME, dtypes.STORAGE_DTYPES, KINDS)
+    parts = split(context, NAME, dtypes.WHOLE_SCALE_DTYPES, KINDS)
     universe = context.all_names()
     patterns = [
         (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
