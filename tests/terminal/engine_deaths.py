@@ -86,9 +86,9 @@ class Deaths:
         terminal.wait_for(number.name, 20)
         terminal.wait_for(NONE, 20)
         terminal.press("?")
-        terminal.wait_for("Casting and measuring", 20)
+        terminal.wait_for("Stop and leave", 20)
         terminal.press("\x1b")
-        terminal.wait_for(r"\A(?s:(?!.*Casting and measuring))", 20)
+        terminal.wait_for(r"\A(?s:(?!.*Stop and leave))", 20)
         terminal.wait_for(rules, 20)
         assert not engine.is_running(), "it was told, and is not true"
 

@@ -109,7 +109,7 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
     if not report.causes:
         return lines[0]
     shown = report.causes[:most]
-    rows = [("module, alone as cast", "   share", "     drift", "its own output")]
+    rows = [("module, alone as cast", "of the whole", "     drift", "its own output")]
     rows += [
         (
             cause_label(cause), share_words(cause), f"{cause.drift:.3e}",

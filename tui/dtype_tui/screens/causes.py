@@ -163,7 +163,7 @@ def _table(report: AttributionReport) -> Table:
         table.add_column(no_wrap=True, justify="right")
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, justify="right")
-    table.add_row("alone as cast", "drift", "share", "", "own output", style="dim")
+    table.add_row("alone as cast", "drift", "of the whole", "", "own output", style="dim")
     for cause in report.causes[:_MOST_ROWS]:
         drawn = bar(cause.share, 6) if cause.share is not None and math.isfinite(cause.share) else ""
         drift = "not finite" if math.isinf(cause.drift) else f"{cause.drift:.2e}"

@@ -25,8 +25,7 @@ class SidePanes(Vertical):
 
     DEFAULT_CSS = """
     SidePanes { width: 1fr; min-width: 38; layers: base over; }
-    SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 4; max-height: 4; }
-    SidePanes.narrow > MessageLine { height: 2; }
+    SidePanes > MessageLine { split: none; layer: over; dock: bottom; height: 2; max-height: 100%; }
     SidePanes > #tabs { display: none; height: 1; }
     SidePanes > DriftPane { max-height: 50%; }
     SidePanes > MemoryPane { max-height: 34%; }
