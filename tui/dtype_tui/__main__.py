@@ -8,9 +8,13 @@ from dtype_tui.process.early_engine import start_early
 from dtype_tui.process.ending import exit_at_once
 from dtype_tui.process.gc_policy import pause_gc
 
+_SWITCH_S = 0.001
+"""How long a thread that reads what the engine tells may keep a key waiting, each time: Python's own 5 ms add up to 30."""
+
 
 def main() -> None:
     """The `dtype-tui` program."""
+    sys.setswitchinterval(_SWITCH_S)
     pause_gc()
     start_early(sys.argv[1:])
     from dtype_tui.cli.command import main as run

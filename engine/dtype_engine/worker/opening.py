@@ -121,8 +121,9 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
         model.checkpoint = source.open()
         assert model.checkpoint is not None
         if read_headers:
-            tree = model.checkpoint.tree()
-            emit(events.HeadersRead(tree, model.checkpoint.notices))
+            emit(
+                events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices)
+            )  # kept nowhere here: it is large
         from dtype_engine.checkpoint.memory_fit import shortfall
 
         if reason := shortfall(model.checkpoint):

@@ -155,6 +155,9 @@ class CommandRunner:
     def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint
         assert checkpoint is not None
+        if not recipe.rules:
+            self._emit(events.CastDone(recipe, ()))  # without the tree, which is large where a model can't run
+            return
         with unchanged(checkpoint.identities):
             self._planned_losses.tell(checkpoint, self._model.tree(), recipe, self._emit, token, command.read_values)
 

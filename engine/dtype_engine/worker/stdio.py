@@ -44,6 +44,8 @@ class EngineServer:
         self._idle_since: float | None = time.monotonic()
         self._running = ""
         self._paused_since: float | None = None
+        self._is_tidy = False
+        """Whether what the opening left in memory is cleared away."""
 
     @property
     def idle_since(self) -> float | None:
@@ -120,8 +122,6 @@ class EngineServer:
 
     def _emit(self, event: events.Event) -> None:
         if not gc.isenabled() and events.is_opened(event):
-            gc.collect()
-            trim_heap()
             gc.freeze()
             gc.enable()
         match event:
@@ -134,6 +134,12 @@ class EngineServer:
             case events.Idle():
                 self._idle_since = time.monotonic()
         self._outbox.put(event)
+        if isinstance(event, events.Idle) and not self._is_tidy:
+            self._is_tidy = True
+            gc.unfreeze()  # what opening left behind: looking for it takes half a second, and the first figure comes first
+            gc.collect()
+            gc.freeze()
+            trim_heap()
 
     def _take(self, worker: Worker, request: Request) -> None:
         from dtype_engine.worker import messages
