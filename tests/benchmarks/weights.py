@@ -19,8 +19,8 @@ def round_trips() -> list[Row]:
 
     rows = []
     tensor = torch.randn(200 * 2**20 // 4 // 4096, 4096).mul_(0.02)
-    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8"):
-        target = torch_dtype(dtype)
+    for dtype in ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", *_FORMATS):
+        target = torch.bfloat16 if dtype in _FORMATS else torch_dtype(dtype)
         tensor.to(target)
         round_trip("w", tensor, dtype)
         ratios = []
@@ -33,7 +33,7 @@ def round_trips() -> list[Row]:
         most = peak_anonymous(lambda dtype=dtype: round_trip("w", tensor, dtype))  # type: ignore[misc]
         rows.append(
             Row(
-                f"bare cast to {dtype} / its round-trip error, at least {_SHARE.get(dtype, 0):g}",
+                f"bare cast to {target} / round-trip error in {dtype}, at least {_SHARE.get(dtype, 0):g}",
                 statistics.median(ratios),
                 "x",
             )
@@ -43,4 +43,5 @@ def round_trips() -> list[Row]:
     return rows
 
 
-_SHARE = {"bfloat16": 0.4, "float16": 0.4, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25}
+_FORMATS = ("mxfp8", "mxfp4", "nvfp4", "fp8@128x128", "int4@g128", "int4@g128a")
+_SHARE = {"bfloat16": 0.4, "float16": 0.4, "float8_e4m3fn": 0.25, "float8_e5m2": 0.25} | dict.fromkeys(_FORMATS, 0.1)

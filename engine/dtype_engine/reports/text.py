@@ -165,6 +165,13 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
     return cells
 
 
+def _weights_only(report: DriftReport) -> list[str]:
+    """What a figure of a format with blocks leaves out, of which runtimes quantise activations too."""
+    if not any(rule.rpartition("=")[2] in dtypes.BLOCK_FORMATS for rule in report.rules):
+        return []
+    return ["quantised  weights only: what a runtime does to activations (W4A4, W8A8) comes on top"]
+
+
 def drift_text(report: DriftReport) -> str:
     """The figures of one measurement, the worst modules last."""
     from dtype_engine.reports.text_losses import loss_lines
@@ -173,6 +180,7 @@ def drift_text(report: DriftReport) -> str:
     lines = [
         f"model      {report.model} on {report.device}; reference {report.reference}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
+        *_weights_only(report),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
         f"inputs     {report.inputs}",
         f"output     {report.output_name}, {output.elements:,} elements",

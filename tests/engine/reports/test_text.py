@@ -71,3 +71,14 @@ def test_a_change_of_bytes_says_which_way() -> None:
 def test_counts_of_things_and_shares_with_their_error() -> None:
     assert [plural(count, "value") for count in (0, 1, 1200)] == ["0 values", "1 value", "1,200 values"]
     assert [percent_with_error(0.9912, error) for error in (0.0008, None)] == ["99.12 ± 0.08 %", "99.12 %"]
+
+
+def test_a_reading_of_weights_alone_says_so() -> None:
+    from tests.helpers.recording_engine import report
+
+    from dtype_engine.recipe import Recipe, Rule
+    from dtype_engine.reports.text import drift_text
+
+    for dtype, told in (("nvfp4", True), ("float8_e4m3fn", False)):
+        text = drift_text(report(Recipe((Rule("*", dtype),))))
+        assert ("weights only" in text) == told

@@ -16,7 +16,7 @@ from tests.helpers import architectures
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
-from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.file import read_recipe_file, write_recipe
 from dtype_engine.recipe.minimize import minimize
@@ -290,3 +290,21 @@ def test_sizes(text: str, size: int) -> None:
     from dtype_engine.search.constraints import parse_bytes
 
     assert parse_bytes(text, 1000) == size
+
+
+def test_norms_biases_and_routers_get_scales_only_where_asked_for() -> None:
+    tree = from_tensors(
+        [
+            TensorInfo("mlp.gate.weight", (4, 64), "bfloat16"),
+            TensorInfo("mlp.gate_proj.weight", (64, 64), "bfloat16"),
+            TensorInfo("norm.weight", (64,), "bfloat16"),
+        ]
+    )
+    scores = {(name, dtype): 1e-6 for name in tree.tensors for dtype in ("int8", "nvfp4")}
+
+    def smallest(constraints: Constraints) -> dict[str, str]:
+        return {item.weights[0]: item.choices[0].dtype for item in make_items(tree, scores, constraints)}
+
+    wide = {"mlp.gate.weight": "bfloat16", "mlp.gate_proj.weight": "nvfp4", "norm.weight": "bfloat16"}
+    assert smallest(Constraints()) == wide
+    assert smallest(Constraints(only=(("*norm", ("int8",)),))) == wide | {"norm.weight": "int8"}
