@@ -15,7 +15,9 @@ from dtype_engine.cli.program import run
 
 _PLACES = {
     "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
-    "search": "scan", "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
+    "search": "scan", "sweep": "sweep",
+    "export": "export", "verify": "export", "recipe": "recipe", "report": "report", "stdio": "stdio",
+    "worker": "worker",
 }  # fmt: skip
 
 

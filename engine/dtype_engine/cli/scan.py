@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,27 +11,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
+from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import note, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
+from dtype_engine.core.input_args import check_files
 from dtype_engine.core.shard import Shard
-from dtype_engine.core.units import plural
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
 
 if TYPE_CHECKING:
-    from dtype_engine.checkpoint.source import Source
+    from dtype_engine.results.scan import SearchReport
     from dtype_engine.runtime.scan.tasks import ScanTask
     from dtype_engine.runtime.session import Session
+    from dtype_engine.search.pareto import Constraints
 
 NO = 1
-workers_option = click.option(
-    "--workers",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Work in N processes that share the checkpoint's pages, no more than memory holds.  [default: in this one]",
-)
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -128,6 +125,20 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the recipe to this file.")
 @force_option
 @click.option("--measure/--no-measure", default=True, show_default=True, help="Measure what was found.")
+@click.option(
+    "--verify",
+    "candidates",
+    type=click.IntRange(min=2),
+    metavar="K",
+    help="Measure the K best around the limit on --held-out text, and take the best by that.",
+)
+@click.option(
+    "--held-out",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Text that the scan does not see, for --verify; may be repeated.",
+)
 @scan_options
 @json_option
 def search(
@@ -140,6 +151,8 @@ def search(
     output: Path | None,
     force: bool,
     measure: bool,
+    candidates: int | None,
+    held_out: tuple[Path, ...],
     as_object: bool,
     **how: Any,
 ) -> int:
@@ -153,11 +166,22 @@ def search(
         raise UserError("give either --budget or --max-predicted")
     if budget is not None:
         parse_bytes(budget, 0)
+    if (candidates is None) == bool(held_out):
+        raise UserError("--verify K and --held-out FILE go together")
+    held_out_options = dataclasses.replace(request.options, prompts=(), texts=held_out)
+    check_files(held_out_options)
     rules = [parse_allowed(text) for text in only]
     session, _ = _scanned(request, **how)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
+    constraints = Constraints(keep, groups, (), tuple(rules))
     try:
-        report = session.search(most, max_predicted, Constraints(keep, groups, (), tuple(rules)), measure)
+        if candidates is None:
+            report = session.search(most, max_predicted, constraints, measure)
+        else:
+            scanned = session.scanned
+            session.use_inputs(held_out_options)
+            session.scanned = scanned  # the scan of the others is what the search goes by
+            report = _verified(request, session, how["workers"], candidates, (most, max_predicted), constraints)
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
@@ -217,7 +241,7 @@ def _scanned(
     draws: int | None,
     exact: bool,
     save: Path | None,
-    workers: int | None,
+    workers: str | int | None,
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
     """A session, scanned (or a share of the scan, into its file)."""
@@ -230,27 +254,33 @@ def _scanned(
     task = session.scan_task(names, draws, exact, save)
     if shard is not None:
         task.shard = shard
-    if workers is not None and task.pending():
-        _scan_over(workers, session, source, request.model, task)
+    if workers is not None and (parts := len(task.pending())):
+        from dtype_engine.evaluation import work
+
+        with over_workers(workers, session, source, request.model, parts, task.private_bytes) as (over, pace):
+            assert over is not None
+            work.scan(session, task, over, lambda what, done, total: say(pace.line(done, parts)))
     elif task.pending() or shard is None:
         session.scan(names, draws, exact, save, _progress)
     say("")
     return session, task
 
 
-def _scan_over(workers: int, session: Session, source: Source, typed: str | None, task: ScanTask) -> None:
-    """Run a scan in processes of their own, as many as the memory holds."""
-    from dtype_engine.evaluation.pool import ProcessPool, fitting
-    from dtype_engine.evaluation.work import Pace, opened_as, scan
-    from dtype_engine.runtime.opening import threads_each
+def _verified(
+    request: RunRequest,
+    session: Session,
+    workers: str | int | None,
+    count: int,
+    limit: tuple[int | None, float | None],
+    constraints: Constraints,
+) -> SearchReport:
+    """The best of some recipes around a limit, as measured on the session's inputs. Raises UserError, OutOfReach."""
+    from dtype_engine.evaluation import verified
 
-    fit = fitting(min(workers, len(task.pending())), task.private_bytes)
-    if fit < min(workers, len(task.pending())):
-        note([f"the memory that is free holds {plural(fit, 'worker')} of the {workers} asked for"])
-    pace = Pace(fit)
-    opened = opened_as(session, source, typed, threads_each(session.options.threads, fit))
-    with ProcessPool(fit) as pool:
-        scan(session, task, opened, pool, lambda what, done, total: say(pace.line(done, total or 0)))
+    found = verified.candidates(session, *limit, constraints, count)
+    source = request.locate()
+    with over_workers(workers, session, source, request.model, len(found), session.tree.stored_bytes) as (over, pace):
+        return verified.best(session, found, limit[1], constraints, over, lambda done: say(pace.line(done, len(found))))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -31,6 +32,14 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.session import Session
 
 
+@dataclass(frozen=True, slots=True)
+class Over:
+    """Who evaluates, and what they have to open."""
+
+    pool: Pool
+    opened: Opened
+
+
 def opened_as(session: Session, source: Source, typed: str | None, threads: int) -> Opened:
     """What others have to open to have what this session has, each with so many threads. Raises UserError."""
     weights, inputs = describe(session)
@@ -40,8 +49,7 @@ def opened_as(session: Session, source: Source, typed: str | None, threads: int)
 def scan(
     session: Session,
     task: ScanTask,
-    opened: Opened,
-    pool: Pool,
+    over: Over,
     on_progress: OnStep = lambda step, done, total: None,
     on_estimate: OnEstimate = lambda report: None,
     cancelled: IsCancelled = never,
@@ -57,7 +65,7 @@ def scan(
         tasks = [ExactScore(task.dtypes, *key) for key in task.pending()]
     else:
         tasks = [ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
-    found = pool.results([Evaluation(opened, part) for part in tasks], cancelled)
+    found = over.pool.results([Evaluation(over.opened, part) for part in tasks], cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
             assert isinstance(result.value, MeasuredWeight)
@@ -74,16 +82,15 @@ def scan(
 def drifts(
     session: Session,
     recipes: Sequence[tuple[tuple[str, ...], RunSettings]],
-    opened: Opened | None,
-    pool: Pool | None,
+    over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
     """The drift of every recipe (its rules and settings), with its index, as they come: over a pool, or one after the other in this
     session, whose recipe in force is another afterwards. Raises as `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
-    if pool is not None and opened is not None:
-        for index, result in pool.results([Evaluation(opened, task) for task in tasks], cancelled):
+    if over is not None:
+        for index, result in over.pool.results([Evaluation(over.opened, task) for task in tasks], cancelled):
             assert isinstance(result.value, DriftReport)
             yield index, result.value
         return

@@ -54,6 +54,16 @@ def search_text(report: SearchReport) -> str:
     ]
     if report.measured is not None:
         lines.append(f"measured   {report.measured:.4e} {report.unit}")
+    if report.candidates:
+        lines += ["", f"measured on {report.held_out}"]
+        rows = [
+            (
+                "*" if (each.planned_bytes, each.measured) == (report.planned_bytes, report.measured) else " ",
+                human_bytes(each.planned_bytes), f"{each.predicted:.4e}", f"{each.measured:.4e}",
+            )
+            for each in report.candidates
+        ]  # fmt: skip
+        lines += [*table_lines([(" ", "planned", "predicted", "measured"), *rows], (1, 2, 3)), ""]
     lines += ["rules", *(f"  {printable(rule)}" for rule in report.rules or ("none: as stored",))]
     lines += [*loss_lines(report.lost), "", "Pareto front"]
     lines += [f"  {human_bytes(point.bytes):>10}  {point.predicted:.4e}" for point in _some(report.front, 12)]

@@ -69,9 +69,18 @@ class FrontPoint:
 
 
 @dataclass(frozen=True, slots=True)
+class Candidate:
+    """A recipe near the limit of a search, predicted and measured."""
+
+    planned_bytes: int
+    predicted: float
+    measured: float
+
+
+@dataclass(frozen=True, slots=True)
 class SearchReport:
     """The recipe that was found, as rules, with its planned bytes and predicted drift, and the whole Pareto front; `lost`: the
-    weights whose cast by it loses values.
+    weights whose cast by it loses values; `candidates`: those that were measured to find it, on `held_out` inputs.
     """
 
     model: str
@@ -84,3 +93,5 @@ class SearchReport:
     measured: float | None = None
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    held_out: str | None = None

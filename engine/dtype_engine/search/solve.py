@@ -33,3 +33,21 @@ def solve(front: ParetoFront, tree: Tree, budget: int | None = None, max_drift: 
         best = front.points[-1].predicted
         raise OutOfReach(f"nothing drifts by {max_drift:g} or less: the best is {best:.3g} predicted")
     return reaching
+
+
+def around(
+    front: ParetoFront, tree: Tree, budget: int | None, max_drift: float | None, count: int
+) -> tuple[Solution, ...]:
+    """The solution for a limit and those of the front next to it, `count` in all, the solution first.
+
+    Within a budget they are the largest that fit; for the most drift, those on both sides: a prediction may be too low or too
+    high. Raises as `solve`.
+    """
+    first = solve(front, tree, budget, max_drift)
+    indexes = range(len(front.points))
+    if budget is not None:
+        near = [index for index in reversed(indexes) if front.points[index].bytes <= first.bytes]
+    else:
+        near = sorted(indexes, key=lambda index: abs(front.points[index].bytes - first.bytes))
+    others = [solution for solution in map(front.solution_at, near[:count]) if solution.dtypes != first.dtypes]
+    return first, *others[: count - 1]

@@ -8,7 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,36 +36,6 @@ def pool() -> Iterator[ProcessPool]:
         yield pool
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture
-def source(make_llama: Callable[..., Path]) -> Source:
-    return locate(str(make_llama(num_hidden_layers=1, dtype="bfloat16")))
-
-
-@pytest.fixture
-def options(tmp_path: Path) -> de.Options:
-    ids = torch.randint(0, 64, (5, 1, 8), generator=torch.Generator().manual_seed(1))
-    torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")
-    return de.Options(device="cpu", tensors=tmp_path / "ids.pt", threads=1)
-
-
-@pytest.fixture
-def session(source: Source, options: de.Options) -> Any:
-    return opening.open_session(source, options)
-
-
-@pytest.fixture
-def opened(session: Any, source: Source) -> Opened:
-    return work.opened_as(session, source, str(source.path), 1)
-
-
 @pytest.mark.parametrize("exact", [False, True])
 def test_a_scan_over_processes_is_that_of_one(
     exact: bool, session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
@@ -74,7 +44,7 @@ def test_a_scan_over_processes_is_that_of_one(
     seen: list[tuple[str, int, int | None]] = []
     task = session.scan_task(["int8", "float8_e4m3fn"], None, exact, None)
     parts = task.parts
-    there = work.scan(session, task, opened, pool, lambda *progress: seen.append(progress))
+    there = work.scan(session, task, work.Over(pool, opened), lambda *progress: seen.append(progress))
     assert seen == [("scan", number, parts) for number in range(1, parts + 1)]
     assert parts == (11 * 3 if exact else 5)  # weights by dtypes, the stored one among them; sequences
     assert len({one.score for one in here.weights}) > 10
@@ -88,12 +58,12 @@ def test_drifts_over_processes_are_those_of_one(
 ) -> None:
     recipes = [(rules, de.RunSettings()) for rules in RULES]
     one = opening.open_session(source, options)
-    here = dict(work.drifts(one, recipes, None, None))
+    here = dict(work.drifts(one, recipes, None))
     for number, rules in enumerate(RULES):
         fresh = opening.open_session(source, options)
         fresh.apply(de.Recipe.of(map(de.Rule.parse, rules)))
         assert here[number].output == fresh.drift().output
-    there = dict(work.drifts(session, recipes, opened, pool))
+    there = dict(work.drifts(session, recipes, work.Over(pool, opened)))
     assert {number: (report.output, report.rules) for number, report in there.items()} == {
         number: (report.output, report.rules) for number, report in here.items()
     }

@@ -1,0 +1,71 @@
+"""`dtype-engine sweep`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from dtype_engine.cli.options import ModelCommand, json_option
+from dtype_engine.cli.parallel import over_workers, workers_option
+from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.errors import UserError
+from dtype_engine.results.as_json import as_json
+from dtype_engine.results.drift import SQUARED, OutputDrift
+from dtype_engine.results.sweep import SweepReport, sweep_rows
+
+
+def _unit(output: OutputDrift) -> str:
+    return "KL, nats per position" if output.kl_mean is not None else SQUARED
+
+
+@click.command(cls=ModelCommand, rules=False)
+@click.argument("model")
+@click.argument("recipes", nargs=-1, required=True, type=click.Path(path_type=Path))
+@workers_option
+@json_option
+def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | None, as_object: bool) -> None:
+    """Measure many recipe files on one model: bytes and drift in one table, and those that no other beats.
+
+    Each is measured with the settings of its file, or those of the command line.
+    """
+    from dtype_engine.evaluation.work import drifts
+    from dtype_engine.recipe import make_plan, require_matches
+    from dtype_engine.recipe.file import read_recipe_file
+    from dtype_engine.search.sensitivity import scalar_drift
+
+    files = [read_recipe_file(path) for path in recipes]
+    if len(set(recipes)) < len(recipes):
+        raise UserError("a recipe file is named twice")
+    source = request.locate()
+    session = request.open_session(source)
+    for path, file in zip(recipes, files, strict=True):
+        try:
+            require_matches(session.tree, file.recipe)
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
+    settings = request.options.settings
+    wanted = [(tuple(map(str, file.recipe.rules)), file.settings or settings) for file in files]
+    measured = []
+    with over_workers(workers, session, source, request.model, len(wanted), session.tree.stored_bytes) as (over, pace):
+        for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
+            say(pace.line(done, len(wanted)))
+            planned = make_plan(session.tree, files[index].recipe).planned_bytes
+            measured.append((str(recipes[index]), report.rules, planned, scalar_drift(report.output), report))
+    say("")
+    last = measured[-1][4]
+    swept = SweepReport(
+        last.model,
+        last.inputs,
+        session.tree.stored_bytes,
+        _unit(last.output),
+        sweep_rows([(*row[:4], row[4].output) for row in measured]),
+    )
+    if as_object:
+        print_json(as_json(swept))
+        return
+    from dtype_engine.reports.text_sweep import sweep_text
+
+    click.echo(sweep_text(swept))
+    note(last.notices)

@@ -1,0 +1,80 @@
+"""A Dask cluster that somebody else runs: workers anywhere, each with the model open."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.evaluation.pool import results
+from dtype_engine.evaluation.specs import Evaluated, Evaluation
+
+_CONNECT_S = 10
+
+
+class DaskPool:
+    """The workers of a scheduler at `tcp://HOST:PORT`, through `Client.get_executor()`. A context manager.
+
+    Raises UserError where `distributed` is not installed, nothing answers there, or it has no workers.
+    """
+
+    def __init__(self, address: str) -> None:
+        try:
+            from distributed import Client
+        except ImportError:
+            raise UserError("--workers tcp://... needs Dask: pip install 'dtype-tui[cluster]'") from None
+        logging.getLogger("distributed").setLevel(logging.CRITICAL)  # what happens is said in a sentence
+        self.address = address
+        try:
+            self._client: Any = Client(address, timeout=_CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            raise UserError(f"no Dask scheduler answers at {address}: {one_line(error)}") from None
+        self.workers = len(self._client.nthreads())
+        self._executor: Executor = self._client.get_executor(pure=False)
+        if not self.workers:
+            self.__exit__()
+            raise UserError(
+                f"the scheduler at {address} has no workers; dtype-engine worker {address} says how to start one"
+            )
+
+    def __enter__(self) -> DaskPool:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with contextlib.suppress(Exception):  # a scheduler that is gone can't be taken leave of
+            self._client.close(timeout=1)
+
+    def results(
+        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
+    ) -> Iterator[tuple[int, Evaluated]]:
+        """As `Pool.results`. The work of a lost worker is done again by Dask; what runs as it is cancelled runs to its end."""
+        from distributed.scheduler import KilledWorker
+
+        try:
+            yield from results(lambda: self._executor, self._gone, evaluations, cancelled)
+        except KilledWorker as error:
+            raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
+
+    def _gone(self) -> None:
+        """Futures are cancelled, by nobody here, when the scheduler ends."""
+        raise UserError(
+            f"the scheduler at {self.address} is gone; with --save, the same command goes on from what was done"
+        )
+
+
+def worker_lines(address: str) -> str:
+    """What to type to start workers, on any machine that has the same files under the same paths."""
+    worker = f"dask worker {address} --nworkers 1 --nthreads 1 --no-dashboard"
+    return "\n".join(
+        [
+            f"a worker here       {worker}",
+            f"sixteen by Slurm    srun --ntasks 16 {worker}",
+            "the scheduler       dask scheduler --port 8786",
+            f"then                dtype-engine scan MODEL --workers {address} --save scan.json",
+            "OMP_NUM_THREADS=1 before the last gives every worker one thread. All need the same dtype-tui[cluster].",
+        ]
+    )

@@ -1,0 +1,78 @@
+"""A search that measures the recipes around its limit, and takes the one that is best by what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import OutOfReach
+from dtype_engine.evaluation.work import Over, drifts
+from dtype_engine.recipe import make_plan
+from dtype_engine.recipe.minimize import minimize
+from dtype_engine.results.scan import Candidate, SearchReport
+from dtype_engine.search.pareto import Constraints, Solution
+from dtype_engine.search.sensitivity import scalar_drift
+from dtype_engine.search.solve import around, fixed_bytes
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.session import Session
+
+
+def candidates(
+    session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
+) -> tuple[Solution, ...]:
+    """The `count` solutions around a limit, by the session's last scan. Raises UserError, OutOfReach."""
+    return around(session.front(constraints), session.tree, budget, max_drift, count)
+
+
+def best(
+    session: Session,
+    found: Sequence[Solution],
+    max_drift: float | None,
+    constraints: Constraints,
+    over: Over | None = None,
+    on_measured: Callable[[int], None] = lambda done: None,
+    cancelled: IsCancelled = never,
+) -> SearchReport:
+    """Measure solutions on the session's inputs, and report the best, which is put in force: of those for a budget the one of
+    the least drift, of those for `max_drift` the smallest that does not exceed it.
+
+    `on_measured(done)` counts them. Raises OutOfReach where none keeps to `max_drift`, and as `Session.drift`.
+    """
+    recipes = [minimize(session.tree, solution.dtypes) for solution in found]
+    wanted = [(tuple(map(str, recipe.rules)), session.settings) for recipe in recipes]
+    measured: dict[int, float] = {}
+    for done, (index, report) in enumerate(drifts(session, wanted, over, cancelled), 1):
+        measured[index] = scalar_drift(report.output)
+        on_measured(done)
+    within = [index for index in measured if max_drift is None or measured[index] <= max_drift]
+    if not within:
+        least = min(measured.values())
+        raise OutOfReach(
+            f"none of the {len(found)} recipes measured drifts by {max_drift:g} or less: the best by {least:.3g}"
+        )
+    index = min(
+        within, key=lambda at: (measured[at], found[at].bytes) if max_drift is None else (found[at].bytes, measured[at])
+    )
+    session.apply(recipes[index], cancelled=cancelled)
+    front = session.front(constraints)
+    fixed = fixed_bytes(front, session.tree)
+    assert session.scanned is not None
+    return SearchReport(
+        model=session.model.title,
+        unit=session.scanned.unit,
+        rules=wanted[index][0],
+        stored_bytes=session.tree.stored_bytes,
+        planned_bytes=found[index].bytes + fixed,
+        predicted=found[index].score,
+        front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
+        measured=measured[index],
+        notices=session.model.notices,
+        lost=session.lost_values(cancelled, make_plan(session.tree, recipes[index])),
+        candidates=tuple(
+            Candidate(solution.bytes + fixed, solution.score, measured[at]) for at, solution in enumerate(found)
+        ),
+        held_out=session.inputs.description if session.inputs is not None else None,
+    )

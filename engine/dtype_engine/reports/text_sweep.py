@@ -1,0 +1,60 @@
+"""A sweep for a terminal: a table, and its points in a plot of characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
+from dtype_engine.reports.text_table import table_lines
+from dtype_engine.results.sweep import SweepReport, SweepRow
+
+_WIDTH, _HEIGHT = 60, 12
+
+
+def sweep_text(report: SweepReport) -> str:
+    """One line a recipe, the smallest first, `*` at those that none beats; then drift over bytes."""
+    lines = [
+        f"model      {report.model}, stored {human_bytes(report.stored_bytes)}",
+        f"inputs     {report.inputs}",
+        f"drift      {report.unit}; * no other is smaller and no worse",
+        "",
+    ]
+    perplexity = any(row.output.perplexity_candidate is not None for row in report.rows)
+    rows = [
+        (
+            "*" if row.best else " ", printable(row.recipe), human_bytes(row.planned_bytes), f"{row.drift:.4e}",
+            *((f"{row.output.perplexity_candidate or math.nan:.3f}",) if perplexity else ()),
+        )
+        for row in report.rows
+    ]  # fmt: skip
+    head = (" ", "recipe", "planned", "drift", *(("perplexity",) if perplexity else ()))
+    return "\n".join([*lines, *table_lines([head, *rows], (2, 3, 4)), *_plot(report.rows)])
+
+
+def _plot(rows: Sequence[SweepRow]) -> list[str]:
+    """Drift (logarithmic, upwards) over planned bytes; nothing where fewer than two have a drift to show."""
+    shown = [row for row in rows if 0 < row.drift < math.inf]
+    if len(shown) < 2:
+        return []
+    across = [row.planned_bytes for row in shown]
+    up = [math.log10(row.drift) for row in shown]
+    cells = [[" "] * _WIDTH for _ in range(_HEIGHT)]
+    # Those that are best last: they are seen where two fall together.
+    for row in sorted(shown, key=lambda row: row.best):
+        column = _place(row.planned_bytes, min(across), max(across), _WIDTH)
+        line = _place(math.log10(row.drift), min(up), max(up), _HEIGHT)
+        cells[_HEIGHT - 1 - line][column] = "*" if row.best else "o"
+    labels = {0: f"{10 ** max(up):.1e}", _HEIGHT - 1: f"{10 ** min(up):.1e}"}
+    left, right = human_bytes(min(across)), human_bytes(max(across))
+    return [
+        "",
+        *(f"{labels.get(number, ''):>8} |{''.join(line).rstrip()}" for number, line in enumerate(cells)),
+        f"{'':>8} +{'-' * _WIDTH}",
+        f"{'':>10}{left}{right:>{_WIDTH - len(left)}}",
+    ]
+
+
+def _place(value: float, least: float, most: float, cells: int) -> int:
+    return 0 if most == least else round((value - least) / (most - least) * (cells - 1))

@@ -1,0 +1,50 @@
+"""A small checkpoint with five sequences of tokens, opened here and described for others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtype_engine as de
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.evaluation import work
+from dtype_engine.evaluation.specs import Opened
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def source(make_llama: Callable[..., Path]) -> Source:
+    return locate(str(make_llama(num_hidden_layers=1, dtype="bfloat16")))
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> de.Options:
+    import torch
+
+    ids = torch.randint(0, 64, (5, 1, 8), generator=torch.Generator().manual_seed(1))
+    torch.save([{"input_ids": row} for row in ids], tmp_path / "ids.pt")
+    return de.Options(device="cpu", tensors=tmp_path / "ids.pt", threads=1)
+
+
+@pytest.fixture
+def session(source: Source, options: de.Options) -> Any:
+    from dtype_engine.runtime import opening
+
+    return opening.open_session(source, options)
+
+
+@pytest.fixture
+def opened(session: Any, source: Source) -> Opened:
+    return work.opened_as(session, source, str(source.path), 1)

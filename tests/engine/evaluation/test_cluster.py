@@ -1,0 +1,129 @@
+"""A real Dask cluster on this machine gives what this process gives, and what is lost is done again or said."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dtype_engine as de
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.evaluation import work
+from dtype_engine.evaluation.cluster import DaskPool
+from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSequence
+from dtype_engine.runtime import opening
+
+pytestmark = pytest.mark.slow
+distributed = pytest.importorskip("distributed")
+Start = Callable[[int], tuple[str, list[subprocess.Popen[bytes]]]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a scheduler and so many workers: its address, and the processes, the scheduler first."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def begin(module: str, *arguments: str) -> None:
+        command = [sys.executable, "-m", f"distributed.cli.{module}", *arguments, "--no-dashboard"]
+        processes.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+
+    def started(workers: int) -> tuple[str, list[subprocess.Popen[bytes]]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+        begin("dask_scheduler", "--host", "127.0.0.1", "--port", address.rpartition(":")[2])
+        for _ in range(workers):
+            folder = ("--local-directory", str(tmp_path / "dask"))
+            begin("dask_worker", address, "--nthreads", "1", "--nworkers", "1", "--no-nanny", *folder)
+        with distributed.Client(address, timeout=60, set_as_default=False) as client:
+            if workers:
+                client.wait_for_workers(workers, timeout=120)
+        return address, processes
+
+    yield started
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def untimed(report: Any) -> Any:
+    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)
+
+
+def test_scans_and_drifts_over_a_cluster_are_those_of_one_process_though_a_worker_is_killed(
+    start: Start, session: Any, source: Source, options: de.Options, opened: Opened
+) -> None:
+    address, _ = start(2)
+    recipes = [((rule,), de.RunSettings()) for rule in ("*=bfloat16", "*.mlp=int8", "*=float16")]
+    with DaskPool(address) as pool:
+        assert pool.workers == 2
+        over = work.Over(pool, opened)
+        for exact in (False, True):
+            here = opening.open_session(source, options).scan(["int8"], exact=exact)
+            there = work.scan(session, session.scan_task(["int8"], None, exact, None), over)
+            assert untimed(there) == untimed(here)
+        fresh = opening.open_session(source, options)
+        here = {index: report.output for index, report in work.drifts(fresh, recipes, None)}
+        assert {index: report.output for index, report in work.drifts(session, recipes, over)} == here
+        evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(40)]
+        found: dict[int, Evaluated] = {}
+        for index, result in pool.results(evaluations):
+            if not found:
+                os.kill(result.process, signal.SIGKILL)
+            found[index] = result
+    scan = session.scan_task(["int8"], 2, False, None)
+    assert sorted(found) == list(range(40))
+    assert all(found[index].value.scores == scan.measure(index % 5).scores for index in found)
+    assert len({result.process for result in found.values()}) > 1
+
+
+def test_where_the_scheduler_ends_what_was_done_is_kept_and_gone_on_from(
+    start: Start, session: Any, source: Source, options: de.Options, opened: Opened, tmp_path: Path
+) -> None:
+    address, processes = start(1)
+    whole = opening.open_session(source, options).scan(["int8", "float16"], exact=True)
+    file = tmp_path / "scan.json"
+    task = session.scan_task(["int8", "float16"], None, True, file)
+
+    def end(what: str, done: int, total: int | None) -> None:
+        if done == 3:
+            processes[0].kill()
+            processes[0].wait()
+
+    with (
+        DaskPool(address) as pool,
+        pytest.raises(de.UserError, match=f"the scheduler at {address} is gone; with --save"),
+    ):
+        work.scan(session, task, work.Over(pool, opened), end)
+    again = opening.open_session(source, options).scan_task(["int8", "float16"], None, True, file)
+    assert 3 <= len(again.done) < again.parts
+    assert untimed(again.run()) == untimed(whole)
+
+
+def test_no_scheduler_and_no_workers_are_told(start: Start, capsys: pytest.CaptureFixture[str]) -> None:
+    address, _ = start(0)
+    with pytest.raises(de.UserError, match=f"no workers; dtype-engine worker {address} says how"):
+        DaskPool(address)
+    assert run(cli, "dtype-engine", ["worker", address]) == 0
+    assert f"dask worker {address} --nworkers 1" in capsys.readouterr().out
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(de.UserError, match=f"no Dask scheduler answers at {nobody}"):
+        DaskPool(nobody)
+
+
+@pytest.mark.parametrize("workers", ["0", "-3", "many", "http://x", "99999999"])
+def test_what_can_be_no_workers_is_refused(workers: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(cli, "dtype-engine", ["scan", "--workers", workers]) == 2
+    assert "neither a number of processes nor tcp://HOST:PORT" in capsys.readouterr().err
