@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 from tests.helpers.terminal import Terminal
 
-_PLAIN = "jklhJKGHEW<>[]{}nNzyYwvxucmdafgtsopei,?:/b *=.12345678\r\t \x10\x12\x7f"  # all keys but the one that leaves
+_PLAIN = "jklhJKGHEWR<>[]{}nNzyYwvxucmdafgtsopei,?:/b *=.12345678\r\t \x10\x12\x7f"  # all keys but the one that leaves
 _PALETTE = "\x10"
 _MOVES = ("\x1b[A", "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[5~", "\x1b[6~", "\x1b[H", "\x1b[F", "\x1b[Z")
 _EVERY = 100

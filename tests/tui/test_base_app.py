@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from tests.helpers.recording_engine import make_app
+from tests.helpers.recording_engine import make_app, running, say
 from textual._styles_cache import StylesCache
 
 from dtype_engine.cli.program import TRACEBACK
+from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 
 
@@ -49,6 +50,14 @@ async def test_nothing_that_a_closed_window_has_drawn_is_kept() -> None:
         for _ in range(5):
             await pilot.press("question_mark", "escape")
         assert drawings() <= before + 2
+
+
+async def test_garbage_is_collected_when_the_engine_ends_before_it_was_ready() -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        assert not gc.isenabled()
+        await say(app, pilot, events.EngineEnded("it was killed"))
+        assert gc.isenabled()
 
 
 def drawings() -> int:

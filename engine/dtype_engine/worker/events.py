@@ -339,5 +339,7 @@ REPLACEABLE = (
 
 
 def is_opened(event: Event) -> bool:
-    """Whether nothing more of the model's opening follows: what was imported and made is there to stay."""
-    return isinstance(event, ModelReady | Idle) or (isinstance(event, OpenFailed) and not event.classes_follow)
+    """Whether nothing more of the model's opening follows: what was imported and made is there to stay, or the engine is gone."""
+    return isinstance(event, ModelReady | Idle | EngineEnded | EngineLost) or (
+        isinstance(event, OpenFailed) and not event.classes_follow
+    )
