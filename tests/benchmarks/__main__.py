@@ -26,6 +26,7 @@ import dtype_engine
 import dtype_tui
 from dtype_engine.core.cancellation import never
 
+from .live import errors, live
 from .rows import Row
 from .starting import starting
 from .table import table
@@ -122,7 +123,7 @@ def measuring(folder: Path) -> list[Row]:
             for batch in batches:
                 session.model.module(*batch.args, **batch.kwargs)
 
-    for dtype in ("float32", "bfloat16"):
+    for dtype in ("float32", "bfloat16", "float16"):
         session.apply(Recipe((Rule("*", dtype),)))
         meter = DriftMeter(session.model, session.inputs)  # type: ignore[arg-type]
         meter.measure()
@@ -386,6 +387,8 @@ SECTIONS = {
     "exporting": exporting,
     "reference": reference,
     "measuring": measuring,
+    "live": live,
+    "errors": errors,
     "weights": weights,
     "starting": starting,
     "screen": screen,
@@ -408,6 +411,7 @@ def main() -> int:
             for row in SECTIONS[name](folder):
                 missed = missed or row.missed
                 budget = f"  at most {row.budget:g}" if row.budget is not None else ""
+                budget += f"  at least {row.least:g}" if row.least is not None else ""
                 print(
                     f"{'MISSED' if row.missed else '':6} {row.value:10.2f} {row.unit:3} {row.what}{budget}", flush=True
                 )

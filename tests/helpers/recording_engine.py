@@ -13,7 +13,7 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, Seconds
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
@@ -154,4 +154,5 @@ def report(
         modules,
         MemoryStats(),
         Seconds(0.1, 0.2),
+        Extent(done=6, total=6, positions=973, of_tokens=True, kl_error=0.0),
     )

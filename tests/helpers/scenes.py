@@ -11,7 +11,7 @@ from textual.widgets import Input
 
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
-from dtype_engine.results.drift import NATS, ImplicitCastStats, ModuleDrift
+from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
 from dtype_engine.results.inputs import InputBatch, InputsSummary, InputTensor
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport, SpeedRow, Written
@@ -89,6 +89,15 @@ async def queued(app: DtypeApp, pilot: Pilot[None]) -> None:
     """A measurement runs, and a scan and an export wait."""
     await measuring(app, pilot)
     await say(app, pilot, events.Jobs("measure", ("scan", "write")))
+
+
+async def measured_in_part(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Under way, with the figures of the first two of six sequences."""
+    await measuring(app, pilot)
+    extent = Extent(done=2, total=6, positions=295, of_tokens=True, rel_l2_error=0.05, kl_error=0.11)
+    reading = PartialDrift(report(MIXED).output, extent)
+    kept = dataclasses.replace(memory(), kept_bytes=31 * MIB, kept_budget_bytes=2 * 1024 * MIB)
+    await say(app, pilot, events.OutputMeasured(MIXED, "defaults", reading), events.Memory(MIXED, kept))
 
 
 def after(scene: Scene, *keys: str) -> Scene:
@@ -229,6 +238,7 @@ SCENES: dict[str, Scene] = {
     "as-stored": ready,
     "mix": mixed,
     "measuring": measuring,
+    "measured in part": measured_in_part,
     "failed": failed,
     "memory-tab": after(mixed, "tab"),
     "recipe-tab": after(mixed, "tab", "tab"),

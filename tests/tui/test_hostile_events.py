@@ -39,15 +39,15 @@ class Hostility:
         self._numbers = RecipeNumbers()
         self._decoder = AnswerDecoder(self._numbers)
 
-    def sequence(self) -> None:
-        """Tell some events, as the engine's process does, up to one that is refused."""
+    def sequence(self, kind: type | None = None) -> None:
+        """Tell some events, of any kind or of this one, as the engine's process does, up to one that is refused."""
         experiment = self._app.controller.experiment
         for recipe in (experiment.recipe, *(Recipe((Rule.parse(rule),)) for rule in RULES)):
             self._numbers.note(SetRecipe(recipe))
         telling = RandomEvents(self._chance, experiment.tree, 2 + len(RULES))
         for _ in range(self._chance.choice((1, 1, 3, 8))):
             try:
-                for message in telling.next():
+                for message in telling.next(kind):
                     event = self._decoder.decode(message)
             except WireError as error:
                 self._decoder.begin_again()
@@ -62,7 +62,7 @@ class Hostility:
             assert printable(line, len(line)) == line
 
 
-async def go_through(scene: str, seed: str, sequences: int) -> None:
+async def go_through(scene: str, seed: str, sequences: int, kind: type | None = None) -> None:
     """Sequences of events in one scene, with a key in between now and then."""
     chance = random.Random(f"{scene} {seed}")
     app = make_app()
@@ -71,7 +71,7 @@ async def go_through(scene: str, seed: str, sequences: int) -> None:
             await SCENES[scene](app, pilot)
         hostility = Hostility(app, chance)
         for _ in range(sequences):
-            hostility.sequence()
+            hostility.sequence(kind)
             await pilot.pause()
             await pilot.pause()
             hostility.check()
@@ -86,6 +86,11 @@ async def go_through(scene: str, seed: str, sequences: int) -> None:
 @pytest.mark.parametrize("scene", ["before the model", *SCENES])
 async def test_it_lives_on(scene: str) -> None:
     await go_through(scene, "0", SEQUENCES)
+
+
+@pytest.mark.slow
+async def test_figures_so_far_may_be_anything() -> None:
+    await go_through("measuring", "so far", 3 * SEQUENCES, events.OutputMeasured)
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,13 @@ from dtype_engine.cli.program import note, print_json, say, say_progress
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.results.as_json import as_json
-from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
+from dtype_engine.results.attribution import (
+    AttributionReport,
+    LossRemedy,
+    NoiseFloor,
+    NonFiniteDiagnosis,
+    near_floor,
+)
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.losses import severe
 from dtype_engine.results.meaning import HELP, Meaning, meaning
@@ -28,7 +35,7 @@ if TYPE_CHECKING:
 MISSED = 1
 
 
-@click.command(cls=ModelCommand, epilog=HELP)
+@click.command(cls=ModelCommand, measures=True, epilog=HELP)
 @click.option(
     "--generate",
     "tokens",
@@ -72,6 +79,9 @@ def drift(
         from dtype_engine.core.atomic_write import check_target
 
         check_target(save_recipe, force)
+    if request.options.reference_bytes is None and not suggest:
+        # Nothing is measured again.
+        request = dataclasses.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
     session = request.open_session()
     report = session.drift(on_progress=say_progress)
     if save_recipe is not None:
@@ -97,9 +107,11 @@ def drift(
 
 @dataclass(frozen=True, slots=True)
 class _Details:
-    """What `drift` tells beside the figures of a report: the floor, why values are not finite, causes, a remedy."""
+    """What `drift` tells beside the figures of a report: the floor (None: not measured), why values are not finite, causes, a
+    remedy.
+    """
 
-    floor: NoiseFloor
+    floor: NoiseFloor | None
     nonfinite: NonFiniteDiagnosis | None
     causes: AttributionReport | None
     meaning: Meaning
@@ -129,8 +141,13 @@ class _Details:
 
 
 def _measure_details(session: Session, report: DriftReport, causes: bool, suggest: bool) -> _Details:
-    """Measure the noise floor, and what else a report calls for (values that are not finite) or the user asked for."""
-    floor = session.floor(lambda done, total: say("the reference against itself"))
+    """Measure the noise floor where it may decide, and what else a report calls for (values that are not finite) or the user asked
+    for.
+    """
+    asked = session.options.floor
+    floor = None
+    if asked == "always" or (asked == "auto" and near_floor(report.output)):
+        floor = session.floor(lambda done, total: say("the reference against itself"))
     nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
     attribution = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
     remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None

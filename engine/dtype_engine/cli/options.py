@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.core.errors import UserError
 
 _FILE = click.Path(path_type=Path)
 
@@ -80,10 +81,66 @@ _RUNNING = (
 )
 
 
+class _Bytes(click.ParamType[int]):
+    """A size such as `2GiB`."""
+
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        from dtype_engine.search.constraints import parse_bytes
+
+        try:
+            return value if isinstance(value, int) else parse_bytes(value.replace("%", "?"), 0)
+        except UserError:
+            self.fail(f"{value!r}: give a size, such as 2GiB", param, ctx)
+
+
+class _Precision(click.ParamType[float]):
+    """A share such as `5%` or `0.05`."""
+
+    name = "precision"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value).strip()
+        try:
+            share = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            share = 0.0
+        if not 0 < share < 1:
+            self.fail(f"{value!r}: give a share of the drift, such as 5%", param, ctx)
+        return share
+
+
+_MEASURING = (
+    click.Option(
+        ["--precision"],
+        type=_Precision(),
+        metavar="SHARE",
+        help="End when the drift is known to this relative standard error, such as 5%; by default when all inputs were run.",
+    ),
+    click.Option(
+        ["--floor"],
+        type=click.Choice(["auto", "always", "never"]),
+        default="auto",
+        show_default=True,
+        help="The drift of the reference against itself. auto: where a reading is near it; in the app, while nothing else runs.",
+    ),
+    click.Option(
+        ["--keep", "reference_bytes"],
+        type=_Bytes(),
+        metavar="BYTES",
+        help="Outputs to keep for the next measurement, such as 2GiB; by default a quarter of what is free, up to 2 GiB.",
+    ),
+)
+
+
 class ModelCommand(click.Command):
     """A command about one model. Its function gets a `RunRequest` as `request`, beside the parameters of its own.
 
     rules: it takes --cast, --recipe and --preset. runs: it takes the options of a forward pass: device, inputs and settings.
+    measures: it takes those of measuring drift.
     checks_inputs: files of inputs are on this machine, and are looked at before anything else is. MODEL is an argument, unless a
     parameter of its own is named `model`.
     """
@@ -94,11 +151,13 @@ class ModelCommand(click.Command):
         params: Sequence[click.Parameter] = (),
         rules: bool = True,
         runs: bool = True,
+        measures: bool = False,
         checks_inputs: bool = True,
         **named: Any,
     ) -> None:
         argument = () if any(parameter.name == "model" for parameter in params) else (_MODEL,)
         rule_options, model_options = _RULES if rules else (), (*_OPENING, *(_RUNNING if runs else ()))
+        model_options += _MEASURING if measures else ()
         super().__init__(name, params=[*argument, *rule_options, *params, *model_options], **named)
         self._runs = runs
         self._checks_inputs = checks_inputs

@@ -39,9 +39,9 @@ def note(sentences: Iterable[str]) -> None:
         click.echo(f"dtype-engine: note: {sentence}", err=True)
 
 
-def say_progress(run: str, done: int, total: int | None) -> None:
-    share = f" {100 * done // total} %" if total else ""
-    say(f"{run}: {done} module calls{share}")
+def say_progress(run: str, done: int, total: int) -> None:
+    """How much of a measurement is done, and in which of its passes it is."""
+    say(f"measuring: {run} {100 * done // max(1, total)} %")
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:

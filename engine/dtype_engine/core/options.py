@@ -48,7 +48,10 @@ class Options:
         architecture: The class whose module a checkpoint's tensors go into; None for the one that its config.json names.
         trust_pickle, trust_remote_code: Run code that comes with the model, as the user says it is safe.
         download: Fetch a model that is not in the local cache.
-        reference_bytes: Budget for the reference's stored outputs; None for a quarter of the memory that is free.
+        reference_bytes: How many bytes of outputs are kept for the next measurement; None for a quarter of the memory that is free,
+            2 GiB at most.
+        precision: The relative standard error of the drift at which a measurement ends; None to run all inputs.
+        floor: Whether to measure the noise floor: "auto" where a reading is near it, and while nothing else is to be done.
         settings: How the candidate is run.
         threads: How many threads torch computes with; None for its own choice.
 
@@ -72,5 +75,7 @@ class Options:
     download: bool = False
     trust_remote_code: bool = False
     reference_bytes: int | None = None
+    precision: float | None = None
+    floor: Literal["auto", "always", "never"] = "auto"
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None

@@ -332,7 +332,7 @@ def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mappi
     rows = [("when", f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")]
     if drift is not None:
         rows += [
-            ("inputs", printable(drift.inputs, 500)),
+            ("inputs", printable(drift.inputs_run, 500)),
             ("reference", drift.reference),
             ("settings", printable(drift.settings, 500)),
             ("device", drift.device),

@@ -182,7 +182,7 @@ def drift_text(report: DriftReport) -> str:
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
         *_weights_only(report),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
-        f"inputs     {report.inputs}",
+        f"inputs     {report.inputs_run}",
         f"output     {report.output_name}, {output.elements:,} elements",
         f"mean |Δ|   {output.mean_abs:.4e}",
         f"max |Δ|    {output.max_abs:.4e}",
@@ -197,6 +197,8 @@ def drift_text(report: DriftReport) -> str:
             f"KL         mean {with_error(output.kl_mean, output.kl_mean_se)} nats over {output.positions} positions"
         )
         lines.append("           " + ", ".join(f"{name} {value:.3e}" for name, value in output.kl_tail.items()))
+    if not report.sequences.whole and (error := report.sequences.error) is not None:
+        lines.append(f"           over all inputs it may be {100 * error:.1f} % more or less: one standard error")
     if output.top1_agreement is not None:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
         lines.append(f"same top   {top1} of positions")

@@ -7,17 +7,54 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels
+from dtype_engine.core.units import decibels, plural
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import OutputDrift
+    from dtype_engine.results.drift import Extent, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
 _CANCELLING = 1.2
 """A part that drifts this many times as much as the whole is no share of it."""
+
+
+def extent_text(extent: Extent) -> str:
+    """`2 of 6 sequences, 184 tokens`: how much of the inputs figures are over."""
+    whole = "sequence" if extent.of_tokens else "input"
+    part = "token" if extent.of_tokens else "position"
+    return f"{extent.done:,} of {plural(extent.total, whole)}, {plural(extent.positions, part)}"
+
+
+def kl_text(output: OutputDrift, extent: Extent) -> str:
+    """`1.234e-03 ± 2e-05`: the mean KL in nats, with the standard error of the mean over positions; where not all inputs were run,
+    with how far the mean over all of them may be.
+    """
+    assert output.kl_mean is not None
+    error = output.kl_mean_se
+    if not extent.whole:
+        error = None if extent.kl_error is None else abs(output.kl_mean) * extent.kl_error
+    return f"{output.kl_mean:.3e}" + ("" if error is None else f" ± {error:.0e}")
+
+
+def sqnr_text(output: OutputDrift, extent: Extent) -> str:
+    """`43.17 dB`, and where not all inputs were run ` ± 0.40`: how far that over all of them may be."""
+    words = decibels(output.sqnr_db)
+    if extent.whole or extent.rel_l2_error is None or not math.isfinite(output.sqnr_db):
+        return words
+    return f"{words} ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
+
+
+def partial_text(reading: PartialDrift) -> str:
+    """`KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`: a measurement under way in one line."""
+    output, extent = reading.output, reading.extent
+    if output.nonfinite:
+        return "not finite"
+    figure = f"SQNR {sqnr_text(output, extent)}"
+    if output.kl_mean is not None and not math.isnan(output.kl_mean):
+        figure = f"KL {kl_text(output, extent)} nats"
+    return f"{figure}, {extent_text(extent).split(',')[0]}"
 
 
 def floor_text(floor: NoiseFloor) -> str:
@@ -29,9 +66,12 @@ def floor_text(floor: NoiseFloor) -> str:
     return kl + ratio
 
 
-def floor_lines(floor: NoiseFloor, output: OutputDrift) -> list[str]:
-    """What the drift means, and the floor and how it was found."""
-    lines = [f"meaning    {meaning(output, floor)}", f"floor      {floor_text(floor)}"]
+def floor_lines(floor: NoiseFloor | None, output: OutputDrift) -> list[str]:
+    """What the drift means, and the floor and how it was found, where it was measured."""
+    lines = [f"meaning    {meaning(output, floor)}"]
+    if floor is None:
+        return lines
+    lines.append(f"floor      {floor_text(floor)}")
     if floor.ways:
         lines[1] += f": the reference against itself, by {' and '.join(floor.ways)}, {floor.positions:,} positions"
     return lines

@@ -9,6 +9,14 @@ from typing import Literal
 
 from dtype_engine.results.drift import Figures, OutputDrift, drifts_less
 
+REACH_OF_FLOOR = 1e-3
+"""Relative L2 error. Float32 sums in another order move an output by some 1e-7 of itself: this leaves room for deep models."""
+
+
+def near_floor(output: OutputDrift) -> bool:
+    """Whether a reading is so small that it may be under its floor, which is worth measuring then; no drift at all needs none."""
+    return 0 < output.rel_l2 <= REACH_OF_FLOOR
+
 
 @dataclass(frozen=True, slots=True)
 class NoiseFloor:

@@ -195,9 +195,49 @@ class Seconds:
     reused: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extent:
+    """How much of the inputs figures are over: `done` of `total` sequences, `positions` rows of the main output.
+
+    rel_l2_error, kl_error: how far the relative L2 error and the mean KL over all sequences may be from those so far: one standard
+    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be told.
+    of_tokens: positions are tokens of a text.
+    """
+
+    done: int
+    total: int
+    positions: int
+    of_tokens: bool = False
+    rel_l2_error: float | None = 0.0
+    kl_error: float | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of the inputs were run."""
+        return self.done >= self.total
+
+    @property
+    def error(self) -> float | None:
+        """Of the mean KL where there is one, else of the relative L2 error."""
+        return self.rel_l2_error if self.kl_error is None else self.kl_error
+
+    def is_within(self, precision: float | None) -> bool:
+        """Whether the figure is known to a relative standard error of `precision`; None: only all of the inputs are enough."""
+        return self.whole or (precision is not None and self.error is not None and self.error <= precision)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialDrift:
+    """The main output's drift over the sequences that were run so far, of a measurement under way or one that was stopped."""
+
+    output: OutputDrift
+    extent: Extent
+
+
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """One measurement: a recipe against the reference. `lost`: the weights whose cast loses values."""
+    """One measurement: a recipe against the reference. `lost`: the weights whose cast loses values; `sequences`: how much of
+    the inputs it is over."""
 
     model: str
     device: str
@@ -210,8 +250,15 @@ class DriftReport:
     modules: tuple[ModuleDrift, ...]
     memory: MemoryStats
     seconds: Seconds
+    sequences: Extent
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+
+    @property
+    def inputs_run(self) -> str:
+        """The inputs in words, and how many were run where that is not all of them."""
+        run = self.sequences
+        return self.inputs if run.whole else f"{self.inputs}; {run.done:,} of {run.total:,} were run"
 
 
 NATS = "nats per token"

@@ -11,7 +11,8 @@ class MemoryStats:
 
     stored: tensors in the checkpoint; planned: the same under the recipe; resident: the live module's tensors by
     device, non-persistent buffers included. rss is the process's resident set: its anonymous part, and the part that is
-    mapped from the checkpoint's files, which the system can take back. peak_rss is since the last operation began.
+    mapped from the checkpoint's files, which the system can take back. peak_rss is since the last operation began. kept: module
+    outputs that make the next measurement faster, a part of the process's memory or the device's, and the most they may be.
     """
 
     stored_bytes: int | None = None
@@ -25,3 +26,5 @@ class MemoryStats:
     device_allocated_bytes: int | None = None
     device_reserved_bytes: int | None = None
     device_peak_bytes: int | None = None
+    kept_bytes: int | None = None
+    kept_budget_bytes: int | None = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
@@ -49,6 +50,19 @@ class CastModel:
         self._history = RecipeHistory()
         self._plan = make_plan(model.tree, Recipe())
         self.scanned: ScanReport | None = None
+
+    @contextmanager
+    def putting_back(self) -> Iterator[None]:
+        """Casts made meanwhile are undone: the recipe in force is cast again at the end."""
+        try:
+            yield
+        finally:
+            self.model.apply(self._plan.dtypes)
+
+    @property
+    def kept_outputs(self) -> tuple[int, int] | None:
+        """Bytes of outputs kept for the next measurement, and the most that may be; None where nothing is measured."""
+        return None
 
     @property
     def tree(self) -> Tree:
@@ -289,6 +303,7 @@ class CastModel:
             2831232
         """
         process = process_memory(self.model.files)
+        kept, budget = self.kept_outputs or (None, None)
         stats = MemoryStats(
             stored_bytes=self._plan.stored_bytes,
             planned_bytes=self._plan.planned_bytes,
@@ -298,6 +313,8 @@ class CastModel:
             anonymous_bytes=process.anonymous,
             mapped_bytes=process.mapped,
             peak_rss_bytes=process.peak_rss,
+            kept_bytes=kept,
+            kept_budget_bytes=budget,
         )
         device = self.model.device
         if device.type != "cuda":

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
+import torch
 
 _KIB = 1024
 
@@ -41,6 +42,13 @@ def reset_peak_rss() -> None:
             Path("/proc/self/clear_refs").write_text("5")
         except OSError:
             return
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Start the peaks of the process and of a device anew."""
+    reset_peak_rss()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _status() -> dict[str, int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
-
-import torch
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
@@ -25,7 +24,7 @@ from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.comparison import OnModules
-from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress
+from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress, OnReading, Precision, budget_for
 from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import aggregate
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -34,7 +33,7 @@ from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.process_memory import reset_peak_rss
+from dtype_engine.runtime.process_memory import reset_peaks
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.scan.tasks import LastScan, ScanTask
 from dtype_engine.search.pareto import Constraints
@@ -69,16 +68,21 @@ class Session(CastModel):
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
         cancelled: IsCancelled = never,
+        on_reading: OnReading = lambda reading: None,
+        precision: Precision | None = None,
     ) -> DriftReport:
         """Run reference and candidate over the inputs and compare their outputs.
 
         Args:
-            on_progress: Called with the run ("reference", "candidate"), module calls done and all, None while unknown.
+            on_progress: Called with the run ("reference", "candidate"), and how much of all passes is done, in inputs' elements.
             on_modules: Called with the drift of the modules compared so far.
             cancelled: Asked between module calls.
+            on_reading: Called after every sequence: its `measurement()` has the figures so far.
+            precision: Asked after every sequence for the relative error that is enough, None for all inputs; by default that of
+                the options.
 
         Returns:
-            Figures of the main output and of every module, memory in bytes, times in seconds.
+            Figures of the main output and of every module, memory in bytes, times in seconds; `sequences` says over how much.
 
         Raises:
             NoForward: The model can't be run.
@@ -91,15 +95,14 @@ class Session(CastModel):
             True
         """
         if self._meter is None:
-            self._meter = DriftMeter(self.model, self._need_inputs())
-            if self.options.reference_bytes is not None:
-                self._meter.budget = self.options.reference_bytes
-        self._meter.settings = self.settings
-        reset_peak_rss()
-        if self.model.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self.model.device)
-        measurement = self._meter.measure(on_progress, on_modules, cancelled)
-        return self._meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
+            self._meter = DriftMeter(self.model, self._need_inputs(), budget=budget_for(self.options.reference_bytes))
+        meter, wanted = self._meter, precision or (lambda: self.options.precision)
+        meter.settings = self.settings
+        reset_peaks(self.model.device)
+        measurement = meter.measure(
+            on_progress, on_modules, cancelled, on_reading, lambda extent: extent.is_within(wanted())
+        )
+        return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
 
     @reading_weights
     def causes(
@@ -119,8 +122,8 @@ class Session(CastModel):
             >>> [part.name.split(".")[-2] for part in session.causes().causes]
             ['mlp', 'mlp', 'mlp']
         """
-        attribution = Attribution(self.model, self._need_inputs(), self.settings, tuple(map(str, self.recipe.rules)))
-        return attribution.report(on_progress, cancelled)
+        rules = tuple(map(str, self.recipe.rules))
+        return Attribution(self.model, self._need_inputs(), self.settings, rules).report(on_progress, cancelled)
 
     @reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
@@ -164,10 +167,8 @@ class Session(CastModel):
         if self._meter is None or not (output.nonfinite or output.nonfinite_reference):
             return None
         bad = not output.nonfinite
-        try:
+        with self.putting_back():
             return diagnose_nonfinite(self._meter, self.tree, self.recipe, report.modules, bad, on_trial, cancelled)
-        finally:
-            self.model.apply(self.plan.dtypes)
 
     @reading_weights
     def loss_remedy(
@@ -191,14 +192,11 @@ class Session(CastModel):
         def count(name: str, dtype: str) -> ValueLoss | None:
             return self.model.weights[name].count_loss(dtype, cancelled)
 
-        losses = self.lost_values(cancelled)
         if report is None or self._meter is None:
             reason = self.no_forward or "the recipe was not measured"
-            return untried_remedy(self.tree, self.plan, losses, count, reason)
-        try:
-            return tried_remedy(self._meter, self.tree, self.plan, losses, report.output, count, on_trial, cancelled)
-        finally:
-            self.model.apply(self.plan.dtypes)
+            return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
+        with self.putting_back():
+            return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)
 
     @reading_weights
     def flow(self, cancelled: IsCancelled = never) -> tuple[ImplicitCastStats, ...]:
@@ -297,12 +295,9 @@ class Session(CastModel):
             True
         """
         task = self.scan_task(dtypes, draws, exact, save)
-        try:
+        with self.putting_back() if exact else nullcontext():
             self.scanned = task.run(on_progress, on_estimate, cancelled)
             return self.scanned
-        finally:
-            if exact:
-                self.model.apply(self.plan.dtypes)
 
     def scan_task(self, dtypes: Sequence[str], draws: int | None, exact: bool, save: Path | None) -> ScanTask:
         """The scan that `scan` runs, in its parts; the same one as long as the same is asked for. Raises as `scan` does.
@@ -391,6 +386,11 @@ class Session(CastModel):
             1
         """
         return summarize(self.inputs) if self.inputs is not None else None
+
+    @property
+    def kept_outputs(self) -> tuple[int, int] | None:
+        """Bytes of outputs kept for the next measurement, and the most that may be; None before the first."""
+        return None if self._meter is None else (self._meter.kept_bytes, self._meter.budget)
 
     def _need_inputs(self) -> Inputs:
         if self.inputs is None:

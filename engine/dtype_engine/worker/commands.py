@@ -99,13 +99,17 @@ class SetInputs(Command):
 
 @dataclass(frozen=True)
 class Measure(Command):
-    """Cast to the recipe in force and measure its drift. `read_values`: without a live model, count lost values however many
-    bytes must be read."""
+    """Cast to the recipe in force and measure its drift.
+
+    read_values: without a live model, count lost values however many bytes must be read. in_full: run all inputs, however precise
+    the figures are before that; a measurement under way goes on to the end.
+    """
 
     name = "measure"
     rank = 1
     needs_model = False
     read_values: bool = False
+    in_full: bool = False
 
 
 class ApplyRecipe(Command):
@@ -147,9 +151,10 @@ class CountStoredLosses(FollowUp):
 
 
 class MeasureFloor(FollowUp):
-    """Measure the reference against itself, once for the inputs in use."""
+    """Measure the reference against itself, once for the inputs in use, while there is nothing else to do."""
 
     name = "floor"
+    rank = 4
 
 
 class TraceCasts(Command):

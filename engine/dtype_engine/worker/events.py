@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift
+    from dtype_engine.results.drift import DriftReport, ImplicitCastStats, ModuleDrift, PartialDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.memory import MemoryStats
@@ -95,14 +95,14 @@ class LossRemedyFound(NamedTuple):
 
 
 class MeasuringProgress(NamedTuple):
-    """A forward pass is under way: `run` is "reference" or "candidate"; `done` of `total` module calls over all
-    inputs.
+    """A measurement is under way: its pass now is `run`, "reference" or "candidate"; `done` of `total` elements of the inputs, over
+    all passes that are to be run.
     """
 
     recipe: Recipe
     run: str
     done: int
-    total: int | None
+    total: int
 
 
 class WorkingProgress(NamedTuple):
@@ -122,8 +122,16 @@ class ModulesMeasured(NamedTuple):
     modules: tuple[ModuleDrift, ...]
 
 
+class OutputMeasured(NamedTuple):
+    """Drift of the main output over the sequences of a measurement that were run so far; `settings` as in a report."""
+
+    recipe: Recipe
+    settings: str
+    reading: PartialDrift
+
+
 class Measured(NamedTuple):
-    """A measurement is complete."""
+    """A measurement is complete, or as precise as was asked for."""
 
     recipe: Recipe
     report: DriftReport
@@ -299,6 +307,7 @@ Event = (
     | CastDone
     | MeasuringProgress
     | ModulesMeasured
+    | OutputMeasured
     | Measured
     | NoiseFloorMeasured
     | NonfiniteFound
@@ -331,6 +340,7 @@ REPLACEABLE = (
     MeasuringProgress,
     WorkingProgress,
     SavingProgress,
+    OutputMeasured,
     Memory,
     Jobs,
     ScanUpdated,

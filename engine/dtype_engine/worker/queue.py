@@ -2,7 +2,7 @@
 
 In short: inputs go before a measurement, a measurement before its follow-ups, all of these before what was asked for by name,
 which keeps its order. A newer recipe or newer inputs stop whatever runs after them, except a save; what they stopped runs again
-later, unless it is superseded. What the user stops does not.
+later, unless it is superseded. What the user stops does not. The noise floor waits for everything else, and is stopped by it.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dtype_engine.worker.commands import (
     FollowUp,
     JobName,
     Measure,
+    MeasureFloor,
     Pause,
     Request,
     SetInputs,
@@ -36,6 +37,8 @@ Available = Literal["opening", "model", "files", "nothing"]
 class Queue:
     """What the worker is to do. The last three fields are kept until they are reported (see `reported`).
 
+    in_full: the running measurement is to run all inputs.
+
     stopping: who wants the running command to stop. failed: the last measurement ended without figures. paused: a scan waits
     where it is. stopped, dropped: what the user stopped, and what waited then. refused: names and reasons.
     """
@@ -48,6 +51,7 @@ class Queue:
     waiting: tuple[Command, ...] = (Measure(),)
     stopping: Literal["", "newer", "user"] = ""
     failed: bool = False
+    in_full: bool = False
     paused: bool = False
     stopped: JobName | None = None
     dropped: tuple[JobName, ...] = ()
@@ -71,6 +75,8 @@ def merge(queue: Queue, request: Request) -> Queue:
             return replace(queue, paused=request.paused)
         case Cancel():
             return _cancel(queue, request.name)
+        case Measure(in_full=True) if isinstance(queue.running, Measure) and not queue.stopping:
+            return replace(queue, in_full=True)
         case Command():
             return _add(queue, request)
 
@@ -87,7 +93,8 @@ def take(queue: Queue) -> Queue:
     """The queue with its first waiting command running."""
     running, *waiting = queue.waiting
     failed = queue.failed and not isinstance(running, Measure)
-    return replace(queue, running=running, waiting=tuple(waiting), stopping="", failed=failed)
+    in_full = isinstance(running, Measure) and running.in_full
+    return replace(queue, running=running, waiting=tuple(waiting), stopping="", failed=failed, in_full=in_full)
 
 
 def finish(
@@ -140,12 +147,14 @@ def _add(queue: Queue, command: Command) -> Queue:
         return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
     measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
     if isinstance(command, Measure):
-        command = Measure(command.read_values or any(measurement.read_values for measurement in measurements))
+        command = replace(
+            command, read_values=command.read_values or any(measurement.read_values for measurement in measurements)
+        )
     elif any(supersedes(measurement, command) for measurement in measurements):
         return queue
     kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))
     running = queue.running
-    stops = (
+    stops = isinstance(running, MeasureFloor) or (
         isinstance(command, SetInputs | Measure)
         and running is not None
         and not running.finishes

@@ -12,6 +12,7 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
+from dtype_engine.results.drift import PartialDrift
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     ApplyRecipe,
@@ -38,21 +39,30 @@ if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
     from dtype_engine.results.scan import ScanReport
+    from dtype_engine.runtime.measure.reading import Reading
     from dtype_engine.runtime.session import Session
 
 Emit = Callable[[events.Event], None]
 
 
 class CommandRunner:
-    """Runs on the worker's thread alone. `emit_memory` is called when the casts of a measurement have changed what is used."""
+    """Runs on the worker's thread alone. `emit_memory` is called when the casts of a measurement have changed what is used.
+    in_full: whether the measurement under way is to run all inputs, whatever precision is asked for.
+    """
 
     def __init__(
-        self, model: OpenModel, planned_losses: PlannedLosses, emit: Emit, emit_memory: Callable[[], None]
+        self,
+        model: OpenModel,
+        planned_losses: PlannedLosses,
+        emit: Emit,
+        emit_memory: Callable[[], None],
+        in_full: Callable[[], bool],
     ) -> None:
         self._model = model
         self._planned_losses = planned_losses
         self._emit = emit
         self._emit_memory = emit_memory
+        self._in_full = in_full
         self._emitted_floor: NoiseFloor | None = None
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
@@ -139,6 +149,14 @@ class CommandRunner:
             refuse_unreadable(identities)  # no figure of weights that are not there any more
             self._emit(events.ModulesMeasured(recipe, modules))
 
+        readings = Throttle()
+
+        def on_reading(reading: Reading) -> None:
+            if not reading.extent().whole and readings.due():
+                measured = reading.measurement()
+                partial = PartialDrift(measured.output, measured.extent)
+                self._emit(events.OutputMeasured(recipe, str(session.settings), partial))
+
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
         self._emit(events.CastDone(recipe, session.lost_values(token)))
@@ -148,9 +166,12 @@ class CommandRunner:
             on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
             on_modules=on_modules,
             cancelled=token,
+            on_reading=on_reading,
+            precision=lambda: None if self._in_full() else session.options.precision,
         )
         self._emit(events.Measured(recipe, report))
-        return FindNonfinite(report), FindLossRemedy(report), MeasureFloor()
+        floor = () if session.options.floor == "never" else (MeasureFloor(),)
+        return FindNonfinite(report), FindLossRemedy(report), *floor
 
     def _count_stored_losses(self, recipe: Recipe, command: CountStoredLosses, token: CancelToken) -> None:
         checkpoint = self._model.checkpoint

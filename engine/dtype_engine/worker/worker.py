@@ -151,7 +151,9 @@ class Worker(Engine):
         reason = model.why_closed if model.available == "files" else f"{self._source.title} could not be opened"
         with self._changed:
             self._replace_queue(opened(self._queue, model.available, reason))
-        runner = CommandRunner(model, self._planned_losses, self._emit, self._memory.emit_now)
+        runner = CommandRunner(
+            model, self._planned_losses, self._emit, self._memory.emit_now, lambda: self._queue.in_full
+        )
         while model.available != "nothing" and (begun := self._next()) is not None:
             self._memory.busy.set()
             self._run(runner, *begun)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,12 @@ from typing import Any
 import click
 import pytest
 from tests.helpers import paths
+from tests.helpers.recording_engine import report
 
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
+from dtype_engine.recipe import Recipe
+from dtype_engine.results.attribution import near_floor
 
 TINYNET = f"{paths.TINYNET}:TinyNet"
 PROGRAM = str(Path(sys.executable).with_name("dtype-engine"))
@@ -52,6 +57,27 @@ def test_the_object_has_the_promised_entries(capsys: pytest.CaptureFixture[str])
     assert found["memory"].keys() >= {"stored_bytes", "planned_bytes", "resident_bytes", "peak_rss_bytes"}
     assert found["seconds"].keys() >= {"reference", "candidate"}
     assert found["rules"] == ["*.mlp=bfloat16"]
+
+
+def test_a_measurement_may_end_when_it_is_precise_enough(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the floor is measured where it may decide, or always."""
+    found = object_from(capsys, "drift", "--cast", "*=bf16", "--precision", "20%", "--json")
+    assert found["sequences"]["done"] < found["sequences"]["total"] == 6
+    assert 0 < found["sequences"]["kl_error"] <= 0.2
+    assert found["floor"] is None
+    assert found["under_floor"] is False
+    always = object_from(
+        capsys, "drift", "--cast", "*=bf16", "--sequences", "1", "--json", "--keep", "1MiB", "--floor", "always"
+    )
+    assert always["floor"]["ways"]
+    assert object_from(capsys, "drift", "--sequences", "1", "--json")["floor"] is None  # nothing differs
+
+
+@pytest.mark.parametrize(
+    ("rel_l2", "near"), [(0.0, False), (1e-7, True), (1e-4, True), (5e-3, False), (math.inf, False)]
+)
+def test_the_floor_decides_over_small_drifts_alone(rel_l2: float, near: bool) -> None:
+    assert near_floor(dataclasses.replace(report(Recipe()).output, rel_l2=rel_l2)) is near
 
 
 def test_what_does_not_drift_is_strict_json_too(capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +135,11 @@ def test_a_recipe_file_and_rules_after_it(capsys: pytest.CaptureFixture[str], tm
         (["drift", f"{TINYNET}x"], "it has TinyNet"),
         (["nonsense"], "No such command"),
         (["drift", "--nonsense"], "No such option"),
+        (["drift", "--precision", "5"], "such as 5%"),
+        (["drift", "--precision", "few"], "such as 5%"),
+        (["drift", "--keep", "10%"], "such as 2GiB"),
+        (["drift", "--floor", "sometimes"], "is not one of"),
+        (["flow", "--precision", "5%"], "No such option"),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(

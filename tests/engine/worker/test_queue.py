@@ -69,7 +69,7 @@ def running(command: Command, *waiting: Command) -> Queue:
     [
         # Inputs, then the measurement, then its follow-ups, then what was asked for, in its order.
         ((TraceCasts(), SetRecipe(HALF), SetInputs("a")), (SetInputs("a"), Measure(), TraceCasts())),
-        ((TraceCasts(), MeasureFloor(), MeasureSpeed()), (MeasureFloor(), TraceCasts(), MeasureSpeed())),
+        ((TraceCasts(), MeasureFloor(), MeasureSpeed()), (TraceCasts(), MeasureSpeed(), MeasureFloor())),
         ((Generate(1), SAVE, WEIGHT, Scan(("int8",))), (Generate(1), SAVE, WEIGHT, Scan(("int8",)))),
         # Asked for again, most run once: as asked for last, and when asked for last.
         ((Generate(1), MeasureSpeed(), Generate(2)), (MeasureSpeed(), Generate(2))),
@@ -309,3 +309,23 @@ def test_a_measurement_never_waits_beside_what_it_does_itself(queue: Queue) -> N
     assert len(measurements) <= 1
     if measurements:
         assert not [command for command in queue.waiting if isinstance(command, ApplyRecipe | FollowUp)]
+
+
+def test_measuring_in_full_lets_a_measurement_go_on() -> None:
+    queue = merge(running(Measure()), Measure(in_full=True))
+    assert (queue.in_full, queue.waiting, queue.stopping) == (True, (), "")
+    # Not one that a newer recipe has stopped: the next is measured as precisely as was asked for.
+    queue = merge(merge(running(Measure()), SetRecipe(HALF)), Measure(in_full=True))
+    assert (queue.in_full, queue.waiting) == (False, (Measure(in_full=True),))
+    begun = take(finish(queue, "interrupted"))
+    assert begun.in_full
+    assert not take(finish(merge(begun, SetRecipe(HALF)), "interrupted")).in_full
+
+
+@pytest.mark.parametrize("command", [TraceCasts(), WEIGHT, SAVE, Measure(), ApplyRecipe()])
+def test_the_floor_makes_way_for_everything(command: Command) -> None:
+    queue = merge(running(MeasureFloor()), command)
+    assert queue.stopping == "newer"
+    waiting = finish(queue, "interrupted").waiting
+    # A measurement has a floor of its own to follow.
+    assert waiting == ((command,) if isinstance(command, Measure) else (command, MeasureFloor()))

@@ -22,14 +22,18 @@ def progress(done: int, run: str = "candidate") -> events.MeasuringProgress:
     return events.MeasuringProgress(Recipe(), run, done, 100)
 
 
-def test_the_time_left_goes_by_the_pace_of_the_run_under_way() -> None:
+def test_the_time_left_goes_by_the_pace_of_the_measurement_under_way() -> None:
     clock = Clock()
     activity = Activity(clock)
-    activity.follow(progress(10, "reference"))
+    activity.follow(progress(90))
     clock.now += 50
-    activity.follow(progress(20))
-    assert activity.seconds_left is None, "another run began just now"
+    activity.follow(progress(10, "reference"))
+    assert activity.seconds_left is None, "another measurement began just now"
     clock.now += 5
+    activity.follow(progress(20))
+    assert activity.seconds_left == pytest.approx(40), "its passes take turns, and shares are of all of them"
+    clock.now += 5
+    activity.follow(progress(30, "reference"))
     activity.follow(progress(30))
     assert activity.seconds_left == pytest.approx(35)
     assert progress_words(activity, 4) == " 30 % █▎   35 s left"

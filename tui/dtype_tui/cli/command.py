@@ -54,7 +54,9 @@ class _Opening:
     is_demo: bool = False
 
 
-@click.command(cls=ModelCommand, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(
+    cls=ModelCommand, measures=True, checks_inputs=False, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(package_name="dtype-tui")
 @click.option("--resume", is_flag=True, help="Take up the last session; with MODEL, the last of that model.")
 @click.option("--ascii", "in_ascii", is_flag=True, help="Draw with ASCII characters only.")

@@ -97,7 +97,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             Text(_number(entry.kl_mean, ".3e"), justify="right"),
             Text("" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %", justify="right"),
             Text(_number(entry.perplexity, ".4f"), justify="right"),
-            Text("" if entry.seconds is None else seconds_text(entry.seconds), justify="right"),
+            Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
         ]
 
@@ -169,6 +169,13 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         at = self._at
         self._experiment.compare_with(self._entries[at])
         self._fill(at)
+
+
+def _time_or_extent(entry: MeasuredRecipe) -> str:
+    """How long the candidate took; `2 of 6` where not all inputs were run."""
+    if entry.in_part:
+        return f"{entry.sequences} of {entry.all_sequences}"
+    return "" if entry.seconds is None else seconds_text(entry.seconds)
 
 
 def _mark(index: int) -> str:

@@ -82,7 +82,7 @@ class Activity:
         """This is under way now."""
         if share is None:
             self._begun = None
-        elif self._begun is None or what != self.what or share < (self.share or 0.0):
+        elif self._begun is None or _job_of(what) != _job_of(self.what) or share < (self.share or 0.0):
             self._begun = self._clock(), share
         self.busy, self.what, self.share = True, what, share
 
@@ -105,6 +105,11 @@ class Activity:
             case events.Idle():
                 self.busy, self.share, self.saving, self._begun = False, None, False, None
                 self.running, self.waiting = "", ()
+
+
+def _job_of(what: str) -> str:
+    """`measuring` of `measuring: candidate`: its passes take turns, and their shares are of the whole."""
+    return what.partition(":")[0]
 
 
 def _share(done: int, total: int | None) -> float | None:

@@ -273,11 +273,12 @@ class Controller:
         self._changed()
 
     def measure(self) -> None:
-        """Measure the recipe in force once more."""
+        """Measure the recipe in force once more, over all inputs; a measurement under way goes on to the end of them."""
         if not self.life.is_there():
             return
-        self.experiment.forget_readings()
-        self.engine.request(Measure(read_values=True))
+        if self.activity.running != "measure":
+            self.experiment.forget_readings()
+        self.engine.request(Measure(read_values=True, in_full=True))
         self._changed()
 
     def set_settings(self, settings: RunSettings) -> None:

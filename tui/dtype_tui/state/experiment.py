@@ -26,13 +26,13 @@ from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
-from dtype_tui.state.measurement_log import ModuleLog, measured, remember
+from dtype_tui.state.measurement_log import ModuleLog, measured, measured_in_part, remember
 from dtype_tui.state.scan import ScanState, figure
 
 if TYPE_CHECKING:
     from dtype_engine.core.tree import TensorInfo, Totals, Tree
     from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.drift import DriftReport, ModuleDrift, PartialDrift
     from dtype_engine.results.inputs import InputsSummary
     from dtype_engine.results.losses import ValueLoss
     from dtype_engine.results.memory import MemoryStats
@@ -55,6 +55,8 @@ class Experiment:
     plan: Plan = field(init=False)
     totals: Mapping[str, Totals] = field(init=False)
     report: DriftReport | None = None
+    partial_drift: PartialDrift | None = None
+    """The output's drift so far, of a measurement that has no report."""
     modules: dict[str, ModuleDrift] = field(default_factory=dict)
     lost: tuple[ValueLoss, ...] | None = None
     """Weights whose cast loses values; None while that is not known."""
@@ -137,6 +139,8 @@ class Experiment:
         """Whether an event belongs to another recipe or to other settings than those in force."""
         if isinstance(event, events.Measured) and event.report.settings != str(self.settings):
             return True
+        if isinstance(event, events.OutputMeasured) and event.settings != str(self.settings):
+            return True
         recipe = getattr(event, "recipe", None)
         return recipe is not None and recipe != self.recipe and not isinstance(event, OF_ANY_RECIPE)
 
@@ -157,6 +161,8 @@ class Experiment:
                 self.loss_remedy = event.found
             case events.ModulesMeasured():
                 self.modules.update((reading.name, reading) for reading in event.modules)
+            case events.OutputMeasured():
+                self.set_partial(event.reading)
             case events.Measured():
                 self.set_report(event.report)
             case events.NonfiniteFound():
@@ -166,9 +172,17 @@ class Experiment:
             case events.Idle() if self.scan.running:
                 self.scan.stopped()
 
+    def set_partial(self, reading: PartialDrift) -> None:
+        """The recipe in force is measured in part. The history has that until the rest is measured, if ever."""
+        if self.report is None:
+            self.partial_drift = reading
+        rules, settings = tuple(map(str, self.recipe.rules)), str(self.settings)
+        new = measured_in_part(reading, rules, settings, self.inputs, self.plan.planned_bytes)
+        remember(self.measured, new)
+
     def set_report(self, report: DriftReport) -> None:
         """The recipe in force is measured."""
-        self.report = report
+        self.report, self.partial_drift = report, None
         self.modules = {reading.name: reading for reading in report.modules}
         self.scan.note_measured(self.tree, self.plan, report)
         entry = measured(report, self.plan.planned_bytes)
@@ -190,7 +204,7 @@ class Experiment:
 
     def forget_readings(self) -> None:
         """The figures on the screen are no longer those of what is in force."""
-        self.report, self.modules = None, {}
+        self.report, self.partial_drift, self.modules = None, None, {}
         self.failed_module = self.failure = None
         self.nonfinite = self.causes = self.loss_remedy = None
 

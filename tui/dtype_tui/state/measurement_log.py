@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import PartialDrift
 from dtype_engine.results.losses import severe
 
 if TYPE_CHECKING:
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class MeasuredRecipe:
     """One measurement. Bytes are planned ones; the other figures are those of `readings.DriftReport`. overflowed, vanished: values
-    of weights that the casts made infinite and zero, where that is more than rounding.
+    of weights that the casts made infinite and zero, where that is more than rounding. sequences, all_sequences: that were run, and
+    that there are; kl_mean_se is how far the mean over all of them may be where not all were. Both 0: not known, all were.
     """
 
     rules: tuple[str, ...]
@@ -36,6 +38,13 @@ class MeasuredRecipe:
     pinned: bool = False
     overflowed: int = 0
     vanished: int = 0
+    sequences: int = 0
+    all_sequences: int = 0
+
+    @property
+    def in_part(self) -> bool:
+        """Whether not all of the inputs were run."""
+        return self.sequences < self.all_sequences
 
     @property
     def recipe(self) -> Recipe:
@@ -77,32 +86,51 @@ class ModuleLog:
 
 def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:
     """What the history keeps of a report."""
-    output, lost = report.output, severe(report.lost)
-    return MeasuredRecipe(
-        rules=report.rules,
-        settings=report.settings,
-        inputs=report.inputs,
-        planned_bytes=planned_bytes,
-        sqnr_db=output.sqnr_db,
-        max_abs=output.max_abs,
-        nonfinite=output.nonfinite,
-        # A pass whose beginning was not run again is no time of the recipe's.
-        seconds=None if report.seconds.reused else report.seconds.candidate,
-        kl_mean=output.kl_mean,
-        kl_mean_se=output.kl_mean_se,
-        top1_agreement=output.top1_agreement,
-        perplexity=output.perplexity_candidate,
+    reading, lost = PartialDrift(report.output, report.sequences), severe(report.lost)
+    return dataclasses.replace(
+        measured_in_part(reading, report.rules, report.settings, report.inputs, planned_bytes),
+        # A pass whose beginning was not run again is no time of the recipe's, nor is one over some of the inputs.
+        seconds=None if report.seconds.reused or not report.sequences.whole else report.seconds.candidate,
         overflowed=sum(loss.overflowed for loss in lost),
         vanished=sum(loss.vanished for loss in lost),
     )
 
 
+def measured_in_part(
+    reading: PartialDrift, rules: tuple[str, ...], settings: str, inputs: str, planned_bytes: int
+) -> MeasuredRecipe:
+    """What the history keeps of the figures of a measurement that is under way, or was stopped."""
+    output, extent = reading.output, reading.extent
+    error = output.kl_mean_se
+    if not extent.whole:
+        error = None
+        if output.kl_mean is not None and extent.kl_error is not None:
+            error = abs(output.kl_mean) * extent.kl_error
+    return MeasuredRecipe(
+        rules=rules,
+        settings=settings,
+        inputs=inputs,
+        planned_bytes=planned_bytes,
+        sqnr_db=output.sqnr_db,
+        max_abs=output.max_abs,
+        nonfinite=output.nonfinite,
+        kl_mean=output.kl_mean,
+        kl_mean_se=error,
+        top1_agreement=output.top1_agreement,
+        perplexity=output.perplexity_candidate,
+        sequences=extent.done,
+        all_sequences=extent.total,
+    )
+
+
 def remember(history: list[MeasuredRecipe], new: MeasuredRecipe) -> None:
-    """Add a measurement; one of the same recipe, settings and inputs takes the place of the earlier, and keeps its pin and,
-    where it was timed only in part, its time.
+    """Add a measurement; one of the same recipe, settings and inputs takes the place of the earlier, unless that was over more of
+    the inputs, and keeps its pin and, where it was timed only in part, its time.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
+            if new.in_part and (not earlier.in_part or earlier.sequences > new.sequences):
+                return
             seconds = earlier.seconds if new.seconds is None else new.seconds
             history[index] = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
             return

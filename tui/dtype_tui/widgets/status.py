@@ -5,6 +5,7 @@ from __future__ import annotations
 from rich.text import Text
 
 from dtype_engine.core.text import printable
+from dtype_engine.reports.text_drift import partial_text
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.loss_text import loss_status
 from dtype_tui.rendering.progress import progress_words
@@ -55,8 +56,12 @@ def status_line(
         line.append(activity)
         if share is not None:
             line.append(f" {progress_words(working, 12 if width >= 100 else 6)}")
-        if working.queue:
-            line.append(f" · then: {working.queue}")
+        waits = f" · then: {working.queue}" if working.queue else ""
+        if experiment.partial_drift is not None:
+            left = width - line.cell_len - len(f" {waits}  {stops} {printable(experiment.title, 40)} ")
+            whole = partial_text(experiment.partial_drift)
+            line.append(" " + next((words for words in (whole, whole.split(" nats")[0]) if len(words) <= left), ""))
+        line.append(waits)
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)

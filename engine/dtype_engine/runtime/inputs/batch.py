@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,11 @@ class Batch:
     next_tokens: torch.Tensor | None = None
     text: str | None = None
     about: str | None = None
+
+    @property
+    def elements(self) -> int:
+        """Of all its tensors: what the length of a pass goes by."""
+        return sum(tensor.numel() for tensor in _tensors((self.args, self.kwargs)))
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
         """The same on a device, its float tensors in `floats` where given."""
@@ -56,6 +62,17 @@ def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
     if isinstance(value, dict):
         return {key: _moved(item, device, floats) for key, item in value.items()}
     return value
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
 
 
 def from_values(values: Any, description: str) -> Inputs:

@@ -2,130 +2,64 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
-from functools import partial
-
-import torch
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, ModuleDrift, OutputDrift, Seconds
+from dtype_engine.results.drift import DriftReport, Extent, Seconds
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.comparison import (
-    KeptOutput,
-    ModuleSums,
-    OnModules,
-    OutputComparer,
-    OutputRecorder,
-    is_distribution,
-    module_drifts,
-)
+from dtype_engine.runtime.inputs.processors import text_config
+from dtype_engine.runtime.measure.comparison import OnModules, OutputComparer, OutputRecorder, module_drifts
+from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
-from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
-OnProgress = Callable[[str, int, int | None], None]
+OnProgress = Callable[[str, int, int], None]
+OnReading = Callable[[Reading], None]
+Enough = Callable[[Extent], bool]
+Precision = Callable[[], float | None]
 WHOLE_SHARE = 50
 """A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
+MOST_KEPT = 2 << 30
+"""Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
 
 
-@dataclass(slots=True)
-class _Record:
-    """What the reference gave for one batch. Module outputs by (name, call), each with its energy Σr²."""
-
-    output_name: str
-    output: torch.Tensor
-    modules: dict[tuple[str, int], KeptOutput]
-    left_out: set[str]
-    seconds: float
-    calls: int
-
-    @property
-    def nbytes(self) -> int:
-        held = {tensor.data_ptr(): tensor.nbytes for tensor, _ in self.modules.values()}
-        return sum({**held, self.output.data_ptr(): self.output.nbytes}.values())
-
-
-@dataclass(slots=True)
-class Measurement:
-    """What a measurement gave, over all inputs or those that were run so far.
-
-    modules: in the order in which they were first called. Seconds are of all passes; `reused`: outputs of an earlier pass stood
-    in for some calls. dimensions: of the main output: 3 for a distribution at every token, 2 for one an example.
-    """
-
-    output_name: str
-    output: OutputDrift
-    modules: tuple[ModuleDrift, ...]
-    reference_seconds: float
-    candidate_seconds: float
-    reused: bool
-    notices: tuple[str, ...] = ()
-    dimensions: int = 0
-
-
-@dataclass(slots=True)
-class Reading:
-    """What the sequences that were run so far gave. It grows with the next one: take its `measurement` before that.
-
-    The figures are worked out when they are asked for, since percentiles need every position sorted.
-    """
-
-    output_name: str
-    comparison: OutputComparison
-    modules: dict[str, ModuleSums] = field(default_factory=dict)
-    left_out: set[str] = field(default_factory=set)
-    reference_seconds: float = 0.0
-    candidate_seconds: float = 0.0
-    reused: bool = False
-    dimensions: int = 0
-    sequences: int = 0
-
-    def measurement(self) -> Measurement:
-        """The figures over the sequences so far."""
-        notices = []
-        if self.left_out:
-            notices.append(
-                f"{len(self.left_out)} modules are not compared: the reference's outputs do not fit the memory budget"
-            )
-        return Measurement(
-            self.output_name,
-            self.comparison.result(),
-            module_drifts(self.modules),
-            self.reference_seconds,
-            self.candidate_seconds,
-            self.reused,
-            tuple(notices),
-            self.dimensions,
-        )
+def budget_for(asked: int | None = None) -> int:
+    """How many bytes may be kept between measurements: what was asked for, else a quarter of what is free, up to `MOST_KEPT`."""
+    return min(MOST_KEPT, memory_budget()) if asked is None else asked
 
 
 @dataclass
 class DriftMeter:
     """Measures drift of a live model over its inputs.
 
-    The reference's outputs are kept between measurements within `budget` bytes (by default a quarter of the memory
-    that was free when it was made). For the batches that do not fit the reference runs again each time, right before
-    the candidate, so nothing grows with the amount of calibration text.
+    The shortest sequence is run first, so that there is a figure soon, reference and candidate in turn (`running_order`).
+
+    The reference's outputs, and those of the candidate that the next recipe may leave as they are, are kept between measurements
+    within `budget` bytes. For the sequences that do not fit the reference runs again each time, right before the candidate, so
+    nothing grows with the amount of calibration text. working: the most bytes of one sequence's reference outputs.
     """
 
     model: LiveModel
     inputs: Inputs
     settings: RunSettings = field(default_factory=RunSettings)
-    budget: int = field(default_factory=memory_budget)
+    budget: int = field(default_factory=budget_for)
+    working: int = field(default_factory=memory_budget)
     reuse: bool = True
     _first_use: dict[str, int] = field(default_factory=dict)
     _traces: dict[int, ForwardTrace] = field(default_factory=dict)
-    _records: dict[int, _Record] = field(default_factory=dict)
+    _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
 
     def measure(
@@ -133,14 +67,27 @@ class DriftMeter:
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
         cancelled: IsCancelled = never,
+        on_reading: OnReading = lambda reading: None,
+        enough: Enough = lambda extent: False,
     ) -> Measurement:
-        """Run what has to be run and compare: the last of `readings`. Raises as that does."""
+        """Run what has to be run and compare: the last of `readings`, or the first that is `enough`. `on_reading` has each of
+        them. Raises as `readings` does.
+        """
         last: Reading | None = None
-        for reading in self.readings(on_progress, on_modules, cancelled):
-            last = reading
+        with closing(self.readings(on_progress, on_modules, cancelled)) as readings:
+            for last in readings:
+                on_reading(last)
+                if enough(last.extent()):
+                    break
         if last is None:
             raise NoForward("there are no inputs to run the model on")
         return last.measurement()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of the outputs that are kept for the next measurement. Safe to ask for from any thread."""
+        kept = [record.nbytes for record in list(self._records.values())]
+        return sum(kept) + sum(trace.nbytes for trace in list(self._traces.values()))
 
     def report(
         self, measurement: Measurement, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
@@ -158,6 +105,7 @@ class DriftMeter:
             modules=measurement.modules,
             memory=memory,
             seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
+            sequences=measurement.extent,
             notices=(*self.model.notices, *measurement.notices),
             lost=lost,
         )
@@ -170,21 +118,23 @@ class DriftMeter:
     ) -> Generator[Reading, None, None]:
         """Run the inputs one sequence at a time; a reading after each, the last of all of them.
 
-        `on_progress("reference" | "candidate", done, total)` counts module calls, `total` None while unknown;
+        `on_progress("reference" | "candidate", done, total)` counts elements of the inputs over all passes that are to be run;
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
         Raises NoForward, KernelError, Cancelled.
         """
+        batches = self.inputs.batches
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
             runner.first_use = self._first_use
             reading: Reading | None = None
-            done = 0
-            for index, batch in enumerate(self.inputs.batches):
-                record = self._records.get(index) or self._reference(runner, index, batch, on_progress)
+            modules = sum(1 for _ in self.model.module.modules())
+            progress = _Progress(on_progress, batches, set(self._records), self._calls, modules)
+            for number in running_order(batches):
+                batch = batches[number]
+                record = self._records.get(number) or self._reference(runner, number, progress)
                 before = {} if reading is None else reading.modules
-                progress = partial(self._report_progress, on_progress, done)
+                progress.begin("candidate", number)
                 comparer = OutputComparer(record.modules, before, progress, on_modules)
-                ran = self._candidate(runner, index, batch, comparer, record.calls // WHOLE_SHARE)
-                done += record.calls
+                ran = self._candidate(runner, number, comparer, record.calls // WHOLE_SHARE)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
                     raise NoForward(
@@ -192,64 +142,95 @@ class DriftMeter:
                         f"({record.output_name}, {tuple(record.output.shape)}), so they can't be compared"
                     )
                 if reading is None:
-                    reading = Reading(name, OutputComparison(is_distribution(name, candidate)))
-                reading.comparison.add(record.output, candidate, batch.next_tokens)
-                for module, sums in comparer.sums.items():
-                    reading.modules.setdefault(module, ModuleSums()).add(sums)
-                reading.output_name = name
-                reading.left_out |= record.left_out
-                reading.reference_seconds += record.seconds
-                reading.candidate_seconds += ran.seconds
-                reading.reused = reading.reused or ran.reused
-                reading.dimensions = candidate.ndim
-                reading.sequences += 1
+                    reading = Reading(name, candidate, len(batches), _routes_tokens(self.model))
+                reading.add(number, batch, record, ran, candidate, comparer.sums)
                 on_modules(module_drifts(reading.modules))
                 yield reading
 
-    def _candidate(
-        self, runner: ForwardRunner, index: int, batch: Batch, comparer: OutputComparer, whole: int
-    ) -> CandidateRun:
+    def _candidate(self, runner: ForwardRunner, number: int, comparer: OutputComparer, whole: int) -> CandidateRun:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
-        earlier = self._traces.pop(index, None)
-        kept = sum(record.nbytes for record in self._records.values()) + sum(
-            trace.nbytes for trace in self._traces.values()
-        )
+        earlier = self._traces.pop(number, None)
+        batch, left = self.inputs.batches[number], self.budget - self.kept_bytes
         while True:
             try:
-                ran = runner.candidate(batch, comparer, self.budget - kept, earlier if self.reuse else None, whole)
+                ran = runner.candidate(batch, comparer, left, earlier if self.reuse else None, whole)
                 break
             except RetryUnderRules:
                 comparer.restart()
         if self.reuse and ran.trace.calls:
-            self._traces[index] = ran.trace
+            self._traces[number] = ran.trace
         return ran
 
-    def _report_progress(self, on_progress: OnProgress, before: int, calls: int) -> None:
-        on_progress("candidate", before + calls, self._total_calls())
-
-    def _total_calls(self) -> int | None:
-        """Module calls of one pass over all inputs, once every batch was run."""
-        return sum(self._calls.values()) if len(self._calls) == len(self.inputs.batches) else None
-
-    def _reference(self, runner: ForwardRunner, index: int, batch: Batch, on_progress: OnProgress) -> _Record:
+    def _reference(self, runner: ForwardRunner, number: int, progress: _Progress) -> ReferenceRecord:
         """Run the reference on one batch and keep what it gave if that fits the budget."""
-        budget = self.budget - sum(record.nbytes for record in self._records.values())
-        before = sum(calls for known, calls in self._calls.items() if known < index)
+        left = self.budget - sum(record.nbytes for record in self._records.values())
         while True:
-            recorder = OutputRecorder(
-                max(budget, self.budget // 4),
-                lambda calls: on_progress("reference", before + calls, self._total_calls()),
-            )
+            progress.begin("reference", number)
+            recorder = OutputRecorder(max(left, self.working), progress)
             try:
-                output, seconds = runner.reference(batch, recorder)
+                output, seconds = runner.reference(self.inputs.batches[number], recorder)
                 break
             except RetryUnderRules:
                 continue
         name, tensor = main_output(output)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()
-        record = _Record(name, own, recorder.kept, recorder.left_out, seconds, recorder.calls)
-        self._calls[index] = recorder.calls
-        if record.nbytes <= budget:
-            self._records[index] = record
+        record = ReferenceRecord(name, own, recorder.kept, recorder.left_out, seconds, recorder.calls)
+        self._calls[number] = recorder.calls
+        if record.nbytes <= left:
+            self._records[number] = record
         return record
+
+
+class _Progress:
+    """Called with the module calls of the pass under way, tells how much of all passes is done: of each, its input's elements.
+
+    recorded: batches whose reference need not run. calls: of a pass over a batch, where that is known by now.
+    modules: how many the model has, the best guess before any pass.
+    """
+
+    def __init__(
+        self,
+        on_progress: OnProgress,
+        batches: tuple[Batch, ...],
+        recorded: set[int],
+        calls: dict[int, int],
+        modules: int,
+    ) -> None:
+        self._on_progress = on_progress
+        self._sizes = [batch.elements for batch in batches]
+        self._calls = calls
+        self._modules = modules
+        self._total = 2 * sum(self._sizes) - sum(self._sizes[number] for number in recorded)
+        self._run, self._number = "", 0
+        self._done = 0
+
+    def begin(self, run: str, number: int) -> None:
+        """A pass over a batch begins; the one before has ended, unless this is the same once more."""
+        if self._run and (self._run, self._number) != (run, number):
+            self._done += self._sizes[self._number]
+        self._run, self._number = run, number
+
+    def __call__(self, calls: int) -> None:
+        expected = self._calls.get(self._number) or max(self._calls.values(), default=self._modules)
+        share = min(1.0, calls / max(1, expected))
+        self._on_progress(self._run, self._done + int(share * self._sizes[self._number]), self._total)
+
+
+def running_order(batches: Sequence[Batch]) -> list[int]:
+    """The numbers of the batches in the order in which they are run: the shortest, then the others spread over the whole, since
+    the parts of one text that follow each other are alike.
+    """
+    count = len(batches)
+    numbers = range(count)
+    shortest = min(numbers, key=lambda number: batches[number].elements, default=0)
+    golden = round(0.618 * count)
+    step = next((step for step in range(max(1, golden), count) if math.gcd(step, count) == 1), 1)
+    return sorted((turn * step % count for turn in numbers), key=lambda number: number != shortest)
+
+
+def _routes_tokens(model: LiveModel) -> bool:
+    """Whether the model's configuration speaks of several experts."""
+    config = getattr(model.module, "config", None)
+    described = text_config(config).to_dict() if hasattr(config, "to_dict") else {}
+    return any("experts" in name and type(value) is int and value > 1 for name, value in described.items())

@@ -14,7 +14,7 @@ from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, generalisations, make_plan, select
 from dtype_engine.results.attribution import LossRemedy
-from dtype_engine.results.drift import OutputDrift, drifts_less
+from dtype_engine.results.drift import DriftReport, drifts_less
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.measure.drift import DriftMeter
 
@@ -37,29 +37,28 @@ def tried_remedy(
     meter: DriftMeter,
     tree: Tree,
     plan: Plan,
-    losses: Sequence[ValueLoss],
-    before: OutputDrift,
+    report: DriftReport,
     count: Count,
     on_trial: OnTrial = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> LossRemedy | None:
-    """The same, with the drift that the model has under them. Where the nearest dtypes do not make it less than `before`, the
-    tensors as they are stored are tried too, and the better of both is what comes back.
+    """The same for the losses of a report, with the drift that the model has under them, over the same sequences. Where the
+    nearest dtypes do not make it less, the tensors as they are stored are tried too, and the better of both is what comes back.
 
     Trials leave the model cast in their own way: the caller puts its recipe back. Raises Cancelled.
     """
-    first = untried_remedy(tree, plan, losses, count, "")
+    first = untried_remedy(tree, plan, report.lost, count, "")
     if first is None:
         return None
     on_trial(0, 2)
-    first = _tried(meter, tree, plan, first, before, cancelled)
+    first = _tried(meter, tree, plan, first, report, cancelled)
     if first.improves:
         return first
     on_trial(1, 2)
     as_stored = _remedy(tree, plan, dict.fromkeys(first.tensors, dtypes.STORED), "")
     if as_stored.rules == first.rules:
         return first
-    second = _tried(meter, tree, plan, as_stored, before, cancelled)
+    second = _tried(meter, tree, plan, as_stored, report, cancelled)
     if second.after is None or (first.after is not None and not drifts_less(second.after, first.after)):
         return first
     return second
@@ -119,11 +118,13 @@ def _with(recipe: Recipe, rules: Iterable[Rule]) -> Recipe:
 
 
 def _tried(
-    meter: DriftMeter, tree: Tree, plan: Plan, remedy: LossRemedy, before: OutputDrift, cancelled: IsCancelled
+    meter: DriftMeter, tree: Tree, plan: Plan, remedy: LossRemedy, report: DriftReport, cancelled: IsCancelled
 ) -> LossRemedy:
     recipe = _with(plan.recipe, map(Rule.parse, remedy.rules))
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
+    before, sequences = report.output, report.sequences.done
     try:
-        return dataclasses.replace(remedy, before=before, after=meter.measure(cancelled=cancelled).output)
+        measured = meter.measure(cancelled=cancelled, enough=lambda extent: extent.done >= sequences)
+        return dataclasses.replace(remedy, before=before, after=measured.output)
     except (KernelError, NoForward) as error:
         return dataclasses.replace(remedy, before=before, reason=str(error))

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core import throttle
+from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 @pytest.mark.parametrize(
@@ -80,34 +82,96 @@ def test_module_readings_are_those_of_hooks_by_hand() -> None:
 
 def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable[..., Path]) -> None:
     folder = str(make_llama())
-    reports = []
+    reports, sessions = [], []
     for budget in (10**9, 100_000):
         session = de.open(folder, options=de.Options(reference_bytes=budget))
+        sessions.append(session)
         session.cast("*.mlp", "bfloat16")
         session.drift()
         reports.append(session.drift())
-    assert reports[0].output == reports[1].output
-    kept = {module.name: module for module in reports[0].modules}
-    assert all(kept[module.name] == module for module in reports[1].modules)
-    assert "do not fit" in " ".join(reports[1].notices)
+    assert (reports[0].output, reports[0].modules) == (reports[1].output, reports[1].modules)
+    kept = [session.memory().kept_bytes for session in sessions]
+    assert kept[0] is not None
+    assert kept[1] is not None
+    assert kept[1] <= 100_000 < kept[0]
+
+
+def test_modules_whose_outputs_do_not_fit_the_free_memory_are_named_as_not_compared(
+    make_llama: Callable[..., Path],
+) -> None:
+    session = de.open(str(make_llama()))
+    session.cast("*.mlp", "bfloat16")
+    wanted = session.drift()
+    assert session.inputs is not None
+    measured = DriftMeter(session.model, session.inputs, budget=0, working=100_000).measure()
+    assert measured.output == wanted.output
+    assert set(measured.modules) < set(wanted.modules)
+    assert "do not fit" in " ".join(measured.notices)
 
 
 def test_every_reading_is_the_measurement_of_the_sequences_so_far() -> None:
-    ids = [architectures.tokens(length) for length in (9, 12, 6)]
+    """The shortest is run first; the figures are those of a measurement that has these sequences in their order."""
+    ids = [architectures.tokens(length) for length in (9, 12, 6, 11, 10)]
 
-    def meter(count: int) -> DriftMeter:
-        model = de.open(architectures.make("llama")[0], inputs=[{"input_ids": each} for each in ids[:count]])
+    def meter(numbers: Sequence[int]) -> DriftMeter:
+        model = de.open(architectures.make("llama")[0], inputs=[{"input_ids": ids[number]} for number in numbers])
         model.cast("*.mlp", "int8")
         return DriftMeter(model.model, model.inputs)
 
-    whole = meter(3)
-    readings = [(reading.sequences, reading.measurement()) for reading in whole.readings()]
-    assert [sequences for sequences, _ in readings] == [1, 2, 3]
-    for count, measured in readings:
-        alone = meter(count).measure()
+    whole = meter(range(5))
+    readings = [(tuple(reading.numbers), reading.measurement()) for reading in whole.readings()]
+    assert [len(numbers) for numbers, _ in readings] == [1, 2, 3, 4, 5]
+    assert readings[0][0] == (2,)
+    for numbers, measured in readings:
+        alone = meter(sorted(numbers)).measure()
         assert (measured.output, measured.modules) == (alone.output, alone.modules)
-        assert measured.output.positions == sum(each.shape[1] for each in ids[:count])
+        positions = sum(ids[number].shape[1] for number in numbers)
+        assert (measured.extent.done, measured.extent.total) == (len(numbers), 5)
+        assert measured.output.positions == measured.extent.positions == positions
+    assert (readings[-1][1].extent.kl_error, readings[-1][1].extent.rel_l2_error) == (0.0, 0.0)
     assert whole.measure().output == readings[-1][1].output  # what is kept changes nothing
+
+
+def test_the_sum_of_all_sequences_does_not_depend_on_which_was_run_first() -> None:
+    """Every figure of the output by plain torch, in the order of the inputs."""
+    module, _ = architectures.make("llama")
+    ids = [architectures.tokens(length) for length in (9, 6, 12)]
+    session = de.open(module, inputs=[{"input_ids": each} for each in ids])
+    session.cast("*.mlp", "bfloat16")
+    runner = ForwardRunner(session.model, session.settings, never)
+    with torch.no_grad():
+        reference = [architectures.make("llama")[0](input_ids=each).logits.double() for each in ids]
+        candidate = [runner.run_candidate(lambda each=each: module(input_ids=each).logits)[0].double() for each in ids]
+    r, c = (torch.cat([logits[0] for logits in both]) for both in (reference, candidate))
+    kl = nn.functional.kl_div(c.log_softmax(-1), r.log_softmax(-1), reduction="none", log_target=True).sum(-1)
+    output = session.drift().output
+    assert output.kl_mean == pytest.approx(kl.mean().item(), rel=1e-9)
+    assert output.rel_l2 == pytest.approx(((c - r).norm() / r.norm()).item(), rel=1e-12)
+    assert output.max_abs == (c - r).abs().max().item()
+
+
+def test_a_measurement_ends_when_the_drift_is_known_well_enough(make_llama: Callable[..., Path]) -> None:
+    inputs = [{"input_ids": architectures.tokens(length)} for length in (8, 9, 10, 11, 12, 13, 14, 15)]
+    session = de.open(architectures.make("llama")[0], inputs=inputs, options=de.Options(precision=0.2))
+    session.cast("*", "int8")
+    report = session.drift()
+    assert 1 < report.sequences.done < report.sequences.total == 8
+    assert report.sequences.kl_error is not None
+    assert 0 < report.sequences.kl_error <= 0.2
+    in_full = session.drift(precision=lambda: None)
+    assert (in_full.sequences.done, in_full.sequences.kl_error) == (8, 0.0)
+    assert in_full.output.positions == 92
+
+
+def test_how_far_a_router_may_move_the_rest_is_not_told() -> None:
+    module, _ = architectures.make("mixtral")
+    inputs = [{"input_ids": architectures.tokens(length)} for length in (6, 8, 10)]
+    session = de.open(module, inputs=inputs, options=de.Options(precision=0.9))
+    session.cast("*", "int8")
+    errors = []
+    report = session.drift(on_reading=lambda reading: errors.append(reading.extent().error))
+    assert errors == [None, None, 0.0]
+    assert report.sequences.whole
 
 
 def test_a_measurement_may_be_left_after_its_first_reading() -> None:
@@ -116,7 +180,7 @@ def test_a_measurement_may_be_left_after_its_first_reading() -> None:
     session.cast("*.mlp", "int8")
     meter = DriftMeter(session.model, session.inputs)
     readings = meter.readings()
-    assert next(readings).sequences == 1
+    assert next(readings).numbers == [0]
     readings.close()
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     assert meter.measure().output == session.drift().output

@@ -13,7 +13,14 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, percent_with_error
 from dtype_engine.recipe import Rule
-from dtype_engine.reports.text_drift import first_sentence, floor_text, value_sentence
+from dtype_engine.reports.text_drift import (
+    extent_text,
+    first_sentence,
+    floor_text,
+    kl_text,
+    sqnr_text,
+    value_sentence,
+)
 from dtype_engine.reports.text_losses import HELP as HELP_LOSSES
 from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import meaning
@@ -23,7 +30,7 @@ from dtype_tui.widgets.panes.base import Pane, figures_grid
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
 
 
 class DriftPane(Pane):
@@ -31,7 +38,8 @@ class DriftPane(Pane):
 
     HELP = (
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
-        "KL is nats per position, ± its standard error. Same top: share of positions whose likeliest token is the same. "
+        "KL is nats per position, ± its standard error; so far: how far that over all inputs may be. "
+        "Same top: share of positions whose likeliest token is the same. "
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
         "two; a drift no larger is noise. "
         + HELP_MEANING
@@ -50,6 +58,8 @@ class DriftPane(Pane):
         if experiment.report is None:
             if not experiment.live:
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
+            if experiment.partial_drift is not None:
+                return self._partial(experiment.partial_drift, under_way=bool(activity))
             worst = experiment.worst_modules(5)
             words = activity or ("Stopped before the end: press m." if worst else "Not measured: press m.")
             text = Text(words, style="dim")
@@ -71,9 +81,22 @@ class DriftPane(Pane):
         experiment = self.experiment
         return loss_rows(experiment.lost, experiment.lost_reason, experiment.loss_remedy, experiment.loss_remedy_next)
 
+    def _partial(self, reading: PartialDrift, under_way: bool) -> Table:
+        """The figures of a measurement that is under way, or was stopped."""
+        grid = figures_grid()
+        words = extent_text(reading.extent)
+        grid.add_row("so far" if under_way else "stopped at", Text(words, style="bold"))
+        self._add_figures(grid, reading.output, reading.extent)
+        if not under_way:
+            grid.add_row("m", "goes on to the end")
+        self._add_worst(grid)
+        return grid
+
     def _report(self, report: DriftReport) -> Table:
         output = report.output
         grid = figures_grid()
+        if not report.sequences.whole:
+            grid.add_row("over", Text(f"{extent_text(report.sequences)}: m runs all", style="bold"))
         floor = self.experiment.floor
         grid.add_row("meaning", Text(str(meaning(output, floor)), style="bold"))
         if floor is not None and floor.ways:
@@ -82,12 +105,25 @@ class DriftPane(Pane):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
         if self.experiment.nonfinite is not None:
             _add_nonfinite(grid, self.experiment.nonfinite)
+        self._add_figures(grid, output, report.sequences)
+        if report.settings != str(RunSettings()):
+            grid.add_row("settings", report.settings)
+        grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
+        if report.seconds.reference is not None and report.seconds.candidate is not None:
+            partly = "the changed part: " if report.seconds.reused else ""
+            words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
+            grid.add_row("time", words)
+        self._add_worst(grid)
+        return grid
+
+    def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
+        """Add what is known of the output, over all inputs or some, beside the figures of the recipe that is compared with."""
         base = self.experiment.baseline
         if base is not None:
             grid.add_row(
                 "P", Text(f"{printable(', '.join(base.rules), 200) or 'as stored'}: {meaning(base).word}", style="dim")
             )
-        grid.add_row("SQNR", _beside(decibels(output.sqnr_db), decibels(base.sqnr_db) if base else None, "bold"))
+        grid.add_row("SQNR", _beside(sqnr_text(output, extent), decibels(base.sqnr_db) if base else None, "bold"))
         for label, words in self._loss_rows():
             grid.add_row(label, Text(words, style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
@@ -96,11 +132,10 @@ class DriftPane(Pane):
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
         if output.kl_mean is not None and not math.isnan(output.kl_mean):
-            error = f" ± {output.kl_mean_se:.0e} nats" if output.kl_mean_se is not None else " nats"
             if base is not None and base.kl_mean is not None:
                 kl = _beside(f"{output.kl_mean:.3e}", f"{base.kl_mean:.1e} nats", "bold")
             else:
-                kl = Text(f"{output.kl_mean:.3e}{error}", style="bold")
+                kl = Text(f"{kl_text(output, extent)} nats", style="bold")
             grid.add_row("KL mean", kl)
             tail = [f"p99 {output.kl_p99:.1e}"] if output.kl_p99 is not None else []
             tail += [f"max {output.kl_max:.1e}"] if output.kl_max is not None else []
@@ -113,19 +148,14 @@ class DriftPane(Pane):
             grid.add_row("same top", _beside(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
-        if report.settings != str(RunSettings()):
-            grid.add_row("settings", report.settings)
-        grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
-        if report.seconds.reference is not None and report.seconds.candidate is not None:
-            partly = "the changed part: " if report.seconds.reused else ""
-            words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
-            grid.add_row("time", words)
+
+    def _add_worst(self, grid: Table) -> None:
+        """Add the modules that drift most."""
         worst = self.experiment.worst_modules(3)
         if worst:
             text = Text()
             _append_modules(text, worst, self.columns - 11)
             grid.add_row("worst (w)", text)
-        return grid
 
 
 def _beside(words: str, compared: str | None, style: str = "") -> Text:

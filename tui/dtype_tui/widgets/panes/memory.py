@@ -24,7 +24,8 @@ class MemoryPane(Pane):
         "percentages are shares of these bytes, and more or less than stored. "
         "resident: all tensors of the live model now. process: resident set; anonymous is memory of its own, mapped are "
         "pages of the checkpoint's files, which the system can take back. peak: of the process since the last "
-        "measurement began."
+        "measurement began. kept: outputs of modules, which the next measurement need not run for again, and the most they may "
+        "be (--keep); they are a part of the process or, where the model is there, of the device."
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -51,6 +52,9 @@ class MemoryPane(Pane):
                 grid.add_row("anonymous", human_bytes(reading.anonymous_bytes))
             if reading.mapped_bytes is not None:
                 grid.add_row("mapped", f"{human_bytes(reading.mapped_bytes)} of the checkpoint")
+        if reading.kept_bytes is not None:
+            most = f" of {short_bytes(reading.kept_budget_bytes)}" if reading.kept_budget_bytes is not None else ""
+            grid.add_row("kept", f"{human_bytes(reading.kept_bytes)}{most}: outputs")
         if reading.device_allocated_bytes is not None:
             grid.add_row(
                 "device",

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
+
+
+def test_nothing_is_left_to_differ_once_all_were_run() -> None:
+    assert relative_error([5, 7], [1.0, 3.0], 2) == 0.0
+
+
+def test_of_no_drift_nothing_says_how_far_the_rest_is() -> None:
+    assert relative_error([5, 7], [0.0, 0.0], 9) is None
+    assert relative_error([5], [math.inf], 9) is None
+
+
+def test_one_sequence_is_taken_to_differ_from_others_by_three_tenths_and_its_own_error() -> None:
+    assert relative_error([10], [2.0], 4) == pytest.approx(0.3 * math.sqrt(3 / 4))
+    both = math.hypot(0.3, 0.8 / 2.0)
+    assert relative_error([10], [2.0], 4, within=0.8) == pytest.approx(both * math.sqrt(3 / 4))
+
+
+def test_many_sequences_speak_for_themselves() -> None:
+    """With equal weights this is the textbook's finite population: s sqrt((1 - n/N) / n)."""
+    values = torch.rand(400, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 1
+    expected = float(values.std()) * math.sqrt((1 - 400 / 1000) / 400) / float(values.mean())
+    assert relative_error([3.0] * 400, values.tolist(), 1000) == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize(("spread", "done"), [(0.1, 1), (0.1, 6), (0.3, 1), (0.3, 3), (0.3, 6), (0.3, 12)])
+def test_the_whole_lies_within_two_errors_of_the_part(spread: float, done: int) -> None:
+    """Populations of 24 sequences whose means are log-normal with this spread, and of unequal lengths."""
+    generator = torch.Generator().manual_seed(1)
+    hits = 0
+    for _ in range(400):
+        means = torch.exp(spread * torch.randn(24, generator=generator, dtype=torch.float64))
+        weights = torch.randint(50, 200, (24,), generator=generator).double()
+        whole = float((weights * means).sum() / weights.sum())
+        part = float((weights * means)[:done].sum() / weights[:done].sum())
+        error = relative_error(weights[:done].tolist(), means[:done].tolist(), 24)
+        assert error is not None
+        hits += abs(whole - part) <= 2 * error * part
+    assert hits / 400 >= 0.88
+
+
+def test_blocks_know_that_neighbours_are_alike() -> None:
+    """An autoregression x' = r x + e has (1 + r) / (1 - r) times the variance of the mean that independent values would have."""
+    generator = torch.Generator().manual_seed(2)
+    correlation, count = 0.5, 20_000
+    noise = torch.randn(count, generator=generator, dtype=torch.float64)
+    values = [0.0]
+    for step in noise.tolist():
+        values.append(correlation * values[-1] + step)
+    variance = 1 / (1 - correlation**2)
+    expected = math.sqrt(variance * (1 + correlation) / (1 - correlation) / count)
+    # Blocks of 16 see most of the correlation, not all.
+    assert batch_means_error(torch.tensor(values[1:])) == pytest.approx(expected, rel=0.1)
+    assert batch_means_error(torch.ones(20)) == 0.0

@@ -1,0 +1,89 @@
+"""Figures of a measurement that is under way, or was stopped: where they are kept, and what takes their place."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from tests.helpers.recording_engine import demo_tree, report
+
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.results.drift import Extent, PartialDrift
+from dtype_engine.worker import events
+from dtype_tui.state.activity import Activity
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.widgets.status import status_line
+
+BF16 = Recipe((Rule("*", "bfloat16"),))
+
+
+def told(done: int) -> events.OutputMeasured:
+    extent = Extent(done=done, total=6, positions=100 * done, of_tokens=True, rel_l2_error=0.1, kl_error=0.2)
+    return events.OutputMeasured(BF16, "defaults", PartialDrift(report(BF16).output, extent))
+
+
+@pytest.fixture
+def experiment() -> Experiment:
+    made = Experiment("demo", demo_tree(), inputs="prompts")
+    made.push(BF16)
+    return made
+
+
+def test_the_history_has_what_was_measured_so_far_until_the_rest_is_there(experiment: Experiment) -> None:
+    for done in (1, 2):
+        experiment.take(told(done))
+    assert experiment.partial_drift == told(2).reading
+    (entry,) = experiment.measured
+    assert entry.in_part
+    assert (entry.sequences, entry.all_sequences, entry.rules) == (2, 6, ("*=bfloat16",))
+    # 20 % of a mean KL of 2.5e-4, and not the error of a mean over these positions
+    assert entry.kl_mean_se == pytest.approx(0.2 * 2.5e-4)
+    experiment.take(events.Measured(BF16, report(BF16)))
+    assert experiment.partial_drift is None
+    (entry,) = experiment.measured
+    assert not entry.in_part
+    assert entry.kl_mean_se == 1e-5
+
+
+def test_less_does_not_take_the_place_of_more(experiment: Experiment) -> None:
+    experiment.take(events.Measured(BF16, report(BF16)))
+    whole = list(experiment.measured)
+    experiment.forget_readings()
+    experiment.take(told(3))
+    assert experiment.measured == whole
+    assert experiment.partial_drift is not None
+
+
+def test_figures_in_part_stay_when_it_is_stopped_and_go_with_the_recipe(experiment: Experiment) -> None:
+    experiment.take(told(2))
+    experiment.take(events.Idle())
+    assert experiment.partial_drift is not None
+    experiment.undo()
+    assert experiment.partial_drift is None
+    assert experiment.is_stale(told(3))
+
+
+def test_figures_of_other_settings_are_stale(experiment: Experiment) -> None:
+    experiment.set_settings(RunSettings(autocast="bfloat16"))
+    assert experiment.is_stale(told(2))
+    assert not experiment.is_stale(told(2)._replace(settings="autocast bfloat16"))
+
+
+def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> None:
+    some = dataclasses.replace(report(BF16), sequences=told(4).reading.extent)
+    experiment.take(events.Measured(BF16, some))
+    (entry,) = experiment.measured
+    assert entry.in_part
+    assert entry.seconds is None
+
+
+def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
+    experiment.take(told(2))
+    activity = Activity()
+    activity.begin("measuring: candidate", 0.4)
+    wide = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 120)
+    assert "KL 2.500e-04 ± 5e-05 nats, 2 of 6 sequences" in wide.plain
+    narrow = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
+    assert "KL 2.500e-04 ± 5e-05  Esc stops" in narrow
+    assert len(narrow) <= 80
