@@ -10,6 +10,7 @@ import pytest
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options
+from dtype_engine.recipe import Recipe
 from dtype_tui.cli.remote import Address, address_of, command_from, command_of, connect
 
 
@@ -73,7 +74,7 @@ def test_a_command_is_split_as_a_shell_does_and_run_by_none(tmp_path: Path) -> N
         with pytest.raises(UserError, match="--engine-command"):
             command_from(line)
     with pytest.raises(UserError):
-        connect(None, f"echo hello > {tmp_path / 'x'}", Options())
+        connect(None, f"echo hello > {tmp_path / 'x'}", Options(), Recipe())
     assert not list(tmp_path.iterdir())
 
 
@@ -89,7 +90,7 @@ def test_a_command_is_split_as_a_shell_does_and_run_by_none(tmp_path: Path) -> N
 )
 def test_where_no_engine_answers_one_sentence_says_why(program: str, words: str) -> None:
     with pytest.raises(UserError, match=r"\w") as told:
-        connect(None, shlex.join(["sh", "-c", program]), Options())
+        connect(None, shlex.join(["sh", "-c", program]), Options(), Recipe())
     assert words in str(told.value)
     assert str(told.value).isprintable()
 
@@ -100,12 +101,12 @@ def test_ssh_that_fails_is_told_in_its_own_words(tmp_path: Path, monkeypatch: py
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     with pytest.raises(UserError, match=r"gpu can't be reached: ssh: connect to host gpu port 22: No route to host"):
-        connect("ssh://gpu/x", None, Options())
+        connect("ssh://gpu/x", None, Options(), Recipe())
 
 
 def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens() -> None:
     engine = shlex.join([sys.executable, "-m", "dtype_engine.worker.stdio"])
     with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):
-        connect("/nowhere/at/all", engine, Options())
+        connect("/nowhere/at/all", engine, Options(), Recipe())
     with pytest.raises(UserError, match=r"/nowhere/text\.txt"):
-        connect("demo", engine, Options(texts=(Path("/nowhere/text.txt"),)))
+        connect("demo", engine, Options(texts=(Path("/nowhere/text.txt"),)), Recipe())

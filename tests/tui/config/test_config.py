@@ -138,8 +138,8 @@ async def test_keys_and_theme_take_effect_and_the_help_shows_them() -> None:
         await pilot.press("question_mark")
         await pilot.pause()
         text = " ".join(screen(app).split())
-        assert "f5 Undo" in text
-        assert "Ctrl+d Drop the node's rules" in text
+        assert "f5 ^r undo, redo" in text
+        assert "^d drop the node's rules" in text
 
 
 async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:

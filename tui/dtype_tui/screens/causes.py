@@ -20,6 +20,7 @@ from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_
 from dtype_engine.results.attribution import AttributionReport
 from dtype_engine.worker import events
 from dtype_tui.rendering.cells import bar
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
@@ -157,7 +158,7 @@ def _short(name: str) -> str:
 
 
 def _table(report: AttributionReport) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(overflow="ellipsis", no_wrap=True)
     for _ in range(2):
         table.add_column(no_wrap=True, justify="right")

@@ -16,6 +16,7 @@ from dtype_engine.results.drift import ModuleDrift, sqnr_gain
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.cells import short_bytes
 from dtype_tui.rendering.loss_text import loss_mark
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.measurement_log import MeasuredRecipe
@@ -50,7 +51,7 @@ def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
 def comparison_screen(experiment: Experiment, one: Side, other: Side) -> Overlay:
     """Two recipes, figure by figure, rule by rule, tensor by tensor and module by module; what differs is bold."""
     plans = make_plan(experiment.tree, one.recipe), make_plan(experiment.tree, other.recipe)
-    page = Table.grid()
+    page = PlainTable.grid()
     page.add_row(_figures(one, other, plans))
     page.add_row(_heading("rules"))
     page.add_row(_rules(one, other))
@@ -64,7 +65,7 @@ def _heading(words: str) -> Text:
 
 
 def _columns(*titles: str) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(overflow="fold")
     for _ in titles[1:]:
         table.add_column(no_wrap=True, justify="right")
@@ -73,7 +74,7 @@ def _columns(*titles: str) -> Table:
 
 
 def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
     table.add_column(overflow="fold")
@@ -136,7 +137,7 @@ def _tensors(experiment: Experiment, plans: tuple[Plan, Plan], left: str, right:
     differ = [tensor for tensor in experiment.tree.order if first.dtypes[tensor.name] != second.dtypes[tensor.name]]
     if not differ:
         return _heading("tensors: all have the same dtype in both")
-    page = Table.grid()
+    page = PlainTable.grid()
     page.add_row(_heading(f"{plural(len(differ), 'tensor')} of another dtype"))
     table = _columns("", left, right, f"bytes in {left}", f"in {right}")
     for tensor in differ[:MOST_ROWS]:
@@ -163,7 +164,7 @@ def _modules(one: Side, other: Side) -> Table | Text:
             )
     if not rows:
         return _heading("modules: all drift alike")
-    page = Table.grid()
+    page = PlainTable.grid()
     page.add_row(_heading("SQNR of modules"))
     table = _columns("", one.title, other.title, "difference")
     for _, name, left, right, gain in sorted(rows, key=lambda row: row[0])[:MOST_ROWS]:

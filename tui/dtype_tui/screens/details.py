@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from rich.table import Table
-
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import decibels, human_bytes
 from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_losses import loss_words
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
     """What is known of one module or tensor."""
-    grid = Table.grid(padding=(0, 2))
+    grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     grid.add_row("name", printable(node, 2000) or "the whole model")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
@@ -12,6 +11,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_count
 from dtype_engine.results.drift import ImplicitCastStats
 from dtype_tui.rendering.cells import truncate, wrap_dotted
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 _NAME_WIDTH = 26
@@ -41,7 +41,7 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     name_width += widths[0] - min(widths[0], longest)
     for row in rows:
         row[0] = Text(truncate(row[0].plain, longest))
-    grid = Table.grid(padding=(0, 2))
+    grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(overflow="fold")
     for word in words:
         grid.add_column(no_wrap=True, justify="right" if word in ("elements", "times") else "left")

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.reports.text import parting
 from dtype_engine.results.runs import Generation, Written
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 
 def generation_screen(texts: Sequence[Generation]) -> Overlay:
     """Both texts side by side; the first token that differs stands between brackets."""
-    grid = Table.grid(padding=(0, 2), expand=True)
+    grid = PlainTable.grid(padding=(0, 2), expand=True)
     grid.add_column(ratio=1, overflow="fold")
     grid.add_column(ratio=1, overflow="fold")
     for number, text in enumerate(texts):

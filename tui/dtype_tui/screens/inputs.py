@@ -16,6 +16,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.results.inputs import InputBatch, InputsSummary
 from dtype_engine.worker import events
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.widgets.line_input import LineInput
@@ -127,7 +128,7 @@ class InputsScreen(ModalScreen[None]):
 
 def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
-    head = Table.grid(padding=(0, 2))
+    head = PlainTable.grid(padding=(0, 2))
     head.add_column(style="dim", no_wrap=True)
     head.add_column(overflow="fold")
     for index, part in enumerate(reading.made_of):
@@ -137,7 +138,7 @@ def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
         counts.append(f"outputs compared at {compared:,}")
     if counts:
         head.add_row("positions", ", ".join(counts))
-    rows = Table.grid(padding=(0, 1))
+    rows = PlainTable.grid(padding=(0, 1))
     rows.add_column(style="dim", no_wrap=True, justify="right")
     rows.add_column(overflow="fold")
     for number, batch in enumerate(reading.batches[:MOST_ROWS], 1):
@@ -145,7 +146,7 @@ def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
         rows.add_row("", Text(_arguments(batch), style="dim"))
     if len(reading.batches) > MOST_ROWS:
         rows.add_row("", f"and {len(reading.batches) - MOST_ROWS:,} more")
-    whole = Table.grid()
+    whole = PlainTable.grid()
     whole.add_row(Text(printable(reading.description, 200), style="bold"))
     whole.add_row(head)
     whole.add_row("")

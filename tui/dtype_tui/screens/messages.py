@@ -5,16 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from rich.table import Table
 from rich.text import Text
 from textual.notifications import Notification
 
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 
 def messages_screen(said: Iterable[Notification]) -> Overlay:
     """Every sentence with its time of day, the newest first."""
-    grid = Table.grid(padding=(0, 2))
+    grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     for each in reversed(list(said)):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core.units import seconds_text
 from dtype_engine.results.runs import SpeedReport
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 
 
 def speed_screen(report: SpeedReport) -> Overlay:
     """Times of forward passes, each against the reference's."""
-    grid = Table.grid(padding=(0, 2))
+    grid = PlainTable.grid(padding=(0, 2))
     grid.add_column(no_wrap=True)
     grid.add_column(overflow="fold")
     for _ in range(4):
@@ -30,7 +30,7 @@ def speed_screen(report: SpeedReport) -> Overlay:
         words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
     for notice in report.notices:
         words.append(f"\n{notice}")
-    whole = Table.grid()
+    whole = PlainTable.grid()
     whole.add_row(grid)
     whole.add_row(words)
     return Overlay("Forward passes over all inputs, timed", whole)

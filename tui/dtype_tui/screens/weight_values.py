@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
@@ -12,13 +11,14 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_count, share_text
 from dtype_engine.results.weights import WeightStats
 from dtype_tui.rendering.cells import bar
+from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
 
 
 def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Overlay:
     """The error of a cast to each dtype, and the exponents of the tensor's values against the ranges of the dtypes."""
-    table = Table.grid(padding=(0, 2))
+    table = PlainTable.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     for _ in range(6):
         table.add_column(no_wrap=True, justify="right")
@@ -32,7 +32,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
             f"{error.max_abs:.2e}",
             *cells,
         )
-    whole = Table.grid()
+    whole = PlainTable.grid()
     whole.add_row(table)
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
     whole.add_row(Text(""))

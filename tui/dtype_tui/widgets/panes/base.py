@@ -11,6 +11,8 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
+from dtype_tui.rendering.plain_table import PlainTable
+
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
@@ -62,7 +64,7 @@ class Pane(VerticalScroll, can_focus=False):
 
 
 def figures_grid() -> Table:
-    grid = Table.grid(padding=(0, 1))
+    grid = PlainTable.grid(padding=(0, 1))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column(overflow="fold")
     return grid
