@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.screen_text import until
 from textual._styles_cache import StylesCache
 
+import dtype_tui.app
 from dtype_engine.cli.program import TRACEBACK
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
@@ -58,6 +60,13 @@ async def test_garbage_is_collected_when_the_engine_ends_before_it_was_ready() -
         assert not gc.isenabled()
         await say(app, pilot, events.EngineEnded("it was killed"))
         assert gc.isenabled()
+
+
+async def test_garbage_is_collected_where_no_engine_is_ever_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtype_tui.app, "LONGEST_WITHOUT_GC_S", 0.05)
+    app = make_app()
+    async with running(app) as pilot:
+        await until(pilot, gc.isenabled)
 
 
 def drawings() -> int:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _SAVE_EVERY_S = 0.2
 _SERVER_EVERY_S = 1.0
+LONGEST_WITHOUT_GC_S = 60.0
 
 
 class DtypeApp(BaseApp[None]):
@@ -105,6 +106,8 @@ class DtypeApp(BaseApp[None]):
             self.saver = await asyncio.to_thread(self.launch.saver)  # its imports hold up no key
             self.saver.say = lambda trouble: self.main.say(trouble, "warning")
         pause_gc()
+        # An engine may never get so far that `MainScreen` resumes it.
+        asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
         self.controller.engine.start()
         self.guide.begin()
 
