@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -96,6 +97,10 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                     process = psutil.Process(terminal.pid)
                     continue
                 assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
+                if process.status() == psutil.STATUS_STOPPED:
+                    process.send_signal(
+                        signal.SIGCONT
+                    )  # the palette has an entry that suspends: this is the shell's fg
                 answers = _draws_anew(terminal, 120 + pressed // _EVERY % 2)
                 assert answers, f"no answer after {pressed} keys, the last {recent!r}; {terminal.logs}"
             if pressed // 2000 != before // 2000:
@@ -105,6 +110,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
             time.sleep(0.3)  # two at once would be another key
             while terminal.read(0.01):
                 pass
+        process.send_signal(signal.SIGCONT)  # where the last keys suspended it
         terminal.watched = True
         terminal.screen.reset()
         terminal.resize(122, 36)  # everything is drawn anew
