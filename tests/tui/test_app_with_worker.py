@@ -169,7 +169,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
         await pilot.press("2")
         await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
         report = app.controller.experiment.report
-        await until(pilot, lambda: "w worst module" in screen(app).splitlines()[-1])
+        await until(pilot, lambda: screen(app).splitlines()[-1].startswith(" w worst module"))
         hints = screen(app).splitlines()[-1]
         heard: list[events.Event] = []
         app.controller.engine._emit = lambda event, emit=app.controller.engine._emit: (heard.append(event), emit(event))  # type: ignore[attr-defined]
@@ -183,7 +183,7 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
             assert app.controller.experiment.failure is None
             assert app.controller.experiment.report is report
             assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
-            assert screen(app).splitlines()[-1] == hints
+            await until(pilot, lambda: screen(app).splitlines()[-1] == hints)
         assert not [
             event for event in heard if isinstance(event, (events.MeasuringProgress, events.Measured, events.Failed))
         ]

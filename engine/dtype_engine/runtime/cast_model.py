@@ -53,7 +53,15 @@ class CastModel:
 
     @contextmanager
     def putting_back(self) -> Iterator[None]:
-        """Casts made meanwhile are undone: the recipe in force is cast again at the end."""
+        """Casts made meanwhile are undone: the recipe in force is cast again at the end.
+
+        Example:
+            >>> name = next(iter(session.model.weights))
+            >>> with session.putting_back():
+            ...     session.model.apply(session.plan.dtypes | {name: "bfloat16"})
+            >>> session.model.weights[name].dtype
+            'float32'
+        """
         try:
             yield
         finally:

@@ -291,7 +291,7 @@ class Session(CastModel):
 
         Example:
             >>> scan = session.scan(["bfloat16"], draws=1)
-            >>> session.search(budget=session.tree.stored_bytes * 3 // 4).planned_bytes <= session.tree.stored_bytes * 3 // 4
+            >>> session.search(budget=2_000_000).planned_bytes <= 2_000_000
             True
         """
         task = self.scan_task(dtypes, draws, exact, save)
@@ -389,7 +389,12 @@ class Session(CastModel):
 
     @property
     def kept_outputs(self) -> tuple[int, int] | None:
-        """Bytes of outputs kept for the next measurement, and the most that may be; None before the first."""
+        """Bytes of outputs kept for the next measurement, and the most that may be; None before the first.
+
+        Example:
+            >>> de.open().kept_outputs is None
+            True
+        """
         return None if self._meter is None else (self._meter.kept_bytes, self._meter.budget)
 
     def _need_inputs(self) -> Inputs:

@@ -26,9 +26,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     outputs: list[torch.Tensor] = []
     add = OutputComparison.add
 
-    def noting(self: OutputComparison, reference: torch.Tensor, candidate: torch.Tensor, labels: Any = None) -> None:
+    def noting(self: OutputComparison, reference: torch.Tensor, candidate: torch.Tensor, *more: Any) -> None:
         outputs.append(candidate.clone())
-        add(self, reference, candidate, labels)
+        add(self, reference, candidate, *more)
 
     monkeypatch.setattr(OutputComparison, "add", noting)
     return outputs
