@@ -306,8 +306,7 @@ class Session(CastModel):
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
             [0]
         """
-        inputs = self._need_inputs()
-        return self._scan.get(self.model, inputs, self.settings.compute, dtypes, draws, exact, save)
+        return self._scan.get(self.model, self._need_inputs(), self.settings.compute, dtypes, draws, exact, save)
 
     def search(
         self,
@@ -391,9 +390,7 @@ class Session(CastModel):
     def kept_outputs(self) -> tuple[int, int] | None:
         """Bytes of outputs kept for the next measurement, and the most that may be; None before the first.
 
-        Example:
-            >>> de.open().kept_outputs is None
-            True
+        >>> de.open().kept_outputs  # nothing is measured
         """
         return None if self._meter is None else (self._meter.kept_bytes, self._meter.budget)
 
