@@ -61,3 +61,19 @@ async def test_every_screen_fits_80_x_24(name: str) -> None:
         await pilot.pause()
         assert list(overflowing(app)) == []
         assert all(cell_len(line) <= SMALL[0] for line in lines(app))
+
+
+async def test_the_smallest_terminal_has_six_lines_of_the_tree_and_the_panes_behind_tab() -> None:
+    app = make_app()
+    async with app.run_test(size=(60, 15)) as pilot:
+        await mixed(app, pilot)
+        await pilot.press("G")
+        for title, words in (("Drift", "meaning"), ("Memory", "stored"), ("Recipe", "1 ")):
+            await pilot.pause()
+            shown = lines(app)
+            tabs = next(place for place, line in enumerate(shown) if f"[{title}]" in line)
+            assert shown[tabs - 6].strip(), "six lines below the heading"
+            assert tabs >= 7
+            assert words in shown[tabs + 1]
+            assert "❯" in "".join(shown[1:tabs]), "the cursor is in sight"
+            await pilot.press("tab")

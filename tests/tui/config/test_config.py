@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 from tests.helpers.recording_engine import make_app, running
-from tests.helpers.screen_text import screen
+from tests.helpers.scenes import SCENES, bring_up
+from tests.helpers.screen_text import lines, screen
 from textual.color import Color
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.drift import ImplicitCastStats
-from dtype_tui.config.ascii import in_ascii, wants_ascii
+from dtype_tui.config.ascii import in_ascii, line_in_ascii, wants_ascii
 from dtype_tui.config.config import Config, config_path, read_config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.rendering.cells import wrap_dotted
@@ -155,7 +157,41 @@ async def test_ascii_draws_no_other_character_and_keeps_every_column() -> None:
     assert not drawn["never"].isascii()
     for plain, fancy in zip(drawn["always"].splitlines(), drawn["never"].splitlines(), strict=True):
         assert len(plain) == cell_len(fancy)
-    assert "f32>bf16" in drawn["always"]
+    assert "f32->bf16" in drawn["always"]
+
+
+@pytest.mark.parametrize(
+    ("line", "drawn"),
+    [
+        ("a → b    |", "a -> b   |"),
+        ("│   a→b│", "|  a->b|"),
+        ("2.5 ± 0.1  ≥ 3 ", "2.5 +- 0.1 >=3 "),
+        ("a → b", "a ->b"),
+        ("a→b", "a>b"),
+        ("←→ dtype  ↑↓ choose", "<> dtype  ^v choose"),
+    ],
+)
+def test_a_sign_that_one_character_would_falsify_has_two(line: str, drawn: str) -> None:
+    found = "".join(line_in_ascii(line))
+    assert found == drawn
+    assert len(found) == len(line)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENES)
+async def test_every_scene_in_ascii_has_no_other_character_and_as_many_cells(name: str) -> None:
+    drawn: dict[str, list[str]] = {}
+    for setting in ("always", "never"):
+        app = make_app(config=Config(ascii=setting))
+        async with app.run_test(size=(80, 24)) as pilot:
+            await bring_up(name, app, pilot)
+            drawn[setting] = lines(app)
+    for plain, fancy in zip(drawn["always"], drawn["never"], strict=True):
+        assert plain.isascii()
+        assert "?" not in plain or "?" in fancy, f"a character that is in no table: {fancy}"
+        assert len(plain) == cell_len(fancy)
+        assert plain.count("+-") >= fancy.count("±")
+        assert plain.count("->") >= len(re.findall("(?<![←↑→↓])→(?![←↑→↓])", fancy))
 
 
 @pytest.mark.parametrize("text", ["", "abc", "▾ модель", "模型", "⣿⠀", "╭─╮│╰╯", "█▏ 45 dB", "é → ü", "\u200b"])

@@ -1,6 +1,7 @@
-"""For terminals and fonts without Unicode: every character that is drawn becomes one ASCII character of the same width.
+"""For terminals and fonts without Unicode: every line that is drawn becomes one of the same width in ASCII.
 
-The filter runs after all drawing, so no widget needs to know of it. What is not in the table shows as `?`.
+The filter runs after all drawing, so no widget needs to know of it. A sign whose one ASCII character would say something else
+(`a > b` for `a → b`) is written with two, and a blank of the line makes room for it. What is in no table shows as `?`.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from textual.color import Color
 from textual.filter import LineFilter
 
 _SAME_WIDTH = {
-    "▾": "v", "▸": ">", "❯": ">", "•": "*", "›": ">", "→": ">", "←": "<", "↑": "^", "↓": "v", "·": ".", "…": "~", "×": "x",
-    "Δ": "d", "±": "+", "≥": ">", "≤": "<", "²": "2", "√": "V", "Σ": "S", "‖": "|", "⚠": "!", "✓": "+", "✗": "x", "⟦": "[",
-    "⟧": "]", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"', "\xa0": " ", "█": "#", "▓": "%", "▒": "=",
-    "░": "-", "▏": " ", "▎": " ", "▍": "-", "▌": "-", "▋": "=", "▊": "=", "▉": "#", "▀": '"', "▄": "_", "▐": "|", "▔": "-",
-    "▁": "_", "▂": "_", "▃": "_", "▅": "=", "▆": "=", "▇": "#", "■": "#", "□": "o", "●": "o", "○": "o", "◆": "*", "◇": "*",
-    "▲": "^", "▼": "v", "∞": "8", "≈": "~",
+    "▾": "v", "▸": ">", "❯": ">", "•": "*", "›": ">", "‹": "<", "→": ">", "←": "<", "↑": "^", "↓": "v", "·": ".",
+    "…": "~", "×": "x", "⏎": "$", "Δ": "d", "±": "+", "≥": ">", "≤": "<", "²": "2", "√": "V", "Σ": "S", "‖": "|",
+    "⚠": "!", "✓": "+", "✗": "x", "⟦": "[", "⟧": "]", "–": "-", "—": "-", "‘": "'", "’": "'", "“": '"', "”": '"',
+    "\xa0": " ", "█": "#", "▓": "%", "▒": "=", "░": "-", "▏": " ", "▎": " ", "▍": "-", "▌": "-", "▋": "=", "▊": "=",
+    "▉": "#", "▀": '"', "▄": "_", "▐": "|", "▔": "-", "▁": "_", "▂": "_", "▃": "_", "▅": "=", "▆": "=", "▇": "#",
+    "■": "#", "□": "o", "●": "o", "○": "o", "◆": "*", "◇": "*", "▲": "^", "▼": "v", "∞": "!", "≈": "~",
 }  # fmt: skip
+_WIDER = {"→": "->", "←": "<-", "±": "+-", "≥": ">=", "≤": "<="}
+_ARROWS = "←↑→↓"
 _BOX_FROM, _BOX_TO = 0x2500, 0x257F
 _BRAILLE_FROM, _BRAILLE_TO = 0x2800, 0x28FF
 
@@ -59,7 +62,33 @@ class AsciiFilter(LineFilter):
     """Draws every line in ASCII."""
 
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
+        line = "".join(segment.text for segment in segments)
+        if line.isascii():
+            return segments
+        drawn = iter(line_in_ascii(line))
         return [
-            segment if segment.text.isascii() else Segment(in_ascii(segment.text), segment.style, segment.control)
-            for segment in segments
+            Segment("".join(next(drawn) for _ in segment.text), segment.style, segment.control) for segment in segments
         ]
+
+
+def line_in_ascii(line: str) -> list[str]:
+    """What to draw for each character of a line, in as many cells, ASCII only: nothing for a blank that a longer sign takes."""
+    drawn = list(map(in_ascii, line))
+    for index, character in enumerate(line):
+        wider = _WIDER.get(character)
+        beside = line[max(0, index - 1) : index] + line[index + 1 : index + 2]
+        if wider is None or set(beside) & set(_ARROWS):
+            continue  # arrows side by side are keys
+        blank = _spare_blank(drawn, index)
+        if blank is not None:
+            drawn[index], drawn[blank] = wider, ""
+    return drawn
+
+
+def _spare_blank(drawn: list[str], index: int) -> int | None:
+    """Of a gap of two or more, the nearest at the right, else at the left; else a blank beside it. None where there is none."""
+    after, before = range(index + 1, len(drawn) - 1), range(index - 1, 0, -1)
+    gaps = [blank for blank in after if drawn[blank] == drawn[blank + 1] == " "]
+    gaps += [blank for blank in before if drawn[blank] == drawn[blank - 1] == " "]
+    gaps += [blank for blank in (index + 1, index - 1) if 0 <= blank < len(drawn) and drawn[blank] == " "]
+    return next(iter(gaps), None)
