@@ -7,7 +7,7 @@ LOWEST_PYTHON ?= 3.11
 QUICK := tests/test_layout.py tests/tui tests/lint tests/engine/test_imports.py \
 	tests/engine/worker/test_queue.py $(addprefix tests/engine/,core checkpoint recipe search reports)
 
-.PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys engine-deaths benchmarks screenshots clean
+.PHONY: demo test quick lint unit coverage test-lowest matrix fuzz random-keys engine-deaths benchmarks screenshots man clean
 
 demo: $(VENV)/.runs
 	$(BIN)/dtype-tui demo
@@ -57,7 +57,12 @@ benchmarks: $(VENV)/.tests
 	$(BIN)/python -m tests.benchmarks
 
 screenshots: $(VENV)/.tests
-	$(BIN)/python screenshots/draw.py
+	$(BIN)/python screenshots/draw.py --png
+	$(BIN)/python screenshots/animate.py
+
+# man/man1, made of the help; MANPATH=$PWD/man: shows them to `man dtype-tui`.
+man: $(VENV)/.runs
+	$(BIN)/python tui/write_man_pages.py man/man1
 
 clean:
 	rm -rf $(VENV) $(LOWEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -2,174 +2,222 @@
 
     python screenshots/draw.py [--png] [SCENE ...]
 
-Writes an SVG for each scene, or for those whose names begin so; with `--png` a PNG beside it, to look at (cairosvg, and a
-monospaced font on this machine).
+Writes an SVG for each size of each scene, or of those whose names begin so; with `--png` a PNG beside it, to look at (cairosvg, and
+a monospaced font). Each scene is drawn by a process of its own, with an engine of its own: a picture tells the memory
+of an app that did nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from textual.pilot import Pilot
 
 from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.worker.worker import Worker
+from dtype_engine.worker.connection import EngineCommand
+from dtype_engine.worker.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
-from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.state.launch import Launch
 
 HERE = Path(__file__).parent
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, monospace"
+WAIT_S = 300
+AS_STORED = Recipe()
 MIXED = Recipe(
     (Rule("*", "bfloat16"), Rule("type:LlamaRMSNorm", "float32"), Rule("model.layers.{4..5}.mlp", "float8_e4m3fn"))
 )
 
-AS_STORED = Recipe()
-
 Scene = Callable[[DtypeApp, "Pilot[None]"], Awaitable[None]]
 
 
-async def settle(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """Wait until the engine has measured the recipe in force."""
-    until = time.monotonic() + 120
-    while time.monotonic() < until:
-        await pilot.pause(0.1)
-        if app.experiment.report is not None and not app.busy:
-            return
-    raise SystemExit("the engine did not finish")
+def demo_app(recipe: Recipe = AS_STORED, config: Config | None = None, begins_tour: bool = False) -> DtypeApp:
+    """The app as `dtype-tui demo` opens it."""
+    source = locate(None)
+    tree, whole = source.peek()
+    launch = Launch(
+        source.title,
+        tree,
+        partial=not whole,
+        recipe=recipe,
+        config=config or Config(),
+        is_demo=True,
+        begins_tour=begins_tour,
+    )
+    return DtypeApp(launch, lambda emit: EngineProcess(EngineCommand(), None, Options(), emit, read_headers=not whole))
 
 
-async def mix(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """A mixed recipe, measured: drift by module, memory, and which rule decides the node."""
-    app.query_one(ModuleTree).go_to("model.layers.4.mlp")
-    await pilot.press("l")
-    await settle(app, pilot)
-
-
-async def cast(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The cast prompt: what the pattern would take is lit up in the tree."""
-    app.query_one(ModuleTree).go_to("model.layers.2")
-    await settle(app, pilot)
-    await pilot.press("c", "tab")
-    await pilot.pause(0.3)
-
-
-async def details(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """All that is known of one tensor."""
-    app.query_one(ModuleTree).go_to("model.layers.4.mlp.up_proj.weight")
-    await settle(app, pilot)
-    await pilot.press("enter")
-    await pilot.pause(0.3)
-
-
-async def help_(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The help."""
-    await settle(app, pilot)
-    await pilot.press("question_mark")
-    await pilot.pause(0.3)
-
-
-async def flow(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """Where dtypes silently change in a forward pass."""
-    await settle(app, pilot)
-    await pilot.press("f")
-    await until(pilot, lambda: len(app.screen_stack) > 1)
-
-
-async def scanned(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """How much every weight matters in bf16, in the tree."""
-    await settle(app, pilot)
-    await pilot.press("s", "enter")
-    await until(pilot, lambda: app.experiment.scan.finished and not app.busy)
-
-
-async def optimise(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """The Pareto front, after a scan."""
-    await scanned(app, pilot)
-    await pilot.press("o")
-    await pilot.pause(1)
-    await pilot.press(*["left"] * 12)
-    await pilot.pause(1)
-
-
-async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
-    """Drift module by module, while the candidate's pass goes by."""
-    await until(pilot, lambda: len(app.experiment.modules) > 20)
-
-
-async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 120
+async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
+    """Wait for the engine."""
+    end = time.monotonic() + WAIT_S
     while not condition():
         if time.monotonic() > end:
             raise SystemExit("it never came")
         await pilot.pause(0.02)
 
 
-_SCENES: dict[str, tuple[Scene, Recipe]] = {
-    "mix": (mix, MIXED),
-    "measuring": (measuring, MIXED),
-    "cast": (cast, AS_STORED),
-    "details": (details, MIXED),
-    "flow": (flow, MIXED),
-    "scan": (scanned, AS_STORED),
-    "optimise": (optimise, AS_STORED),
-    "help": (help_, MIXED),
-}
-_SIZES = ((80, 24), (120, 36), (200, 50))
-SCENES = {
-    f"{name}-{size[0]}x{size[1]}": (scene, recipe, size, "textual-dark")
-    for name, (scene, recipe) in _SCENES.items()
-    for size in _SIZES
-} | {
-    f"{name}-{shade}-120x36": (*_SCENES[name], (120, 36), theme)
-    for name in ("mix", "scan", "optimise")
-    for shade, theme in (("light", "textual-light"), ("16-colours", "ansi-dark"))
-}
+async def settled(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Wait until the engine has measured the recipe in force."""
+    await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+    await pilot.pause(0.3)
 
 
-async def draw(name: str, scene: Scene, recipe: Recipe, size: tuple[int, int], theme: str, png: bool) -> None:
-    source = locate(None)
-    checkpoint = source.open()
-    assert checkpoint is not None
-    app = DtypeApp(source.title, checkpoint.tree(), lambda emit: Worker(source, Options(), emit), config=Config(theme))
-    app.start_with(recipe)
-    async with app.run_test(size=size) as pilot:
+async def mix(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A mixed recipe, measured: drift by module, memory, and which rule decides the node."""
+    await settled(app, pilot)
+    app.main.tree_view.go_to("model.layers.4.mlp")
+    await pilot.press("l")
+
+
+async def cast(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The cast prompt: what the pattern would take is lit up in the tree."""
+    await settled(app, pilot)
+    app.main.tree_view.go_to("model.layers.2")
+    await pilot.press("c", "tab")
+
+
+async def details(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """All that is known of one tensor."""
+    await settled(app, pilot)
+    app.main.tree_view.go_to("model.layers.4.mlp.up_proj.weight")
+    await pilot.press("enter")
+
+
+async def help_(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The help."""
+    await settled(app, pilot)
+    await pilot.press("question_mark")
+
+
+async def flow(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Where dtypes silently change in a forward pass."""
+    await settled(app, pilot)
+    await pilot.press("f")
+    await until(pilot, lambda: len(app.screen_stack) > 1)
+
+
+async def scan(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """How much every weight matters in bf16, in the tree."""
+    await settled(app, pilot)
+    await pilot.press("s", "enter")
+    await until(pilot, lambda: app.controller.experiment.scan.finished and not app.controller.activity.busy)
+
+
+async def optimise(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """The Pareto front, after a scan; a point of it measured."""
+    await scan(app, pilot)
+    await pilot.press("o")
+    await pilot.pause(1)
+    await pilot.press(*["left"] * 12)
+    await pilot.pause(1)
+    await pilot.press("enter")
+    await settled(app, pilot)
+
+
+async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """Drift module by module, while the candidate's pass goes by."""
+    await until(pilot, lambda: len(app.controller.experiment.modules) > 20)
+
+
+async def tour(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """A step of the tour: what to press, and why."""
+    await settled(app, pilot)
+    await pilot.press("down", *["down"] * 4, "l", "2")
+    await settled(app, pilot)
+
+
+@dataclass(frozen=True)
+class View:
+    """The terminal that a scene is drawn in."""
+
+    size: tuple[int, int]
+    theme: str = "textual-dark"
+    note: str = ""
+    """Of what is special about it, for the name of the picture."""
+    ascii: str = "never"
+
+    def file(self, scene: str) -> str:
+        """The name of the picture, without its ending."""
+        return "-".join(part for part in (scene, self.note, f"{self.size[0]}x{self.size[1]}") if part)
+
+
+SIZES = tuple(View(size) for size in ((60, 15), (80, 24), (120, 36), (200, 50)))
+SHADES = (View((120, 36), "textual-light", "light"), View((120, 36), "ansi-dark", "16-colours"))
+ASCII = (View((80, 24), note="ascii", ascii="always"),)
+JOBS: dict[str, tuple[tuple[Scene, Recipe], tuple[View, ...]]] = {
+    "mix": ((mix, MIXED), (*SIZES, *SHADES)),
+    "cast": ((cast, AS_STORED), SIZES),
+    "details": ((details, MIXED), SIZES),
+    "flow": ((flow, MIXED), SIZES),
+    "scan": ((scan, AS_STORED), (*SIZES, *SHADES)),
+    "optimise": ((optimise, AS_STORED), (*SIZES, *SHADES)),
+    "help": ((help_, MIXED), SIZES),
+    "tour": ((tour, AS_STORED), SIZES),
+    **{f"measuring {view.size[0]}": ((measuring, MIXED), (view,)) for view in SIZES},
+    **{f"{name} ascii": (scene, ASCII) for name, scene in (("mix", (mix, MIXED)), ("optimise", (optimise, AS_STORED)))},
+}
+"""What one process draws, by a name: a scene, and the terminals it is drawn in one after the other. What passes by is drawn
+once."""
+
+
+async def draw(name: str, png: bool) -> None:
+    """Bring a scene up and draw it in each of its terminals."""
+    (scene, recipe), views = JOBS[name]
+    first = views[0]
+    app = demo_app(recipe, Config(first.theme, first.ascii), begins_tour=scene is tour)
+    async with app.run_test(size=(120, 36) if len(views) > 1 else first.size) as pilot:
         await scene(app, pilot)
-        app.clear_notifications()
-        await pilot.pause(0.2)
-        picture = app.export_screenshot(title=f"dtype-tui, {size[0]} x {size[1]}")
-    # Fonts are those of the reader's machine: a picture fetches nothing.
-    picture = re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL)
-    picture = re.sub(r"font-family:[^;]*;", f"font-family: {FONTS};", picture)
-    (HERE / f"{name}.svg").write_text(picture, encoding="utf-8")
-    if png:
-        import cairosvg
+        for view in views:
+            app.theme = view.theme
+            await pilot.resize_terminal(*view.size)
+            await pilot.pause(0.3)
+            app.clear_notifications()
+            await pilot.pause(0.3)
+            picture = plain_picture(app, f"dtype-tui, {view.size[0]} x {view.size[1]}")
+            file = HERE / view.file(name.partition(" ")[0])
+            file.with_suffix(".svg").write_text(picture, encoding="utf-8")
+            if png:
+                file.with_suffix(".png").write_bytes(as_png(picture))
+            print(file.name, flush=True)
 
-        # It does not stretch text to its length, and this font is narrower than the cells.
-        picture = picture.replace("<text ", '<text letter-spacing="0.16" ')
-        cairosvg.svg2png(bytestring=picture.encode(), write_to=str(HERE / f"{name}.png"))
-    print(name)
+
+def plain_picture(app: DtypeApp, title: str) -> str:
+    """What is on the screen as SVG, in fonts of the reader's machine: a picture fetches nothing."""
+    picture = app.export_screenshot(title=title)
+    picture = re.sub(r"@font-face\s*\{.*?\}", "", picture, flags=re.DOTALL)
+    return re.sub(r"font-family:[^;]*;", f"font-family: {FONTS};", picture)
+
+
+def as_png(picture: str, scale: float = 1.0) -> bytes:
+    """An SVG as PNG."""
+    import cairosvg
+
+    # It does not stretch text to its length, and this font is narrower than the cells.
+    spaced = picture.replace("<text ", '<text letter-spacing="0.16" ')
+    drawn: bytes = cairosvg.svg2png(bytestring=spaced.encode(), scale=scale)
+    return drawn
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--png", action="store_true")
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("scenes", nargs="*", default=[""], metavar="SCENE")
     options = parser.parse_args()
-    for name, (scene, recipe, size, theme) in SCENES.items():
-        if not name.startswith(tuple(options.scenes)):
-            continue
-        asyncio.run(draw(name, scene, recipe, size, theme, options.png))
-        # The next picture tells the memory of this process, and an app takes nothing for garbage that was there before it.
-        gc.unfreeze()
-        gc.collect()
+    if options.here:
+        asyncio.run(draw(options.scenes[0], options.png))
+        return
+    for name in [name for name in JOBS if name.startswith(tuple(options.scenes))]:
+        subprocess.run([sys.executable, __file__, "--here", *(["--png"] if options.png else []), name], check=True)
 
 
 if __name__ == "__main__":

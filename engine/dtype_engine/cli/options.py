@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.shell_completion import CompletionItem
 
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
@@ -15,7 +16,14 @@ _FILE = click.Path(path_type=Path)
 
 json_option = click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 force_option = click.option("--force", is_flag=True, help="Replace a file that is there.")
-_MODEL = click.Argument(["model"], required=False)
+
+
+def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """What a shell offers for MODEL: its own completion of paths."""
+    return [CompletionItem(begun, type="file")]
+
+
+_MODEL = click.Argument(["model"], required=False, shell_complete=_paths)
 _RULES = (
     click.Option(
         ["--cast", "casts"], multiple=True, metavar="PATTERN=DTYPE", help="A rule; the last that matches wins."

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Sequence
 
 _WITHOUT = ("-h", "--help", "--version", "--in-process", "--engine-command")
+_COMPLETION = "_DTYPE_TUI_COMPLETE"
+"""Set by the shell that asks what could follow on the command line."""
 _process: subprocess.Popen[bytes] | None = None
 
 
@@ -15,7 +18,9 @@ def start_early(arguments: Sequence[str]) -> None:
     One that nobody takes ends when this process does: its input ends then.
     """
     global _process
-    if arguments[:1] == ["serve"] or any(argument.startswith(("ssh://", *_WITHOUT)) for argument in arguments):
+    if _COMPLETION in os.environ or arguments[:1] == ["serve"]:
+        return
+    if any(argument.startswith(("ssh://", *_WITHOUT)) for argument in arguments):
         return
     from dtype_engine.worker.connection import COMMAND, start_process
 
