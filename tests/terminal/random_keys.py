@@ -97,10 +97,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
                     process = psutil.Process(terminal.pid)
                     continue
                 assert not ended, f"{gone}, the last {recent!r}; {terminal.logs}\n{terminal.last_log}"
-                if process.status() == psutil.STATUS_STOPPED:
-                    process.send_signal(
-                        signal.SIGCONT
-                    )  # the palette has an entry that suspends: this is the shell's fg
+                _bring_to_the_front(process)
                 answers = _draws_anew(terminal, 120 + pressed // _EVERY % 2)
                 assert answers, f"no answer after {pressed} keys, the last {recent!r}; {terminal.logs}"
             if pressed // 2000 != before // 2000:
@@ -110,7 +107,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
             time.sleep(0.3)  # two at once would be another key
             while terminal.read(0.01):
                 pass
-        process.send_signal(signal.SIGCONT)  # where the last keys suspended it
+        _bring_to_the_front(process)
         terminal.watched = True
         terminal.screen.reset()
         terminal.resize(122, 36)  # everything is drawn anew
@@ -131,6 +128,12 @@ def _opened() -> Unwatched:
     terminal.wait_for("embed_tokens", 120)
     terminal.watched = False
     return terminal
+
+
+def _bring_to_the_front(process: psutil.Process) -> None:
+    """The palette has an entry that suspends: as the shell's fg."""
+    if process.status() == psutil.STATUS_STOPPED:
+        process.send_signal(signal.SIGCONT)
 
 
 def _draws_anew(terminal: Terminal, columns: int) -> bool:
