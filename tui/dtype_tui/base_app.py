@@ -10,7 +10,7 @@ import time
 from rich.text import Text
 from textual._context import active_message_pump
 from textual._styles_cache import StylesCache
-from textual.app import App, ReturnType
+from textual.app import ReturnType
 from textual.await_complete import AwaitComplete
 from textual.command import CommandList
 from textual.events import Event, Key, MouseEvent, Paste
@@ -24,6 +24,7 @@ from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
+from dtype_tui.paced_app import PacedApp
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
 from dtype_tui.widgets.message_line import MessageLine
@@ -33,7 +34,7 @@ READ_S = 4.0
 """A sentence stays on the screen until a key is pressed so long after it was said, or Escape."""
 
 
-class BaseApp(App[ReturnType]):
+class BaseApp(PacedApp[ReturnType]):
     """Draws in the theme and the characters of the configuration, and ends by an unexpected error with one sentence.
 
     Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does. An error in Textual's own

@@ -17,6 +17,7 @@ import click
 from textual.binding import Binding
 
 from dtype_engine.cli.options import ModelCommand
+from dtype_engine.cli.parallel import workers_option
 from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
@@ -68,9 +69,16 @@ class _Opening:
     metavar="CMD",
     help="What leads to `dtype-engine stdio` elsewhere, as 'docker exec -i BOX dtype-engine stdio'; MODEL is as it is there.",
 )
+@workers_option
 @threshold_options
 def command(
-    request: RunRequest, in_ascii: bool, resume: bool, in_process: bool, engine_command: str | None, **limits: Any
+    request: RunRequest,
+    in_ascii: bool,
+    resume: bool,
+    in_process: bool,
+    engine_command: str | None,
+    workers: int | str | None,
+    **limits: Any,
 ) -> int:
     """What happens if these layers are in another dtype?
 
@@ -80,7 +88,7 @@ def command(
     `dtype-tui serve` opens the app in a browser.
     """
     config = dataclasses.replace(configured(), ascii="always") if in_ascii else configured()
-    model, options = request.model, request.options
+    model, options = request.model, dataclasses.replace(request.options, workers=workers)
     if engine_command is None and not is_address(model):
         check_files(options)
     saved = None
