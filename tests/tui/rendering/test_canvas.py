@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dtype_tui.config.ascii import in_ascii
-from dtype_tui.rendering.canvas import Series, axes_around, plot
+from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 
 WIDTH, HEIGHT = 60, 14
 points = st.lists(
@@ -76,3 +76,37 @@ def test_a_line_is_drawn_finer_than_cells_and_in_ascii_by_dots() -> None:
     plain = in_ascii(drawn)
     assert plain.isascii()
     assert plain.count(".") >= len(braille)
+
+
+@given(points, st.integers(30, 140), st.integers(6, 40))
+def test_on_a_linear_axis_labels_are_round_figures_in_equal_steps_where_they_belong(
+    shown: list[tuple[float, float]], width: int, height: int
+) -> None:
+    axes = linear_axes(shown)
+    lines = plot([Series(shown, "x")], axes, width, height).plain.split("\n")
+    assert len(lines) == height
+    assert all(len(line) <= width for line in lines)
+    labels = [(row, float(line.split("┤")[0])) for row, line in enumerate(lines) if "┤" in line]
+    figures = [figure for _, figure in labels]
+    assert len(labels) <= height / 2
+    assert figures == sorted(set(figures), reverse=True)
+    for row, figure in labels:
+        place = (axes.high - figure) / (axes.high - axes.low) * (height - 3)
+        assert abs(row - place) < 1.01
+
+
+def test_a_figure_on_a_linear_axis_stands_beside_its_label_and_negative_ones_have_a_place() -> None:
+    lines = plot(
+        [Series([(0, -20), (1, 0), (2, 40)], "x")], linear_axes([(0, -20), (1, 0), (2, 40)]), 40, 17
+    ).plain.split("\n")
+    beside = [line.split("┤")[0].strip() for line in lines if "x" in line]
+    assert beside == ["40", "0", "-20"]
+
+
+def test_names_below_stand_from_their_places_on_and_leave_out_what_would_touch() -> None:
+    names = [(index, f"layers.{index}") for index in range(12)]
+    shown = [(float(index), index) for index in range(12)]
+    below = plot([Series(shown)], linear_axes(shown), 60, 10, names=names).plain.split("\n")[-1]
+    assert below.split() == ["layers.0", "layers.2", "layers.4", "layers.6", "layers.8"]
+    inside = 60 - below.index("layers.0")
+    assert abs(below.index("layers.6") - below.index("layers.0") - 6 / 11 * inside) < 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,8 @@ from dtype_tui.screens.history import MeasurementsScreen
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.launch import Launch
 from dtype_tui.widgets.module_tree import ModuleTree
+
+pytestmark = pytest.mark.slow
 
 WIDE, SMALL = (120, 36), (80, 24)
 BF16 = Recipe((Rule("*", "bfloat16"),))
@@ -62,7 +65,13 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         assert engine(app).commands[-1] == "causes"
         await say(app, pilot, events.WorkingProgress(BF16, "running each module as cast by itself", 12, 48))
         await until(pilot, lambda: "25 %" in screen(app))
-        assert "●" in screen(app)
+        drawn = [
+            line
+            for line in screen(app).splitlines()
+            if re.search("[\u2801-\u28ff]", line.partition("as measured")[2] or line)
+        ]
+        assert len(drawn) > 3, "a line of dots falls from the first layer to the last"
+        assert re.search(r"layers.0 +layers.1 +layers.2", screen(app))
         await say(app, pilot, events.AttributionReady(BF16, CAUSES), events.Idle())
         text = screen(app)
         assert f"62.0 % of the output's drift enters at {DOWN}" in text
@@ -101,7 +110,7 @@ async def test_limits_and_floor_stand_in_the_drift_pane() -> None:
             assert "SQNR 40 ≥ 30 dB" in text
             assert "same top 98 < 99 %" in text
             assert "KL 9.0e-13 nats, 128.0 dB" in text
-            assert "small: no more than q8_0" in text
+            assert "small: up to that of q8_0" in text
             assert "ready · drift: small" in text
             await say(
                 app,
@@ -184,7 +193,6 @@ def llama_with_a_large_weight(folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-@pytest.mark.slow
 async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tmp_path: Path) -> None:
     llama_with_a_large_weight(tmp_path / "llama")
     source = locate(str(tmp_path / "llama"))

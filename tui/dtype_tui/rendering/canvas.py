@@ -1,4 +1,7 @@
-"""A plot of points in cells: eight dots of braille to a cell, a logarithmic axis with a place for zero, labels that never touch."""
+"""A plot of points in cells: eight dots of braille to a cell, labels that never touch.
+
+The axis that points up is logarithmic with a place for zero, or linear.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _GAP = 2
 class Series:
     """Points (x, y), drawn by a mark of one cell each, or as dots that are joined where `mark` is empty.
 
-    A y of 0 stands in a line of its own under the axis; one that is not finite is not drawn.
+    On a logarithmic axis a y of 0 stands in a line of its own under the others. A y that is not finite is not drawn.
     """
 
     points: Sequence[tuple[float, float]]
@@ -29,19 +32,29 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """What the plot shows: x from `left` to `right`, and y by powers of ten from `low` to `high`; `zero`: with a line for 0."""
+    """What the plot shows: x from `left` to `right`, and y from `low` to `high`, which are logarithms to base ten unless `linear`.
+
+    zero: with a line for 0.
+    """
 
     left: float
     right: float
     low: float
     high: float
     zero: bool
+    linear: bool = False
+
+    def level(self, y: float) -> float | None:
+        """Where `y` stands between `low` and `high`; None for what is drawn as 0."""
+        if self.linear:
+            return y
+        return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
 def axes_around(points: Sequence[tuple[float, float]], decades: float = 6.0) -> Axes:
     """Axes that hold every point: y from the largest down, no further than so many powers of ten; smaller ones count as 0."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
-    left, right = min((x for x, _ in finite), default=0.0), max((x for x, _ in finite), default=1.0)
+    left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
     least = most / 10**decades
     over = [y for _, y in finite if y > least]
@@ -49,13 +62,37 @@ def axes_around(points: Sequence[tuple[float, float]], decades: float = 6.0) -> 
     low, high = (math.log10(min(over)), math.log10(max(over))) if over else (-1.0, 0.0)
     if high - low < 0.2:
         low, high = low - 0.1, high + 0.1
-    if right - left <= 0:
-        left, right = (0.9 * left, 1.1 * right) if left > 0 else (left - 0.5, right + 0.5)
     return Axes(left, right, low, high, zero)
 
 
-def plot(series: Sequence[Series], axes: Axes, width: int, height: int, vertical: float | None = None) -> Text:
-    """The plot as `height` lines of `width` cells. vertical: x of a line from top to bottom."""
+def linear_axes(points: Sequence[tuple[float, float]]) -> Axes:
+    """Axes that hold every point, y as it is."""
+    finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
+    low, high = min((y for _, y in finite), default=0.0), max((y for _, y in finite), default=1.0)
+    if high - low < 1e-6 * max(1.0, abs(high)):
+        low, high = low - 1.0, high + 1.0
+    return Axes(*_sides(finite), low, high, zero=False, linear=True)
+
+
+def _sides(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    left, right = min((x for x, _ in points), default=0.0), max((x for x, _ in points), default=1.0)
+    if right - left <= 0:
+        return (0.9 * left, 1.1 * right) if left > 0 else (left - 0.5, right + 0.5)
+    return left, right
+
+
+def plot(
+    series: Sequence[Series],
+    axes: Axes,
+    width: int,
+    height: int,
+    vertical: float | None = None,
+    names: Sequence[tuple[float, str]] = (),
+) -> Text:
+    """The plot as `height` lines of `width` cells.
+
+    vertical: x of a line from top to bottom. names: (x, name) of what stands under the axis in place of figures, in order.
+    """
     labels = _y_labels(axes, max(1, height - 2 - axes.zero))
     margin = max(len(label) for label in (*labels.values(), "0")) + 1
     columns, rows = max(1, width - margin - 1), max(1, height - 2 - axes.zero)
@@ -73,7 +110,7 @@ def plot(series: Sequence[Series], axes: Axes, width: int, height: int, vertical
         text.append_text(grid.line(row))
         text.append("\n")
     text.append(" " * margin + "└" + "─" * columns + "\n", style="dim")
-    text.append(" " * (margin + 1) + _x_labels(axes, columns), style="dim")
+    text.append(" " * (margin + 1) + (_names_below(axes, columns, names) or _x_labels(axes, columns)), style="dim")
     return text
 
 
@@ -96,10 +133,8 @@ class _Grid:
 
     def _down(self, y: float) -> int | None:
         """Of four dots to a cell; None for what is drawn as 0."""
-        if y <= 0 or math.log10(y) < self._axes.low - 1e-9:
-            return None
-        axes = self._axes
-        return round((axes.high - math.log10(y)) / (axes.high - axes.low) * (4 * self._rows - 1))
+        axes, level = self._axes, self._axes.level(y)
+        return None if level is None else round((axes.high - level) / (axes.high - axes.low) * (4 * self._rows - 1))
 
     def put(self, column: int, row: int, mark: str, style: str) -> None:
         if 0 <= column < self._columns and 0 <= row <= self._rows:
@@ -151,7 +186,11 @@ class _Grid:
 
 
 def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
-    """By row: whole powers of ten where there are two or more, as many as fit every other row; else the two ends."""
+    """By row: whole powers of ten where there are two or more, as many as fit every other row; else the two ends. On a linear
+    axis round figures.
+    """
+    if axes.linear:
+        return _round_figures(axes, rows)
     first, last = math.ceil(axes.low - 1e-9), math.floor(axes.high + 1e-9)
     if last > first:
         step = max(1, math.ceil((last - first + 1) / max(1, rows // 2)))
@@ -159,6 +198,30 @@ def _y_labels(axes: Axes, rows: int) -> dict[int, str]:
         span = axes.high - axes.low
         return {round((axes.high - power) / span * (4 * rows - 1)) // 4: label for power, label in ticks}
     return {0: f"{10**axes.high:.1e}", rows - 1: f"{10**axes.low:.1e}"} if rows > 1 else {0: f"{10**axes.high:.1e}"}
+
+
+def _round_figures(axes: Axes, rows: int) -> dict[int, str]:
+    """By row: multiples of 1, 2 or 5 times a power of ten, every third row at most; the two ends where only one is inside."""
+    span = axes.high - axes.low
+    least = span / max(1, rows // 3)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(power * times for times in (1, 2, 5, 10) if power * times >= least * (1 - 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    ticks = [index * step for index in range(math.ceil(axes.low / step), math.floor(axes.high / step) + 1)]
+    if len(ticks) < 2:
+        digits = max(0, 1 - math.floor(math.log10(span)))
+        ticks = [axes.high, axes.low] if rows > 1 else [axes.high]
+    return {round((axes.high - tick) / span * (4 * rows - 1)) // 4: f"{tick:.{digits}f}" for tick in ticks}
+
+
+def _names_below(axes: Axes, columns: int, names: Sequence[tuple[float, str]]) -> str:
+    """Names below the axis, each from its place on; those that would touch the one before are left out."""
+    line = ""
+    for x, name in names:
+        start = min(round((x - axes.left) / (axes.right - axes.left) * (columns - 1)), columns - len(name))
+        if start >= 0 and (not line or start >= len(line) + _GAP):
+            line = f"{line:<{start}}{name}"
+    return f"{line:<{columns}}" if line else ""
 
 
 def _x_labels(axes: Axes, columns: int) -> str:

@@ -100,13 +100,6 @@ def short_bytes(size: int) -> str:
     return f"{float(number):.1f} {unit}" if "." in number else f"{number} {unit}"
 
 
-def time_left(seconds: float) -> str:
-    """`12 s`, `3 min`, `1.5 h`: an estimate, so of no more digits."""
-    if seconds < 59.5:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 3570 else f"{seconds / 3600:.1f} h"
-
-
 def bar(share: float, width: int) -> str:
     """A bar of `width` cells, `share` of it filled, to an eighth of a cell."""
     eighths = round(max(0.0, min(1.0, share)) * width * 8)

@@ -13,6 +13,7 @@ WORDS: dict[str, tuple[str, str, str]] = {
     "generate": ("generating", "text", "g generates again"),
     "speed": ("timing", "timing", "t times again"),
     "scan": ("scan", "scan", "s goes on with it"),
+    "recipes": ("measuring recipes", "recipes", "those that were measured are in the history"),
     "values": ("reading the values", "values", "v reads them again"),
     "write": ("writing", "writing", "e writes"),
     "nonfinite": ("looking for what makes the output finite", "what is not finite", "the drift stands"),

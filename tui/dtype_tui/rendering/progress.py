@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from dtype_tui.rendering.cells import bar, time_left
+from dtype_engine.core.units import time_left
+from dtype_tui.rendering.cells import bar
 
 
 class Progress(Protocol):

@@ -19,15 +19,15 @@ from dtype_engine.core.units import decibels
 from dtype_engine.reports.text_drift import cause_label, causes_footing, causes_headline, share_words
 from dtype_engine.results.attribution import AttributionReport
 from dtype_engine.worker import events
-from dtype_tui.rendering.cells import bar
+from dtype_tui.rendering.canvas import Series, linear_axes, plot
+from dtype_tui.rendering.cells import bar, truncate
 from dtype_tui.rendering.plain_table import PlainTable
-from dtype_tui.rendering.plots import Plot
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
-_TICKS = 8
+_LONGEST_LABEL = 16
 
 
 class CausesScreen(ModalScreen[None]):
@@ -40,7 +40,7 @@ class CausesScreen(ModalScreen[None]):
     DEFAULT_CSS = """
     CausesScreen { align: center middle; }
     CausesScreen > Vertical { width: 96%; max-width: 116; height: 94%; border: round $accent; padding: 0 1; background: $surface; }
-    CausesScreen Plot { height: 2fr; min-height: 8; max-height: 16; }
+    CausesScreen #plot { height: 2fr; min-height: 8; max-height: 16; }
     CausesScreen #legend { height: 1; }
     CausesScreen #headline { height: auto; }
     CausesScreen VerticalScroll { height: 3fr; scrollbar-size-vertical: 1; }
@@ -73,15 +73,17 @@ class CausesScreen(ModalScreen[None]):
             box.border_title = "Drift over depth"
             box.border_subtitle = "Esc closes"
             yield Static(id="legend", markup=False)
-            yield Plot()
+            yield Static(id="plot", markup=False)
             yield Static(id="headline", markup=False)
             with VerticalScroll():
                 yield Static(id="causes", markup=False)
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-        self._plot()
         self._refresh_causes()
+
+    def on_resize(self) -> None:
+        self.call_after_refresh(self._plot)
 
     def _refresh_causes(self) -> None:
         """Show the causes once they are measured, and until then the progress."""
@@ -113,24 +115,21 @@ class CausesScreen(ModalScreen[None]):
         report = self._experiment.causes
         local = {cause.name: cause.local_sqnr_db for cause in report.causes} if report is not None else {}
         names = [name for name in readings if name in local] if local else self._modules_with_weights()
-        plot = self.query_one(Plot)
-        plt = plot.plt
-        plt.clear_data()
-        whole = [(index, readings[name].sqnr_db) for index, name in enumerate(names)]
-        own = [(index, local.get(name)) for index, name in enumerate(names)]
-        legend = Text("SQNR in dB of every module with weights, in order:  ● as measured", style="dim")
+        legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
         if local:
-            legend = Text("SQNR in dB, modules in order:  ● as measured  o its own error alone", style="dim")
+            legend = Text("SQNR in dB, modules in order:  ⠒ as measured  o its own error alone", style="dim")
         self.query_one("#legend", Static).update(legend)
-        for points, mark in ((whole, "●"), (own, "o")):
-            shown = [(index, value) for index, value in points if value is not None and math.isfinite(value)]
-            if shown:
-                plt.scatter([index for index, _ in shown], [value for _, value in shown], marker=mark)
+        whole = [(float(index), _drawn(readings[name].sqnr_db)) for index, name in enumerate(names)]
+        own = [(float(index), _drawn(local.get(name))) for index, name in enumerate(names)]
         labels = [_short(name) for name in names]
-        starts = [index for index, label in enumerate(labels) if index == 0 or label != labels[index - 1]]
-        indices = starts[:: max(1, -(-len(starts) // _TICKS))]
-        plt.xticks([float(index) for index in indices], [labels[index] for index in indices])
-        plot.refresh()
+        starts = [
+            (float(index), label)
+            for index, label in enumerate(labels)
+            if label not in labels[max(0, index - 1) : index]
+        ]
+        widget = self.query_one("#plot", Static)
+        size = max(20, widget.size.width), max(4, widget.size.height)
+        widget.update(plot((Series(whole), Series(own, "o", "bold")), linear_axes([*whole, *own]), *size, names=starts))
 
     def _modules_with_weights(self) -> list[str]:
         """Names of the measured modules that have tensors of their own, in the order of the pass."""
@@ -149,12 +148,17 @@ class CausesScreen(ModalScreen[None]):
         self._refresh_causes()
 
 
+def _drawn(sqnr_db: float | None) -> float:
+    """What a plot takes: it leaves out what is not finite, such as the SQNR of a module that is exact."""
+    return math.nan if sqnr_db is None else sqnr_db
+
+
 def _short(name: str) -> str:
     """The numbered part of a name where there is one, else its end: `layers.3`."""
     shown = printable(name, 200)
     parts = shown.split(".")
     counted = next((index for index in numbered_parts(shown) if index), None)
-    return f"{parts[counted - 1]}.{parts[counted]}" if counted else parts[-1][:14]
+    return f"{parts[counted - 1]}.{parts[counted]}" if counted else truncate(parts[-1], _LONGEST_LABEL)
 
 
 def _table(report: AttributionReport) -> Table:
