@@ -54,6 +54,8 @@ CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT, SHAPE = (
     "_zero_point",
     "_shape",
 )
+INPUT_SCALE = "input_global_scale"
+"""The name beside a weight's of the float32 that NVFP4 has for the inputs of its layer: 448 * 6 / their largest |value|."""
 _BYTES = {
     "uint8": 1,
     "int8": 1,

@@ -205,6 +205,14 @@ def parse_target(text: str) -> str:
     raise UserError(f"unknown dtype {text.strip()!r}: {hint}")
 
 
+def completions(begun: str) -> list[str]:
+    """What a name that a user has begun may become: short names where there are some, else those of the table; once each."""
+    whole = begun.strip().lower()
+    names = {BY_NAME[name].short_name if name not in BLOCK_FORMATS else name: name for name in CASTABLE_DTYPES}
+    known = [short for short, name in names.items() if short.startswith(whole)]
+    return known or [name for name in (*CASTABLE_DTYPES, STORED) if name.startswith(whole)]
+
+
 def has_channel_scales(shape: Sequence[int], dtype: str) -> bool:
     """Whether a tensor of this shape has a scale for each output channel (its first dimension) in a storage dtype.
 
@@ -226,6 +234,17 @@ def padded(shape: Sequence[int], dtype: str) -> bool:
     """Whether the blocks of a format do not divide a tensor, so that its last ones are shorter."""
     row = BY_NAME.get(dtype)
     return row is not None and row.blocks is not None and not divides(shape, row.blocks)
+
+
+def quantizes_activations(dtype: str) -> bool:
+    """Whether a runtime that computes in this format rounds activations to it as well.
+
+    True of fp8 and int8, of MX and of NVFP4. Integers in groups are served with wide activations (W4A16, W8A16).
+    """
+    row = BY_NAME.get(dtype)
+    if row is None or dtype not in STORAGE_DTYPES:
+        return False
+    return row.blocks is None or row.blocks.packing != "words"
 
 
 def block_words(dtype: str) -> str:

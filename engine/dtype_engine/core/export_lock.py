@@ -28,7 +28,8 @@ CLAIM = ".dtype-engine-export"
 PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
 """What the folder that is to be replaced is called where it waits."""
-_NEW = f"{CLAIM}.new"
+_NEW = f"{CLAIM}.new."
+"""A claim that is not yet locked: its name has the process and the machine, since it may be empty when that process is killed."""
 _UNCLAIMED_SECONDS = 60.0
 """For longer than this no living process leaves a new folder without its claim."""
 _WRITER = "dtype-engine"
@@ -40,7 +41,7 @@ def locked(stage: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    unlocked = stage / _NEW
+    unlocked = stage / f"{_NEW}{os.getpid()}.{socket.gethostname()}"
     with open(unlocked, "w", encoding="utf-8") as file:
         json.dump({"writer": _WRITER, "host": socket.gethostname(), "process": os.getpid()}, file)
         file.flush()
@@ -112,22 +113,25 @@ def _clear_up(folder: Path, target: Path) -> None:
 
 def _remove_unclaimed(folder: Path) -> None:
     """Remove a folder whose writer ended before it had the claim: nothing else is in it yet."""
-    if {entry.name for entry in folder.iterdir()} <= {_NEW} and (
-        _has_ended(folder / _NEW) or time.time() - folder.stat().st_mtime > _UNCLAIMED_SECONDS
+    entries = list(folder.iterdir())
+    if all(entry.name.startswith(_NEW) for entry in entries) and (
+        (entries and all(_has_ended(entry.name) for entry in entries))
+        or time.time() - folder.stat().st_mtime > _UNCLAIMED_SECONDS
     ):
-        (folder / _NEW).unlink(missing_ok=True)
+        for entry in entries:
+            entry.unlink(missing_ok=True)
         folder.rmdir()
 
 
-def _has_ended(unlocked: Path) -> bool:
+def _has_ended(unlocked: str) -> bool:
     """Whether a claim that is not yet locked names a process of this machine that is gone."""
+    process, _, host = unlocked.removeprefix(_NEW).partition(".")
+    if host != socket.gethostname():
+        return False
     try:
-        claim = json.loads(unlocked.read_text(encoding="utf-8"))
-        if (claim["writer"], claim["host"]) != (_WRITER, socket.gethostname()):
-            return False
-        os.kill(claim["process"], 0)
+        os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except (OSError, ValueError, TypeError, LookupError, OverflowError):
+    except (OSError, ValueError, OverflowError):
         return False
     return False

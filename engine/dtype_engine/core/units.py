@@ -52,6 +52,13 @@ def seconds_text(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
+def time_left(seconds: float) -> str:
+    """`12 s`, `3 min`, `1.5 h`: an estimate, so of no more digits."""
+    if seconds < 59.5:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 3570 else f"{seconds / 3600:.1f} h"
+
+
 def decibels(value: float | None) -> str:
     """`46.50 dB`; in words where it is not finite."""
     if value is None:

@@ -115,6 +115,7 @@ class _Settings(msgspec.Struct):
     compute: str | None = None
     autocast: str | None = None
     float_inputs: Literal["given", "model"] | None = None
+    quantize_activations: Literal["none", "weights"] | None = None
 
 
 class _Loss(msgspec.Struct):
@@ -142,7 +143,7 @@ def _settings(path: Path, entry: object) -> RunSettings:
     autocast: Any = settings.autocast and _dtype(path, "autocast", settings.autocast)
     if autocast not in (None, "bfloat16", "float16"):
         raise UserError(f"{path}: setting autocast: torch.autocast knows bfloat16 and float16")
-    return RunSettings(compute, autocast, settings.float_inputs or "given")
+    return RunSettings(compute, autocast, settings.float_inputs or "given", settings.quantize_activations or "none")
 
 
 def _dtype(path: Path, setting: str, value: str) -> str:
@@ -192,7 +193,10 @@ def write_recipe(
         lines.append(f"  - {{pattern: {_scalar(rule.pattern)}, dtype: {rule.dtype}}}{comment}")
     if settings is not None:
         lines.append("settings:  # how the candidate is run")
-        lines += [f"  {name}: {_figure(value)}" for name, value in dataclasses.asdict(settings).items()]
+        said = dataclasses.asdict(settings)
+        if settings.quantize_activations == "none":
+            del said["quantize_activations"]  # earlier programs, which do the same, do not know the word
+        lines += [f"  {name}: {_figure(value)}" for name, value in said.items()]
     if measured or lost:
         lines.append("measured:  # figures of a run; nothing depends on them")
         for name, value in (measured or {}).items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.suggest import nearest
@@ -90,33 +91,14 @@ def _modelopt(tree: Tree) -> Iterator[Rule]:
     yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys(kept))
 
 
-def _nvfp4(tree: Tree) -> Iterator[Rule]:
+def _in_blocks(tree: Tree, of_linears: str, of_experts: str = "") -> Iterator[Rule]:
+    """Linear layers in a format with blocks, experts in one of their own where it is named, the rest in bfloat16. So is what
+    published checkpoints in these formats keep in 16 bits: the head, routers, vision towers, convolutional mixers.
+    """
     yield Rule("*", "bfloat16")
-    yield from (Rule(pattern, "nvfp4") for pattern in linears(tree))
-    yield from _kept_wide(tree)
-
-
-def _mxfp4_experts(tree: Tree) -> Iterator[Rule]:
-    yield Rule("*", "bfloat16")
-    yield from (Rule(pattern, "mxfp8") for pattern in linears(tree))
-    yield from (Rule(pattern, "mxfp4") for pattern in experts(tree))
-    yield from _kept_wide(tree)
-
-
-def _fp8_block(tree: Tree) -> Iterator[Rule]:
-    yield Rule("*", "bfloat16")
-    yield from (Rule(pattern, "fp8@128x128") for pattern in linears(tree))
-    yield from _kept_wide(tree)
-
-
-def _w4a16(tree: Tree) -> Iterator[Rule]:
-    yield Rule("*", "bfloat16")
-    yield from (Rule(pattern, "int4@g128") for pattern in linears(tree))
-    yield from _kept_wide(tree)
-
-
-def _kept_wide(tree: Tree) -> Iterator[Rule]:
-    """What published checkpoints in these formats keep in 16 bits: the head, routers, vision towers, convolutional mixers."""
+    yield from (Rule(pattern, of_linears) for pattern in linears(tree))
+    if of_experts:
+        yield from (Rule(pattern, of_experts) for pattern in experts(tree))
     yield from (Rule(pattern, "bfloat16") for pattern in dict.fromkeys((*KEPT_BY_MODELOPT, *heads(tree))))
 
 
@@ -140,24 +122,29 @@ PRESETS: dict[str, Preset] = {
             True,
             _modelopt,
         ),
-        Preset("nvfp4", "Linear layers in NVFP4; head, routers and vision towers in bfloat16, as the rest.", True, _nvfp4),
+        Preset(
+            "nvfp4",
+            "Linear layers in NVFP4; head, routers and vision towers in bfloat16, as the rest.",
+            True,
+            partial(_in_blocks, of_linears="nvfp4"),
+        ),
         Preset(
             "mxfp4-experts",
             "Experts in MXFP4, other linear layers in MXFP8; head, routers and the rest in bfloat16.",
             True,
-            _mxfp4_experts,
+            partial(_in_blocks, of_linears="mxfp8", of_experts="mxfp4"),
         ),
         Preset(
             "fp8-block",
             "Linear layers in fp8 with a scale for each 128 x 128 block (FP8_BLOCK); head, routers and the rest in bfloat16.",
             True,
-            _fp8_block,
+            partial(_in_blocks, of_linears="fp8@128x128"),
         ),
         Preset(
             "w4a16",
             "Linear layers in int4 in groups of 128 (W4A16); head, routers and the rest in bfloat16.",
             True,
-            _w4a16,
+            partial(_in_blocks, of_linears="int4@g128"),
         ),
     )
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Weight schemes of compressed-tensors: how a storage dtype is described to it, in an export and in a recipe of llm-compressor."""
+"""Schemes of compressed-tensors: how a storage dtype is described to it, in an export and in a recipe of llm-compressor."""
 
 from __future__ import annotations
 
@@ -38,3 +38,29 @@ def weight_scheme(dtype: str) -> dict[str, Any]:
         if blocks.packing != "words":
             scheme["scale_dtype"] = f"torch.{blocks.scale}"
     return {**scheme, "dynamic": False}
+
+
+def activation_scheme(dtype: str) -> dict[str, Any] | None:
+    """compressed-tensors' arguments for the inputs of weights of one of `DESCRIBED`, quantised while a model runs; None where
+    runtimes leave them wide.
+
+    Those of its schemes FP8_DYNAMIC, W8A8, FP8_BLOCK, MXFP8, MXFP4 and NVFP4 (`quantization/quant_scheme.py`): a scale for each
+    token, or for each block of it. NVFP4 has one scale for all inputs of a layer besides, which is kept in the file.
+    """
+    row = dtypes.BY_NAME[dtype]
+    if not dtypes.quantizes_activations(dtype):
+        return None
+    scheme: dict[str, Any] = {"num_bits": row.bits, "type": row.kind, "symmetric": True}
+    blocks = row.blocks
+    if blocks is None:
+        return {**scheme, "strategy": "token", "dynamic": True}
+    scheme |= {"strategy": "tensor_group" if blocks.tensor_scale else "group", "group_size": blocks.columns}
+    if blocks.rows == 1:
+        scheme["scale_dtype"] = f"torch.{blocks.scale}"
+    return {**scheme, "dynamic": "local" if blocks.tensor_scale else True}
+
+
+def keeps_input_scale(dtype: str) -> bool:
+    """Whether a file has a scale for the inputs of a layer whose weight is in this format and whose inputs are quantised."""
+    blocks = dtypes.BY_NAME[dtype].blocks
+    return blocks is not None and blocks.tensor_scale and dtypes.quantizes_activations(dtype)

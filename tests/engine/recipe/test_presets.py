@@ -18,7 +18,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
 from dtype_engine.recipe import Recipe, Rule, make_plan, require_matches
-from dtype_engine.recipe.file import RecipeFile, read_recipe_file, write_recipe
+from dtype_engine.recipe.file import LOST, RecipeFile, read_recipe_file, write_recipe
 from dtype_engine.recipe.presets import PRESETS, covering, preset
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.model.describe import describe
@@ -200,9 +200,11 @@ SPEAKABLE = st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, 
 FIGURES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), SPEAKABLE, st.sampled_from(["yes", "1e3", "null"])
 )
+FIGURE_NAMES = SPEAKABLE.filter(lambda name: name != LOST)
+"""A file keeps that name for the values that casts lose."""
 
 
-@given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(SPEAKABLE, FIGURES, max_size=4))
+@given(st.none() | SETTINGS, st.none() | SPEAKABLE, st.dictionaries(FIGURE_NAMES, FIGURES, max_size=4))
 def test_recipe_files_keep_settings_and_figures(
     tmp_path_factory: pytest.TempPathFactory, settings: RunSettings | None, model: str | None, measured: dict[str, Any]
 ) -> None:
@@ -255,6 +257,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
         ("settings: {compute: fp8}", "setting compute: choose one of"),
         ("settings: {compute: foo}", "setting compute: unknown dtype"),
         ("settings: {autocast: float32}", "torch.autocast knows"),
+        ("settings: {quantize_activations: all}", "settings: quantize_activations: invalid enum value 'all'"),
         ("settings: {float_inputs: maybe}", "settings: float_inputs: invalid enum value 'maybe'"),
         ("measured: 3", "'measured' must be a mapping"),
         ("measured: {a: [1]}", r"measured: \[...\]: expected bool | int | float | str | null, got array"),

@@ -264,11 +264,17 @@ def test_on_the_command_line(make_llama: Any, tmp_path: Path, capsys: pytest.Cap
     assert found["planned_bytes"] <= found["stored_bytes"] // 2
     assert list(map(str, read_recipe_file(file).recipe.rules)) == found["rules"]
     assert found["measured"] > 0
+    kept = read_recipe_file(file).settings
+    assert kept is not None
+    assert kept.autocast is None
     again = ["search", folder, *common, "--budget", "50%", "-o", str(file)]
     assert run(cli, "dtype-engine", again) == 2
     assert "exists; name another file, or replace it with --force" in capsys.readouterr().err
-    assert run(cli, "dtype-engine", [*again, "--force", "--no-measure"]) == 0
+    assert run(cli, "dtype-engine", [*again, "--force", "--no-measure", "--autocast", "bf16"]) == 0
     capsys.readouterr()
+    kept = read_recipe_file(file).settings
+    assert kept is not None
+    assert kept.autocast == "bfloat16", "it was found under it, and is true under it alone"
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "1KB"]) == 1
     assert "nothing fits in 1,000 bytes" in capsys.readouterr().err
     assert run(cli, "dtype-engine", ["search", folder, *common, "--budget", "much"]) == 2

@@ -20,6 +20,7 @@ class Context:
     """A plan, the tree it belongs to, and what a target needs to know about the model besides.
 
     `kinds` has, for a module class, the names of the classes it is a subclass of: many tools ask `isinstance`.
+    `activations`: the run setting `quantize_activations` that the recipe is for.
     """
 
     tree: Tree
@@ -27,6 +28,7 @@ class Context:
     title: str = "model"
     model_type: str | None = None
     kinds: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    activations: Literal["none", "weights"] = "none"
 
     def is_kind(self, module: Module, classes: Collection[str]) -> bool:
         """Whether a module is an instance of one of these classes, or of a subclass as far as those are known."""
@@ -214,6 +216,8 @@ def _refusal(
     if dtype not in formats:
         return f"{tool} has no {dtypes.short_name(dtype)}"
     blocks = dtypes.BY_NAME[dtype].blocks
+    if blocks is not None and len(tensor.shape) > 2:
+        return f"{tool} has blocks for matrices only"
     if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
         return f"{tool} needs rows of a multiple of {blocks.columns} values"
     return None
@@ -257,6 +261,15 @@ def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
 def loading_note(base: str) -> str:
     """How the model must be loaded for the rest of the plan to come true."""
     return f"load the model in {base}: that is what everything not listed is planned in"
+
+
+def wide_inputs_note(context: Context, tool: str) -> tuple[str, ...]:
+    """What a tool's recipe does not have of a run whose activations are quantised, where there are such weights."""
+    if context.activations == "none" or not any(map(dtypes.quantizes_activations, context.plan.dtypes.values())):
+        return ()
+    return (
+        f"activations stay wide in this recipe for {tool}: only weights are written, and the recipe is for quantised ones",
+    )
 
 
 def as_comment(lines: Iterable[str]) -> str:

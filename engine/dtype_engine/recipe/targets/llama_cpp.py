@@ -19,6 +19,7 @@ from dtype_engine.recipe.targets.base import (
     UnsupportedList,
     first,
     matcher,
+    wide_inputs_note,
 )
 from dtype_engine.recipe.targets.gguf_names import Unknown, name_map
 from dtype_engine.recipe.targets.name_patterns import regexes
@@ -90,7 +91,10 @@ def convert(context: Context) -> Conversion:
         for regex in regexes(sorted(lines.get(type_, ()), key=list(sources).index), universe)
     ]
     text = "".join(f"{pattern}={type_}\n" for pattern, type_ in patterns)
-    notes = ("llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",)
+    notes = (
+        "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
+        *wide_inputs_note(context, NAME),
+    )
     return Conversion(NAME, text, tuple(patterns), None, losses.result(), notes)
 
 

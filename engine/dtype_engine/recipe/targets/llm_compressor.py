@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dtype_engine.core import dtypes
-from dtype_engine.recipe.schemes import DESCRIBED, weight_scheme
+from dtype_engine.recipe.schemes import DESCRIBED, activation_scheme, weight_scheme
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -46,6 +46,8 @@ def convert(context: Context) -> Conversion:
         targets = [f"re:{regex}$" for regex in regexes((name.rpartition(".")[0] for name in names), modules)]
         patterns += [(target, dtype) for target in targets]
         groups[f"group_{number}"] = {"targets": targets, "weights": weight_scheme(dtype)}
+        if context.activations == "weights" and (inputs := activation_scheme(dtype)) is not None:
+            groups[f"group_{number}"]["input_activations"] = inputs
     notes = [loading_note(parts.base)]
     modifiers: dict[str, Any] = {}
     if groups:

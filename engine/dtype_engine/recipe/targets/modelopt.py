@@ -2,6 +2,9 @@
 
 Every module it can quantise gets quantizers below it (`...q_proj.weight_quantizer`); entries name them by `fnmatch`, and
 the last that matches wins. All are turned off first, then the planned weights are turned on.
+
+Blocks are `block_sizes` by dimension (ModelOpt's `NVFP4_DEFAULT_CFG`, `MXFP8_DEFAULT_CFG`, `INT4_BLOCKWISE_WEIGHT_ONLY_CFG`,
+`FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG`). Its keys are integers, which JSON does not have.
 """
 
 from __future__ import annotations
@@ -22,12 +25,16 @@ from dtype_engine.recipe.targets.base import (
     split,
     weights_in,
     weights_of,
+    wide_inputs_note,
 )
 from dtype_engine.recipe.targets.name_patterns import globs
 
 NAME = "modelopt"
 KINDS = frozenset({"Linear", "Conv1d", "Conv2d", "Conv3d", "Embedding"})
-FORMATS = ("float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor")
+FORMATS = (
+    "float8_e4m3fn", "float8_e4m3fn@tensor", "int8", "int8@tensor", "nvfp4", "fp8@128x128", "int4@g128", "int4@g32", "int8@g128",
+    *(name for name in dtypes.BLOCK_FORMATS if name.startswith(("mxfp4", "mxfp8"))),
+)  # fmt: skip
 QUANTIZERS = ("weight_quantizer", "input_quantizer", "output_quantizer")
 
 
@@ -38,18 +45,51 @@ def convert(context: Context) -> Conversion:
     entries: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
     patterns: list[tuple[str, str]] = []
     for dtype, names in parts.by_dtype().items():
-        row = dtypes.info(dtype)
-        bits: int | list[int] = 8 if row.kind == "int" else [row.exponent, row.mantissa]
+        config = _config(dtype)
+        if (other := _other_scales(dtype)) is not None:
+            instead, why = other
+            for name in names:
+                parts.losses.add(name, dtype, instead, why, "scale")
         for pattern in globs((f"{name.rpartition('.')[0]}.weight_quantizer" for name in names), universe):
             patterns.append((pattern, dtype))
-            config = {"num_bits": bits, "axis": None if row.per_tensor else 0}
             entries.append({"quantizer_name": pattern, "cfg": config, "enable": True})
     text = json.dumps({"quant_cfg": entries, "algorithm": "max"}, indent=2) + "\n"
     notes = (
         loading_note(parts.base),
-        "pass it to modelopt.torch.quantization.quantize(model, json.load(file)); weights are packed on export",
+        "pass it to modelopt.torch.quantization.quantize(model, json.load(file, object_hook=hook)), where hook = lambda entry: "
+        "{int(key) if key.lstrip('-').isdigit() else key: value for key, value in entry.items()}; weights are packed on export",
+        *wide_inputs_note(context, NAME),
     )
     return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), notes)
+
+
+def _config(dtype: str) -> dict[str, Any]:
+    """The attributes of a weight's quantizer."""
+    row = dtypes.info(dtype)
+    bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
+    blocks = row.blocks
+    if blocks is None:
+        return {"num_bits": bits, "axis": None if row.per_tensor else 0}
+    sizes: dict[str, Any] = {"-1": blocks.columns}
+    if blocks.rows > 1:
+        sizes["-2"] = blocks.rows
+    elif row.kind == "float":
+        sizes |= {"type": "dynamic", "scale_bits": [4, 3] if blocks.tensor_scale else [8, 0]}
+    return {"num_bits": bits, "block_sizes": sizes}
+
+
+def _other_scales(dtype: str) -> tuple[str, str] | None:
+    """The format that ModelOpt's scales are those of, and what is different; None where they are as planned."""
+    row = dtypes.info(dtype)
+    if row.blocks is None:
+        return None
+    if row.kind == "int":
+        return dtype, f"ModelOpt's scales are amax / {row.max:g}, in float32"
+    if row.blocks.rule not in ("amax", "rceil"):
+        return dtype.partition(":")[0] + ":rceil", "ModelOpt takes the exponent up"
+    if row.blocks.tensor_scale:
+        return dtype, "ModelOpt shares the scale of fused layers when it exports, and not while it measures"
+    return None
 
 
 def match(context: Context, pattern: str) -> Match:

@@ -23,6 +23,7 @@ from dtype_engine.recipe.targets.base import (
     split,
     weights_in,
     weights_of,
+    wide_inputs_note,
 )
 from dtype_engine.recipe.targets.name_patterns import regexes
 
@@ -39,7 +40,7 @@ def convert(context: Context) -> Conversion:
         (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
     ]
     config = _by_torchao(patterns)
-    notes = [loading_note(parts.base)]
+    notes = [loading_note(parts.base), *wide_inputs_note(context, NAME)]
     if config is None:
         config = _by_hand(patterns)
         notes.append(f"torchao is not installed here, so this is the form that torchao {MADE_AS} writes")

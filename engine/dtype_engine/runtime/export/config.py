@@ -8,7 +8,7 @@ from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe.schemes import layout, weight_scheme
+from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
 
 
@@ -65,20 +65,21 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
-    """What others read it by: a group of compressed-tensors for each storage-only dtype, its modules by their exact names; or the
-    layout of DeepSeek's fp8.
+    """What others read it by: a group of compressed-tensors for each storage-only dtype, with quantised inputs and without, its
+    modules by their exact names; or the layout of DeepSeek's fp8.
 
     Every other linear module is named in `ignore`, so that no reader takes it for quantised or misses a group for it.
     """
-    by_dtype: dict[str, list[str]] = {}
+    groups: dict[tuple[str, bool], list[str]] = {}
     for item in contents.items:
         if item.portable:
-            by_dtype.setdefault(item.dtype, []).append(item.name.removesuffix(".weight"))
-    if not by_dtype:
+            groups.setdefault((item.dtype, item.quantised_inputs), []).append(item.name.removesuffix(".weight"))
+    if not groups:
         return None
-    targeted = {module for modules in by_dtype.values() for module in modules}
+    targeted = {module for modules in groups.values() for module in modules}
     others = [module for module in contents.linears if module not in targeted]
-    blocks = dtypes.BY_NAME[next(iter(by_dtype))].blocks
+    first, _ = next(iter(groups))
+    blocks = dtypes.BY_NAME[first].blocks
     if blocks is not None and blocks.layout == "fp8":
         return {
             "quant_method": "fp8",
@@ -87,10 +88,10 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             "scale_fmt": "ue8m0",
             "modules_to_not_convert": others,
         }
-    formats = {dtype: layout(dtype) for dtype in by_dtype}
+    formats = {dtype: layout(dtype) for dtype, _ in groups}
     return {
         "quant_method": "compressed-tensors",
-        "format": formats[next(iter(formats))] if len(set(formats.values())) == 1 else "mixed-precision",
+        "format": formats[first] if len(set(formats.values())) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
@@ -100,9 +101,9 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
                 "targets": modules,
                 "format": formats[dtype],
                 "weights": weight_scheme(dtype),
-                "input_activations": None,
+                "input_activations": activation_scheme(dtype) if inputs else None,
                 "output_activations": None,
             }
-            for index, (dtype, modules) in enumerate(by_dtype.items())
+            for index, ((dtype, inputs), modules) in enumerate(groups.items())
         },
     }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sized
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,22 +16,28 @@ from typing import Any
 import torch
 
 from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, QuantizedWeight
-from dtype_engine.checkpoint.prequantized import codes_names, parts_in
+from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, parts_in
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import divides
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.runtime.export.input_scales import InputScale, activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
+from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
+from dtype_engine.runtime.export.shared_scales import SharedScale, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mapped_tensors import read_mapped, read_stored, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
+
+_DEFAULTS = RunSettings()
+_NONE: Mapping[str, float] = {}
 
 Quantized = tuple[torch.Tensor, ...]
 """The tensors of a weight with scales, in the order of its entries."""
@@ -57,7 +63,9 @@ class ExportTensor:
     has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
     data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
     `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
-    values lie in a file as torch has them, if they do: they are read from there rather than mapped.
+    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale of the
+    tensor that it shares with fused siblings; None where it has its own. quantised_inputs: other programs are told to
+    quantise the inputs of its layer. input_scale: the scale of these, where a file has one.
     """
 
     name: str
@@ -70,20 +78,24 @@ class ExportTensor:
     values: Callable[[], torch.Tensor]
     quantized: Callable[[], Quantized] | None = None
     byte_range: ByteRange | None = None
+    shared: SharedScale | None = None
+    quantised_inputs: bool = False
+    input_scale: InputScale | None = None
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors in the file: codes, then scales, and what else its format has. Scales of a matrix are [channels, 1], or [1]
-        for one scale a tensor, or [down, across] of blocks.
+        """Its tensors in the file: codes, then scales, what else its format has, and the scale of its inputs last. Scales of a
+        matrix are [channels, 1], or [1] for one scale a tensor, or [down, across] of blocks.
         """
         if not self.has_scales:
             return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
         theirs, own = codes_names(self.name, self.dtype)
         codes, *rest = parts_in(self.shape, self.dtype)
-        return (
-            TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape),
-            *(TensorEntry(self.name + part.suffix, part.dtype, part.shape) for part in rest),
-        )
+        found = [TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape)]
+        found += [TensorEntry(self.name + part.suffix, part.dtype, part.shape) for part in rest]
+        if self.input_scale is not None:
+            found.append(TensorEntry(input_scale_name(self.name), "float32", (1,)))
+        return tuple(found)
 
     @property
     def nbytes(self) -> int:
@@ -97,7 +109,8 @@ class Contents:
 
     `linears` are the modules that compressed-tensors may quantize; `folder` has the files that go along; `files` are those
     that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
-    the source that stand for the very tensor of another, which is written once, under that other name.
+    the source that stand for the very tensor of another, which is written once, under that other name. `settings`: how the
+    candidate was run; where its activations were quantised, the export says so.
     """
 
     title: str
@@ -111,6 +124,7 @@ class Contents:
     layout: Layout = PLAIN
     identities: tuple[FileIdentity, ...] = ()
     tied: Mapping[str, str] = field(default_factory=dict)
+    settings: RunSettings = _DEFAULTS
 
     @property
     def nbytes(self) -> int:
@@ -119,7 +133,7 @@ class Contents:
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
-    """The export of a checkpoint under a recipe, from its headers: no weight is loaded.
+    """The export of a checkpoint under a recipe and the settings of `options`, from its headers: no weight is loaded.
 
     Where the architecture is known it is made without data, for module classes and ties. Raises UserError for a rule that
     takes nothing, or a weight that can't be stored in its planned dtype.
@@ -129,16 +143,25 @@ def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: O
     known = describe(source, options, checkpoint)
     require_matches(known.tree, recipe)
     planned = make_plan(known.tree, recipe).dtypes
-    return _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned)
+    return _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
 
 
-def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Contents:
-    """The export of an open model, as it is cast now. From its checkpoint where it has one, so that names stay those of the
-    files; else from the live tensors. Raises UserError.
+def of_live(
+    model: LiveModel,
+    recipe: Recipe,
+    planned: Mapping[str, str],
+    settings: RunSettings = _DEFAULTS,
+    input_ranges: Mapping[str, float] = _NONE,
+) -> Contents:
+    """The export of an open model, as it is cast now and run in `settings`. From its checkpoint where it has one, so that names
+    stay those of the files; else from the live tensors. input_ranges: the largest |value| of the inputs that met a weight, by its
+    name. Raises UserError.
     """
     if model.checkpoint is not None:
         placements = map_names(model.module, model.checkpoint.weights)
-        contents = _placed_contents(model.checkpoint, model.title, recipe, model.tree, placements, planned)
+        contents = _placed_contents(
+            model.checkpoint, model.title, recipe, model.tree, placements, planned, settings, input_ranges
+        )
         absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
         if not absent:
             return contents
@@ -157,11 +180,13 @@ def of_live(model: LiveModel, recipe: Recipe, planned: Mapping[str, str]) -> Con
                     partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if has_scales else None,
                 )
             )  # fmt: skip
+    items = with_shared_scales(items, {item.name: item.name for item in items})
     refuse_unstored(items)
-    notices = (*_notices(items), *_tied_notice(tied))
+    notices = (*layout_notice(items), *split_notice(items), *activation_notices(items, settings), *tied_notice(tied))
     return Contents(
-        model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied
-    )
+        model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied,
+        settings=settings,
+    )  # fmt: skip
 
 
 def _placed_contents(
@@ -171,6 +196,8 @@ def _placed_contents(
     tree: Tree,
     placements: Mapping[str, Placement],
     planned: Mapping[str, str],
+    settings: RunSettings,
+    input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
     items: list[ExportTensor] = []
@@ -195,6 +222,11 @@ def _placed_contents(
             )
         has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
         items.append(_item(checkpoint, name, tensor, dtype, has_scales, _expressible(tree, info, name, dtype)))
+    canonical = {
+        name: each.name for name, place in placements.items() if (each := tree.canonical(place.name)) is not None
+    }
+    items = with_shared_scales(items, canonical)
+    items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
     linears = tuple(name for name, node in tree.modules.items() if node.class_name == "Linear")
     folder = checkpoint.path if checkpoint.path.is_dir() else None
     if folder is None and checkpoint.config is not None:
@@ -205,10 +237,11 @@ def _placed_contents(
     refuse_scales(layout, items)
     refuse_unwritable(checkpoint, items)
     # Where an architecture is known, it ties them again by itself.
-    tied_notice = _tied_notice(tied) if checkpoint.config is None else ()
+    of_tied = tied_notice(tied) if checkpoint.config is None else ()
     source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
-    uncast_notices = _uncast_notices(items, tree, placements) if recipe.rules else ()
-    notices = (*source_notices, *_notices(items), *uncast_notices, *tied_notice, *layout.notices)
+    uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
+    of_items = (*layout_notice(items), *split_notice(items), *activation_notices(items, settings))
+    notices = (*source_notices, *of_items, *uncast, *of_tied, *layout.notices)
     return Contents(
         title,
         _checked(items),
@@ -221,6 +254,7 @@ def _placed_contents(
         layout,
         checkpoint.identities,
         tied,
+        settings,
     )
 
 
@@ -275,53 +309,6 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
                 raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
             seen.add(entry.name)
     return tuple(items)
-
-
-def _notices(items: list[ExportTensor]) -> tuple[str, ...]:
-    own = [item.name for item in items if item.has_scales and not item.portable]
-    if not own:
-        return ()
-    return (
-        f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
-        "formats have it for the weights of linear layers alone, in float8_e4m3fn, int8, and blocks that divide their rows",
-    )
-
-
-def _uncast_notices(items: list[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
-    """Which tensors no rule can take, and stay as the source has them."""
-    unplaced, fixed = [], []
-    for item in items:
-        placement = placements.get(item.name)
-        info = tree.canonical(placement.name) if placement is not None else None
-        if info is None:
-            unplaced.append(item.name)
-        elif not info.castable:
-            fixed.append((item.name, info.uncastable_reason or f"is stored as {item.stored}, which is never cast"))
-    notices = []
-    if unplaced:
-        notices.append(
-            f"as stored, since they belong to nothing in the model: {_tensors(unplaced)}, first {printable(unplaced[0])}"
-        )
-    if fixed:
-        name, why = fixed[0]
-        notices.append(f"as stored, whatever the rules: {_tensors(fixed)}, first {printable(name)}: {why}")
-    return tuple(notices)
-
-
-def _tensors(names: Sized) -> str:
-    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
-
-
-def _tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
-    """What became of the further names of tied weights."""
-    if not tied:
-        return ()
-    name, first = next(iter(tied.items()))
-    count = "1 further name of a tied weight is" if len(tied) == 1 else f"{len(tied)} further names of tied weights are"
-    return (
-        f"{count} not written again, first {printable(name)}, which is {printable(first)}: the file's metadata names both, as with "
-        "safetensors' save_model, and its load_model puts the weight in both places of a module that ties them",
-    )
 
 
 def _same_values(checkpoint: Checkpoint, first: str, name: str) -> bool:

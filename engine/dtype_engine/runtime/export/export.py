@@ -23,6 +23,7 @@ from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, of_checkpoint
+from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
@@ -69,6 +70,7 @@ def export(
     started = time.perf_counter()
     recover_stale(folder.expanduser().absolute())
     target = check_folder(folder, force, contents.files)
+    refuse_uncalibrated(contents)
     config = export_config(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
@@ -98,7 +100,8 @@ def export(
             if len(by_file) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
         losses = tuple(lost if lost is not None else _in_order(counted, contents))
-        recipe = write_recipe(contents.recipe, contents.title, lost=losses)
+        settings = contents.settings if contents.settings.quantize_activations != "none" else None
+        recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
         (stage / "README.md").write_text(readme(contents, target.name, sums, losses), encoding="utf-8")
         # While this lay unread anybody may have written to the source: then what was written is of two models.

@@ -160,6 +160,11 @@ def _theirs(contents: Contents) -> list[str]:
             "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
             f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
         )
+        if any(item.quantised_inputs for item in contents.items):
+            lines.append(
+                "Activations are quantised as its `config.json` says: by runtimes that serve it, and by `from_pretrained` without "
+                "`dequantize=True`. Here that is `--quantize-activations weights`, which `recipe.yaml` says as well."
+            )
     if computed - {config_dtype}:
         lines.append(
             "Plain `from_pretrained` of transformers 5 brings a checkpoint of several dtypes into one without a word: "

@@ -124,12 +124,15 @@ def _write_item(
     out: int, starts: Mapping[str, int], progress: Progress, lost: list[ValueLoss] | None, item: ExportTensor
 ) -> None:
     offsets = [starts[entry.name] for entry in item.entries]
+    if item.input_scale is not None:
+        assert item.input_scale.value is not None, item.name
+        _write_tensor(torch.tensor([item.input_scale.value]), torch.float32, out, offsets.pop(), progress)
     if item.source_bytes:
         for source, at in zip(item.source_bytes, offsets, strict=True):
             _copy(source, out, at, progress)
         return
     if item.quantized is not None:
-        for tensor, entry, at in zip(item.quantized(), item.entries, offsets, strict=True):
+        for tensor, entry, at in zip(item.quantized(), item.entries[: len(offsets)], offsets, strict=True):
             _write_tensor(tensor, torch_dtype(entry.dtype), out, at, progress)
         return
     if item.byte_range is not None:
@@ -261,7 +264,8 @@ def _write_blocks(
         found[chunk.first_scale] = chunk.scales
         progress.wrote(len(data))
 
-    of_tensor = quantize_chunks(tensor, item.dtype, write)
+    amax = item.shared.amax() if item.shared is not None else None
+    of_tensor = quantize_chunks(tensor, item.dtype, write, amax=amax)
     rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
         _write_bytes(as_bytes(part), out, at, progress)

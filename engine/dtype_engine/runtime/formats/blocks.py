@@ -109,7 +109,7 @@ class BlockWork:
             return nvfp4.scales(amax, self.of_tensor)
         if self.element.kind == "int":
             return grouped_ints.symmetric(amax, self.element)
-        if self.blocks.rows > 1:
+        if self.blocks.scale != "uint8":
             return fp8_blocks.scales(amax, self.element)
         return mx.scales(amax, self.element, self.blocks.rule)
 

@@ -17,6 +17,7 @@ from dtype_engine.core.block_formats import (
     packed_width,
     scale_grid,
 )
+from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.chunks import Values, parallel_map
 from dtype_engine.runtime.formats import nvfp4
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk, chunks
@@ -30,13 +31,18 @@ _DEVICE_CHUNK = 1 << 22
 
 
 def quantize_chunks(
-    tensor: torch.Tensor | Values, dtype: str, on_chunk: Callable[[BlockWork, Chunk], None], size: int = 0
+    tensor: torch.Tensor | Values,
+    dtype: str | DType,
+    on_chunk: Callable[[BlockWork, Chunk], None],
+    size: int = 0,
+    amax: float | None = None,
 ) -> torch.Tensor | None:
     """Quantize a weight a chunk at a time; returns the scale of the tensor, where the format has one.
 
-    `on_chunk` is called in several threads, in no order. size: about how many elements a chunk has, 0 for what is fast.
+    `on_chunk` is called in several threads, in no order. size: about how many elements a chunk has, 0 for what is fast. amax: the
+    largest |value| that the scale of the tensor is for, where others share it; None for its own.
     """
-    element = dtypes.BY_NAME[dtype]
+    element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     rows = tensor.reshape(count * height, width)
@@ -46,13 +52,8 @@ def quantize_chunks(
     side_by_side: Callable[[Callable[[range], None], int], object] = parallel_map if on_cpu else _one_by_one
     of_tensor = None
     if element.blocks.tensor_scale:
-        found: list[float] = []
-
-        def look(indices: range) -> None:
-            found.extend(_finite_amax(rows[pieces[index][0]]) for index in indices)
-
-        side_by_side(look, len(pieces))
-        of_tensor = nvfp4.tensor_scale(torch.tensor(max(found, default=0.0))).to(tensor.device)
+        largest = finite_amax(tensor) if amax is None else amax
+        of_tensor = nvfp4.tensor_scale(torch.tensor(largest)).to(tensor.device)
 
     def work(indices: range) -> None:
         largest = max(piece.stop - piece.start for piece, _ in pieces)
@@ -70,6 +71,21 @@ def _one_by_one(work: Callable[[range], None], count: int) -> None:
         work(range(count))
 
 
+def finite_amax(tensor: torch.Tensor | Values) -> float:
+    """The largest finite |value| of a tensor, 0 of an empty one; a chunk at a time."""
+    width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
+    rows = tensor.reshape(tensor.numel() // width if width else 0, width)
+    step = max(1, (CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK) // max(1, rows.shape[1]))
+    pieces = range(0, rows.shape[0] if rows.shape[1] else 0, step)
+    found: list[float] = []
+
+    def look(indices: range) -> None:
+        found.extend(_finite_amax(rows[pieces[index] : pieces[index] + step]) for index in indices)
+
+    (parallel_map if tensor.device.type == "cpu" else _one_by_one)(look, len(pieces))
+    return max(found, default=0.0)
+
+
 def _finite_amax(values: torch.Tensor) -> float:
     largest = float(values.abs().amax())
     if largest < float("inf"):
@@ -77,11 +93,11 @@ def _finite_amax(values: torch.Tensor) -> float:
     return float(torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0).abs().amax())
 
 
-def quantize_blocks(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """The codes of a weight, in its shape, as float8_e4m3fn or int8, and what each block's are multiplied by: float32
     [down, across].
 
-    In a format with zero points the codes are those less the zero point.
+    In a format with zero points the codes are those less the zero point. amax: as `quantize_chunks` has it.
     """
     element = dtypes.BY_NAME[dtype]
     assert element.blocks is not None
@@ -95,8 +111,21 @@ def quantize_blocks(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, tor
         effective = chunk.scales.effective
         scale[chunk.first_scale : chunk.first_scale + len(effective)] = effective
 
-    quantize_chunks(tensor, dtype, keep)
+    quantize_chunks(tensor, dtype, keep, amax=amax)
     return codes, scale
+
+
+def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
+    """What a weight has after its codes are dequantized again, in its own dtype; element: a row of the table, or like one."""
+    assert element.blocks is not None
+    count, height, width = matrices(tensor.shape, element.blocks.columns)
+    values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)
+
+    def keep(work: BlockWork, chunk: Chunk) -> None:
+        values[chunk.first : chunk.first + len(chunk.units)] = work.dequantize(chunk)
+
+    quantize_chunks(tensor, element, keep)
+    return values.view(tensor.shape)
 
 
 def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:

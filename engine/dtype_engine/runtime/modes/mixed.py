@@ -26,6 +26,7 @@ from torch import nn
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
+from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
 from dtype_engine.runtime.modes.dispatch import (
     EXPLICIT,
     REFUSES_MIXED,
@@ -45,7 +46,10 @@ from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 @dataclass(frozen=True, slots=True)
 class ImplicitCast:
-    """One tensor that changed dtype on its way into an operation. `torch_raises`: plain torch would have refused."""
+    """One tensor that changed dtype on its way into an operation. `torch_raises`: plain torch would have refused.
+
+    A storage dtype as `target`: it was rounded to that format, and is computed with in the dtype that it had.
+    """
 
     module: str
     operation: str
@@ -61,6 +65,7 @@ class MixedDtypeMode(WeightMode):
     Attributes:
         compute: the dtype of a storage-only weight that meets no activation.
         record: is called with every implicit cast, where given.
+        rounding: rounds what meets a quantised weight, where given (the setting `quantize_activations`).
         autocast: the caller has `torch.autocast` on, whose own casts come first; the rules serve where torch would still refuse.
         operation: what torch is being called for under autocast; "" where the model itself names the dtype.
         acted: whether the rules have changed any argument so far.
@@ -73,10 +78,12 @@ class MixedDtypeMode(WeightMode):
         device: torch.device,
         record: Callable[[ImplicitCast], None] | None = None,
         autocast: bool = False,
+        rounding: ActivationRounding | None = None,
     ) -> None:
         super().__init__(weights, device)
         self.compute = compute
         self.record = record
+        self.rounding = rounding
         self.autocast = autocast
         self.operation = ""
         self.acted = False
@@ -102,6 +109,35 @@ class MixedDtypeMode(WeightMode):
             for tensor in tensors
             if (weight := self.weights.get(id(tensor))) is not None and weight.scale is not None
         }
+        if self.rounding is None:
+            return self._run(func, name, tensors, stored, args, kwargs, None)
+        formats = self.rounding.formats(tensors, {key: weight.dtype for key, weight in stored.items()})
+        if not formats:
+            return self._run(func, name, tensors, stored, args, kwargs, None)
+        rounds = self.rounding.wanted(name, args, kwargs, formats)
+        output = self._run(func, name, tensors, stored, args, kwargs, rounds)
+        if name != "embedding":  # whose rows are activations
+            self.rounding.follow(output, tensors, formats)
+        return output
+
+    def read_property(self, func: Any, args: Arguments) -> Any:
+        answer = super().read_property(func, args)
+        if self.rounding is not None and isinstance(answer, torch.Tensor):
+            weight = self.weight_of(args[0])
+            stored = {} if weight is None else {id(args[0]): weight.dtype}
+            self.rounding.follow(answer, [args[0]], self.rounding.formats([args[0]], stored))
+        return answer
+
+    def _run(
+        self,
+        func: Any,
+        name: str,
+        tensors: list[torch.Tensor],
+        stored: Mapping[int, Weight],
+        args: Arguments,
+        kwargs: dict[str, Any],
+        rounds: Rounds | None,
+    ) -> Any:
         if name in EXPLICIT:
             if stored:
                 values = {key: self.value_of(weight) for key, weight in stored.items()}
@@ -112,17 +148,19 @@ class MixedDtypeMode(WeightMode):
             return self._rows(args[0], stored[id(args[1])])
         target = self._target(name, tensors, stored, kwargs)
         if not self.autocast:
-            return self._by_rules(func, name, tensors, stored, target, args, kwargs)
+            return self._by_rules(func, name, tensors, stored, target, args, kwargs, rounds)
         values = {key: _dequantized(weight, target or self.compute) for key, weight in stored.items()}
         self.acted = self.acted or bool(values)
         self.operation = name if kwargs.get("dtype") is None else ""
         given, named = replace_tensors(args, kwargs, values)
+        if rounds is not None:
+            given, named = self._rounded(name, given, named, rounds)
         try:
             return func(*given, **named)
         except RuntimeError:  # autocast knows neither float64 nor recurrent layers on the CPU
             self.operation = ""
             with torch.autocast(self.device.type, enabled=False):
-                return self._by_rules(func, name, tensors, stored, target, args, kwargs)
+                return self._by_rules(func, name, tensors, stored, target, args, kwargs, rounds)
         finally:
             self.operation = ""
 
@@ -135,8 +173,9 @@ class MixedDtypeMode(WeightMode):
         target: torch.dtype | None,
         args: Arguments,
         kwargs: dict[str, Any],
+        rounds: Rounds | None,
     ) -> Any:
-        if target is None and not stored:
+        if target is None and not stored and rounds is None:
             return call_torch(func, name, args, kwargs, self)
         casts: dict[int, torch.Tensor] = {}
         for tensor in tensors:
@@ -149,7 +188,22 @@ class MixedDtypeMode(WeightMode):
                 if self.record is not None:
                     self.record(implicit_cast(self.module, name, tensor, target, name in REFUSES_MIXED))
         self.acted = self.acted or bool(casts)
-        return call_torch(func, name, *replace_tensors(args, kwargs, casts), self)
+        args, kwargs = replace_tensors(args, kwargs, casts)
+        if rounds is not None:
+            args, kwargs = self._rounded(name, args, kwargs, rounds)
+        return call_torch(func, name, args, kwargs, self)
+
+    def _rounded(
+        self, name: str, args: Arguments, kwargs: dict[str, Any], rounds: Rounds
+    ) -> tuple[Arguments, dict[str, Any]]:
+        """The arguments, with the operand that meets a quantised weight rounded; in what autocast computes in, under it."""
+        assert self.rounding is not None
+        self.acted = True
+        dtype = torch.get_autocast_dtype(self.device.type) if self.autocast else None
+        args, kwargs, before = self.rounding.apply(name, args, kwargs, rounds, dtype)
+        if self.record is not None:
+            self.record(ImplicitCast(self.module, name, dtype_name(before.dtype), rounds.dtype, before.numel(), False))
+        return args, kwargs
 
     def _rows(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
         """What a look-up takes from a storage-only table [rows, width]: only the rows at `ids` are dequantized. [*ids, width]."""

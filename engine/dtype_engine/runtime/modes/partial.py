@@ -10,6 +10,7 @@ from torch import nn
 
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
+from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.dispatch import EXPLICIT, METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
 from dtype_engine.runtime.modes.reference import ReferenceMode
@@ -31,9 +32,10 @@ class PartialCastMode(ReferenceMode):
         compute: torch.dtype,
         drifting: frozenset[int],
         inside: Callable[[str], bool],
+        rounding: ActivationRounding | None = None,
     ) -> None:
         super().__init__(weights, device)
-        self.rules = MixedDtypeMode(weights, compute, device)
+        self.rules = MixedDtypeMode(weights, compute, device, rounding=rounding)
         self.drifting = drifting
         self.inside = inside
         self.uses: dict[str, int] = {}

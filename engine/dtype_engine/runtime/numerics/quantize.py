@@ -43,18 +43,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def cast_or_quantize(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def cast_or_quantize(
+    tensor: torch.Tensor, dtype: str, amax: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`tensor` in `dtype`: cast, or quantized to codes and their scale where that is a storage dtype.
 
     The scale is float32 of shape [tensor.shape[0]] for two dimensions and above, [1] otherwise and for `@tensor`. A channel of
     zeros gets the scale 1; non-finite values do not count for the largest, and stay non-finite where the dtype has
-    them. Of a format with blocks the scale is that of each block, [down, across].
+    them. Of a format with blocks the scale is that of each block, [down, across]; amax: the largest |value| of all the tensors that
+    share a scale of the tensor with it, None where it has its own.
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
         return tensor.to(target), None
     if dtype in dtypes.BLOCK_FORMATS:
-        return quantize_blocks(tensor, dtype)
+        return quantize_blocks(tensor, dtype, amax)
     quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)
     flat = quantized.view(-1)
 
@@ -64,9 +67,12 @@ def cast_or_quantize(tensor: torch.Tensor, dtype: str) -> tuple[torch.Tensor, to
     return quantized, quantize_in_blocks(tensor, dtype, keep)
 
 
-def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype) -> torch.Tensor:
-    """The values of `tensor` after a cast: in `dtype` itself, always a copy; those of a storage dtype dequantized to `compute`."""
-    data, scale = cast_or_quantize(tensor, dtype)
+def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
+    """The values of `tensor` after a cast: in `dtype` itself, always a copy; those of a storage dtype dequantized to `compute`.
+
+    amax: as `cast_or_quantize` has it.
+    """
+    data, scale = cast_or_quantize(tensor, dtype, amax)
     if scale is not None:
         return dequantize(data, scale, compute, dtypes.BY_NAME[dtype].blocks)
     return data.clone() if data is tensor else data

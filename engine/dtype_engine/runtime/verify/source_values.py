@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.core.errors import UserError, one_line
 
 
@@ -34,9 +35,9 @@ def of_files(files: tuple[Path, ...], wanted: frozenset[str], trust: bool, by_co
     Raises UserError when a loader can't read its file.
     """
     try:
-        if all(file.suffix == ".safetensors" for file in files):
+        if all(kind_of(file) == "safetensors" for file in files):
             return _of_safetensors(files, by_component)
-        if all(file.suffix == ".gguf" for file in files):
+        if all(kind_of(file) == "gguf" for file in files):
             return _of_gguf(files)
         return _of_pickles(files, wanted, trust)
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:

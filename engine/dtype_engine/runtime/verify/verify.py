@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,7 +20,8 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
-from dtype_engine.recipe.file import read_recipe_file
+from dtype_engine.recipe import Recipe
+from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry, of_checkpoint, of_live
@@ -30,6 +36,54 @@ from dtype_engine.runtime.verify.blocks_anew import blocks_anew
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
+CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]
+"""Compares tensors by others: as they come, some indexes of the contents' items, and what is wrong with each."""
+_HEAD, _TAIL = 1 << 20, 1 << 16
+"""Bytes of a file that its fingerprint goes by: the header, and the values of the last tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenExport:
+    """An export and its source, both open: what should be in it, and what is there."""
+
+    contents: Contents
+    source: SourceValues
+    exported: ExportedValues
+
+    def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
+        """What is wrong with these items of the contents, None for nothing. Raises UserError, Cancelled."""
+        found = []
+        for index in indexes:
+            if cancelled():
+                raise Cancelled
+            found.append(_difference(self.contents.items[index], self.source, self.exported))
+        return found
+
+
+def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
+    """An exported folder and the checkpoint that it was made of. Raises UserError, also where the source is no checkpoint."""
+    checkpoint = source.open()
+    if checkpoint is None:
+        raise UserError(f"{source.title} is code: what it makes can only be compared in one process")
+    file = read_recipe_file(folder / "recipe.yaml")
+    contents, values = _of_checkpoint(checkpoint, source, file.recipe, _as_exported(options, file))
+    return OpenExport(contents, values, _read(folder, contents))
+
+
+def fingerprint(contents: Contents, folder: Path) -> str:
+    """A hash of what is compared with what: the planned tensors, and of each file its size, its beginning and its end."""
+    found = hashlib.sha256()
+    for item in contents.items:
+        found.update(f"{item.name} {item.shape} {item.stored} {item.dtype}\n".encode())
+    for file in (*(identity.path for identity in contents.identities), *sorted(folder.rglob("*.safetensors"))):
+        with file.open("rb") as opened:
+            size = opened.seek(0, 2)
+            opened.seek(0)
+            found.update(f"{size}\n".encode() + opened.read(_HEAD))
+            opened.seek(max(0, size - _TAIL))
+            found.update(opened.read(_TAIL))
+    return found.hexdigest()
+
 
 def verify(
     folder: Path,
@@ -38,24 +92,24 @@ def verify(
     options: Options | None = None,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
+    elsewhere: CompareItems | None = None,
 ) -> VerifyReport:
     """Compare an exported folder with the recipe in it applied to `source`, both read by loaders that the exporter does not use.
 
-    With `drift`, also run both: the drift of the weights loaded back must be that of the source cast by the recipe. Raises
-    UserError when either can't be read, NoForward when `drift` can't be run, and Cancelled.
+    With `drift`, also run both: the drift of the weights loaded back must be that of the source cast by the recipe. elsewhere: who
+    compares the tensors instead of this process; the source is a checkpoint then. Raises UserError when either can't be read,
+    NoForward when `drift` can't be run, and Cancelled.
     """
     started = time.perf_counter()
-    options = options or Options()
     file = read_recipe_file(folder / "recipe.yaml")
+    options = _as_exported(options or Options(), file)
     recipe = file.recipe
     checkpoint = source.open()
     session: Session | None = None
     if checkpoint is None or drift:
         session = open_session(source, options)
     if checkpoint is not None:
-        contents = of_checkpoint(checkpoint, source.title, recipe, options)
-        names = frozenset(item.name for item in contents.items)
-        values = of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
+        contents, values = _of_checkpoint(checkpoint, source, recipe, options)
     else:
         assert session is not None
         values = of_module(session.model.module)  # as the code made them: before the recipe is applied
@@ -63,8 +117,10 @@ def verify(
         session.apply(recipe)
     if checkpoint is None:
         assert session is not None
-        contents = of_live(session.model, recipe, session.plan.dtypes)
-    differences = compare(contents, values, folder, on_bytes, cancelled)
+        contents = of_live(session.model, recipe, session.plan.dtypes, options.settings)
+        if elsewhere is not None:
+            raise UserError(f"{source.title} is code: verify what it makes without --workers")
+    differences = compare(contents, values, folder, on_bytes, cancelled, elsewhere)
     before = after = None
     if drift and session is not None and not differences:
         before = session.drift(cancelled=cancelled).output
@@ -81,7 +137,7 @@ def verify(
         lost=file.lost,
         drift_before=before,
         drift_after=after,
-        unchecked=(*values.unchecked, *_not_compared(folder, contents)),
+        unchecked=(*values.unchecked, *_calibrated(contents), *_not_compared(folder, contents)),
     )
 
 
@@ -91,26 +147,51 @@ def compare(
     folder: Path,
     on_bytes: OnBytes = lambda done, total: None,
     cancelled: IsCancelled = never,
+    elsewhere: CompareItems | None = None,
 ) -> tuple[TensorDifference, ...]:
     """What is different in the export from what `contents` plans to make of the source's values.
 
     Of the plan only names, dtypes and shapes are taken; a cast is done anew, by torch's own `to` or the formula of scales. Reads
     one tensor at a time. Raises UserError when a file can't be read, Cancelled.
     """
-    exported = read_export(folder, frozenset(path for _, path in contents.layout.copied))
-    differences = [TensorDifference(name, problem) for name, problem in exported.misplaced.items()]
+    exported = _read(folder, contents)
+    opened = OpenExport(contents, source, exported)
+
+    def here(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
+        for index in range(len(contents.items)):
+            yield [index], opened.problems([index], cancelled)
+
     done = 0
-    for item in contents.items:
-        if cancelled():
-            raise Cancelled
-        if (problem := _difference(item, source, exported)) is not None:
-            differences.append(TensorDifference(item.name, problem))
-        done += item.nbytes
+    problems: dict[int, str | None] = {}
+    for indexes, found in (elsewhere or here)(contents):
+        problems.update(zip(indexes, found, strict=True))
+        done += sum(contents.items[index].nbytes for index in indexes)
         on_bytes(done, contents.nbytes)
+    differences = [TensorDifference(name, problem) for name, problem in exported.misplaced.items()]
+    for index, item in enumerate(contents.items):
+        if (problem := problems[index]) is not None:
+            differences.append(TensorDifference(item.name, problem))
     entries = {entry.name for item in contents.items for entry in item.entries}
     differences += [TensorDifference(name, "is not in the source") for name in exported.handles if name not in entries]
     differences += [TensorDifference(path, problem) for path, problem in contents.layout.differences(folder)]
     return (*differences, *_lost(contents, source))
+
+
+def _as_exported(options: Options, file: RecipeFile) -> Options:
+    """With the settings that the export was made for, where it names some."""
+    return options if file.settings is None else dataclasses.replace(options, settings=file.settings)
+
+
+def _of_checkpoint(
+    checkpoint: Checkpoint, source: Source, recipe: Recipe, options: Options
+) -> tuple[Contents, SourceValues]:
+    contents = of_checkpoint(checkpoint, source.title, recipe, options)
+    names = frozenset(item.name for item in contents.items)
+    return contents, of_files(checkpoint.files, names, source.trust_pickle, checkpoint.form == "diffusers")
+
+
+def _read(folder: Path, contents: Contents) -> ExportedValues:
+    return read_export(folder, frozenset(path for _, path in contents.layout.copied))
 
 
 def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
@@ -140,16 +221,32 @@ def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValu
     missing = next((name for name in _names_read(item) if name not in source.names), None)
     if missing is not None:
         return f"is not in the source as {missing}"
-    for entry, expected in zip(item.entries, _expected(item, source), strict=True):
+    entries = item.entries
+    if item.input_scale is not None:
+        if problem := _scale_problem(entries[-1], item, source, exported):
+            return problem
+        entries = entries[:-1]
+    for entry, expected in zip(entries, _expected(item, source), strict=True):
         if problem := _values_differ(entry, expected, exported.read(entry.name), item.stored != item.dtype):
             return problem
     return None
 
 
+def _scale_problem(
+    entry: TensorEntry, item: ExportTensor, source: SourceValues, exported: ExportedValues
+) -> str | None:
+    """What is wrong with the scale of a layer's inputs: where the weight is as it was, it is the source's, if that has one."""
+    scale = exported.read(entry.name)
+    if item.dtype == item.stored and entry.name in source.names:
+        return _values_differ(entry, source.read(entry.name), scale, False)
+    return None if bool((scale > 0).all()) and bool(torch.isfinite(scale).all()) else f"{entry.name} is no scale"
+
+
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
     """The source's names for what an item is made of: one that has scales already has them beside it."""
     if item.has_scales and item.dtype == item.stored:
-        return tuple(entry.name for entry in item.entries)
+        entries = item.entries if item.input_scale is None else item.entries[:-1]
+        return tuple(entry.name for entry in entries)
     return (item.name,)
 
 
@@ -161,7 +258,8 @@ def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, .
     if not item.has_scales:
         return (values[0].to(torch_dtype(item.dtype)),)
     if item.dtype in dtypes.BLOCK_FORMATS:
-        return blocks_anew(values[0], item.dtype)
+        names = item.shared.names if item.shared is not None else ()
+        return blocks_anew(values[0], item.dtype, [partial(source.read, name) for name in names])
     return scaled_anew(values[0], item.dtype)
 
 
@@ -211,6 +309,16 @@ def _values_differ(entry: TensorEntry, expected: torch.Tensor, stored: torch.Ten
         differing &= ~nan.reshape(-1)
     elements = int(differing.sum())
     return f"{elements} of {expected.numel()} values of {entry.name} differ" if elements else None
+
+
+def _calibrated(contents: Contents) -> tuple[str, ...]:
+    """Scales that come of calibration inputs, in a sentence."""
+    count = sum(item.input_scale is not None and item.dtype != item.stored for item in contents.items)
+    if not count:
+        return ()
+    return (
+        f"{count} scales of activations come of calibration inputs: looked at was whether they are positive and finite",
+    )
 
 
 def _not_compared(folder: Path, contents: Contents) -> tuple[str, ...]:

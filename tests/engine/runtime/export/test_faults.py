@@ -79,7 +79,11 @@ def is_whole(source: Path, out: Path) -> bool:
 
 def pieces(parent: Path) -> list[Path]:
     """Unfinished exports, but for those that were killed before they had begun: empty folders."""
-    return [folder for folder in parent.glob(".out.partial-*") if set(os.listdir(folder)) - {f"{CLAIM}.new"}]
+    return [
+        folder
+        for folder in parent.glob(".out.partial-*")
+        if any(not name.startswith(f"{CLAIM}.new.") for name in os.listdir(folder))
+    ]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
@@ -276,8 +280,9 @@ def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path
         folder.mkdir()
     ended = subprocess.Popen(["true"])
     ended.wait()
-    for folder, text in zip(began[1:], ("{", "{", ours | {"process": ended.pid}, ours), strict=True):
-        (folder / f"{claim.CLAIM}.new").write_text(text if isinstance(text, str) else json.dumps(text))
+    host = socket.gethostname()
+    for folder, whose in zip(began[1:], ("?", f"{ended.pid}.other", f"{ended.pid}.{host}", f"1.{host}"), strict=True):
+        (folder / f"{claim.CLAIM}.new.{whose}").touch()  # killed before a byte was in it
     for folder in began[:2]:
         os.utime(folder, (0, 0))
     alive = left(".out.partial-alive", None)

@@ -23,3 +23,11 @@ def test_every_architecture_runs_in_every_format(name: str) -> None:
         output = session.drift().output
         assert output.nonfinite == 0
         assert output.sqnr_db > 2, f"{recipe}: the result has to do with the reference"
+    session.settings = de.RunSettings(quantize_activations="weights")
+    served = ["float8_e4m3fn", "int8", *filter(dtypes.quantizes_activations, dtypes.BLOCK_FORMATS)]
+    recipes = [Recipe((Rule("*", dtype),)) for dtype in served if ":" not in dtype]
+    for recipe in (*recipes, architectures.random_recipe(session, palette, 3)):
+        session.apply(recipe)
+        output = session.drift().output
+        assert output.nonfinite == 0
+        assert output.sqnr_db > 0, f"{recipe}: the result has to do with the reference, activations quantised too"

@@ -1,0 +1,74 @@
+"""What a plan means for weights that runtimes fuse (`core.fused`), in words."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Set
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.fused import is_split, scale_groups, siblings
+
+
+def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
+    """What a cast of the weights `taken` does to their fused siblings under a plan; "" where there is nothing to say.
+
+    `k_proj, v_proj: new scale` where a scale is shared, `k_proj, v_proj not: vLLM refuses` where formats are not the same.
+    groups: the model's fused groups. Said for every key that is typed, so groups that are alike are looked at once.
+    """
+    storage = frozenset(dtypes.STORAGE_DTYPES)
+    if dtype not in dtypes.CASTABLE_DTYPES or (dtype not in storage and storage.isdisjoint(planned.values())):
+        return ""
+    split, rescaled = [], []
+    seen: set[tuple[object, ...]] = set()
+    for group in groups:
+        inside = [member in taken for member in group]
+        if all(inside) or not any(inside):
+            continue
+        kind = (_layer(group[0]), *inside, *(planned[member] for member in group))
+        if kind in seen:
+            continue
+        seen.add(kind)
+        before = {member: planned[member] for member in group}
+        after = {member: dtype if member in taken else old for member, old in before.items()}
+        others = [member for member in group if member not in taken]
+        if is_split(group, after):
+            split += [name for name in others if after[name] != dtype]
+        shared_before, shared_after = scale_groups(before), scale_groups(after)
+        rescaled += [name for name in others if shared_before.get(name) != shared_after.get(name)]
+    parts = [f"{_short(rescaled)}: new scale"] if rescaled else []
+    parts += [f"{_short(split)} not: vLLM refuses"] if split else []
+    return ", ".join(parts)
+
+
+def _short(names: Collection[str]) -> str:
+    """The layers' own names, each once."""
+    return ", ".join(dict.fromkeys(_layer(name) for name in names))
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
+    """The layers with which a weight shares a scale under a plan, as `k, v` of `k_proj` and `v_proj`; "" for one that has its own.
+    Said for every row that is drawn, so only its siblings are looked at.
+    """
+    group = [member for member in siblings(name) if member in planned]
+    members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
+    return ", ".join(_layer(member).removesuffix("_proj") for member in members if member != name)
+
+
+def fused_with(name: str, planned: Mapping[str, str]) -> str:
+    """With which weights a runtime fuses one, and what the plan makes of that, in a sentence; "" where with none."""
+    group = [member for member in siblings(name) if member in planned]
+    if len(group) < 2:
+        return ""
+    others = [member for member in group if member != name]
+    words = f"with {_short(others)} in vLLM and SGLang"
+    differ = [
+        f"{_layer(other)} {dtypes.short_name(planned[other])}" for other in others if planned[other] != planned[name]
+    ]
+    if is_split(group, planned):
+        return f"{words}, which refuse it: {', '.join(differ)}"
+    if name in scale_groups({member: planned[member] for member in group}):
+        return f"{words}: one scale of the tensor, for the largest of them"
+    return words

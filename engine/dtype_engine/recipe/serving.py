@@ -1,0 +1,245 @@
+"""What a runtime would do with an export of a plan: rules, each with the file of that runtime that it was read in.
+
+Read were vLLM (its main branch of 2026) and SGLang (a version that takes compressed-tensors by one format for the whole
+checkpoint). In both an export is read by the layout that it is written in: compressed-tensors, or DeepSeek's fp8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.fused import fused_groups, siblings, split_groups
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.schemes import DESCRIBED, layout
+from dtype_engine.recipe.targets.base import Context
+
+Runtime = Literal["vllm", "sglang"]
+RUNTIMES: tuple[Runtime, ...] = ("vllm", "sglang")
+Effect = Literal["refused", "other values", "stays wide", "slower"]
+
+_VLLM = "vllm/model_executor/layers/quantization"
+_SGLANG = "python/sglang/srt/layers/quantization"
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+_MARLIN_OUT, _MARLIN_IN = 64, 128
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One rule that a plan breaks. effect: what the runtime does then. source: where that was read. tensors: by canonical name."""
+
+    effect: Effect
+    why: str
+    source: str
+    tensors: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ServingLint:
+    """What a runtime would do with all of a plan. quantised: how many weights have a storage format in it."""
+
+    runtime: str
+    quantised: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def loads(self) -> bool:
+        """Whether nothing is refused, as far as the rules go."""
+        return not any(finding.effect == "refused" for finding in self.findings)
+
+
+def lint_serving(context: Context, runtime: Runtime, activations: Literal["none", "weights"] = "none") -> ServingLint:
+    """Hold a plan against the rules of a runtime. activations: whether the recipe is for quantised ones."""
+    quantised = {
+        name: dtype for name, dtype in context.plan.dtypes.items()
+        if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
+    }  # fmt: skip
+    rules: tuple[Callable[[Context, Runtime, dict[str, str]], Iterator[Finding]], ...] = (
+        _not_written, _routers, _split, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric,
+    )  # fmt: skip
+    findings = [finding for rule in rules for finding in rule(context, runtime, quantised)]
+    if activations == "none":
+        findings += [*_int8(context, runtime, quantised), *_always_quantised(runtime, quantised)]
+    return ServingLint(runtime, len(quantised), tuple(findings))
+
+
+def _source(runtime: Runtime, file: str) -> str:
+    return f"{_VLLM if runtime == 'vllm' else _SGLANG}/{file}"
+
+
+def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """What an export keeps in a layout of its own, since others have none for it."""
+    by_reason: dict[str, list[str]] = {}
+    for name, dtype in quantised.items():
+        if (reason := no_layout(context.tree, name, dtype)) is not None:
+            by_reason.setdefault(reason, []).append(name)
+    source = _source(runtime, "compressed_tensors/compressed_tensors.py: get_quant_method")
+    for reason, names in by_reason.items():
+        yield Finding("refused", reason, source, tuple(names))
+
+
+def no_layout(tree: Tree, name: str, dtype: str) -> str | None:
+    """Why no other program reads a weight in a storage format; None where one does."""
+    tensor, row = tree.tensors[name], dtypes.BY_NAME[dtype]
+    blocks = row.blocks
+    if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
+        return f"no checkpoint layout has {dtypes.short_name(dtype)}"
+    if len(tensor.shape) == 2 and tensor.aliases:
+        return "a tied weight is one tensor, and only linear layers are quantised"
+    module = tree.modules[name.rpartition(".")[0]]
+    if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
+        return "only the weights of linear layers are quantised"
+    if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
+        return f"rows are no multiple of {blocks.columns} values"
+    return None
+
+
+def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
+    return {name: dtype for name, dtype in quantised.items() if no_layout(context.tree, name, dtype) is None}
+
+
+def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """Models of experts make their routers with `quant_config=None`: a weight with scales finds no parameter."""
+    names = tuple(name for name in quantised if name.removesuffix(".weight").rpartition(".")[2] in _ROUTERS)
+    if names:
+        where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
+        yield Finding("refused", "routers are not quantised", f"{where}: ReplicatedLinear(quant_config=None)", names)
+
+
+def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """`should_ignore_layer` raises where some members of a fused layer are ignored; of several schemes the first is taken."""
+    for group in split_groups(context.plan.dtypes):
+        formats = ", ".join(f"{_layer(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
+        source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
+        yield Finding("refused", f"fused into one layer, and in several formats: {formats}", source, group)
+
+
+def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """A fused layer whose members are not all there has no scheme: `_match_fused_layer` wants each of them matched."""
+    source = _source(runtime, "compressed_tensors/utils.py: _match_fused_layer")
+    for group in fused_groups(quantised):
+        expected = siblings(group[0])
+        absent = [name for name in expected if name not in context.tree.tensors]
+        if absent:
+            words = ", ".join(map(_layer, absent))
+            yield Finding("stays wide", f"the model has no {words}, so the fused layer has no scheme", source, group)
+
+
+def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """`_quantization_scheme_map_from_config` asserts that weights without quantised inputs are floats in such a layout."""
+    names = tuple(name for name, dtype in _written(context, quantised).items() if _layout(dtype) == "int-quantized")
+    if names:
+        why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or take int8@g128"
+        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
+        yield Finding("refused", why, source, names)
+
+
+def _one_scale(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """One fp8 scale a tensor: the members of a fused layer are quantised again with the largest of theirs."""
+    written = _written(context, quantised)
+    source = _source(runtime, "utils/w8a8_utils.py: requantize_with_max_scale" if runtime == "vllm" else "fp8_utils.py")
+    for group in fused_groups(name for name, dtype in written.items() if dtype == "float8_e4m3fn@tensor"):
+        yield Finding("other values", "fused, and quantised again with the largest scale of the members", source, group)
+
+
+def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """`validate_fp8_block_shape`: the outputs of every member of a fused layer must be whole blocks."""
+    written = _written(context, quantised)
+    for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
+        rows = _block_rows(written[group[0]])
+        if not whole_when_fused(context.tree, group[0], written[group[0]]):
+            outputs = ", ".join(f"{_layer(name)} {context.tree.tensors[name].shape[0]}" for name in group)
+            source = _source(
+                runtime, "utils/fp8_utils.py: validate_fp8_block_shape" if runtime == "vllm" else "fp8_utils.py"
+            )
+            why = f"fused, and its outputs are no multiples of {rows}: {outputs}"
+            yield Finding("refused", why, source, group)
+
+
+def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
+    """Whether the outputs of a weight and of those that it is fused with are whole blocks of a format."""
+    group = [member for member in siblings(name) if member in tree.tensors]
+    rows = _block_rows(dtype)
+    return len(group) < 2 or not any(tree.tensors[member].shape[0] % rows for member in group)
+
+
+def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """Integers in groups: Marlin wants outputs of 64 and inputs of 128; others go to kernels that few devices have."""
+    written = {
+        name: dtype for name, dtype in _written(context, quantised).items() if _layout(dtype) == "pack-quantized"
+    }
+    fused = {name: group for group in fused_groups(written) for name in group}
+    shapes = context.tree.tensors
+    names = tuple(
+        name
+        for name in written
+        if sum(shapes[each].shape[0] for each in fused.get(name, (name,))) % _MARLIN_OUT
+        or shapes[name].shape[1] % _MARLIN_IN
+    )
+    if names:
+        why = f"Marlin takes outputs of a multiple of {_MARLIN_OUT} and inputs of {_MARLIN_IN}: another kernel, or none"
+        source = _source(
+            runtime, "utils/marlin_utils.py: verify_marlin_supports_shape" if runtime == "vllm" else "marlin_utils.py"
+        )
+        yield Finding("slower", why, source, names)
+
+
+def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """SGLang asks the format of the whole checkpoint what activations are; of `mixed-precision` it knows nothing."""
+    written = {name: _layout(dtype) for name, dtype in _written(context, quantised).items()}
+    if runtime == "sglang" and len(set(written.values())) > 1:
+        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
+        why = f"several layouts in one checkpoint ({', '.join(sorted(set(written.values())))}): SGLang reads one format for all"
+        yield Finding("refused", why, source, tuple(written))
+
+
+def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """SGLang's `_is_wNa16_group_channel` wants symmetric weights."""
+    names = tuple(
+        name for name, dtype in _written(context, quantised).items()
+        if (blocks := dtypes.BY_NAME[dtype].blocks) is not None and blocks.zero_points
+    )  # fmt: skip
+    if runtime == "sglang" and names:
+        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _is_wNa16_group_channel")
+        yield Finding("refused", "zero points are not taken: int4@g128 has none", source, names)
+
+
+def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """MXFP4 and MXFP8 are served with quantised activations, whatever a checkpoint says of them; DeepSeek's fp8 always says so."""
+    deepseek = tuple(name for name, dtype in quantised.items() if _layout(dtype) == "fp8")
+    if deepseek:
+        source = _source(runtime, "fp8.py: Fp8Config, activation_scheme dynamic" if runtime == "vllm" else "fp8.py")
+        why = "served with quantised activations always (W8A8): measure with --quantize-activations weights"
+        yield Finding("other values", why, source, deepseek)
+    names = tuple(name for name, dtype in quantised.items() if _layout(dtype).startswith("mxfp"))
+    if runtime == "vllm" and names:
+        source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
+        why = "served with quantised activations always (W4A4, W8A8): measure with --quantize-activations weights"
+        yield Finding("other values", why, source, names)
+
+
+def _layout(dtype: str) -> str:
+    blocks = dtypes.BY_NAME[dtype].blocks
+    return layout(dtype) if dtype in DESCRIBED else blocks.layout if blocks is not None else ""
+
+
+def _block_rows(dtype: str) -> int:
+    blocks = dtypes.BY_NAME[dtype].blocks
+    return blocks.rows if blocks is not None else 1
+
+
+def _layer(name: str) -> str:
+    return name.removesuffix(".weight").rpartition(".")[2]
+
+
+def serving_lines(reading: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:
+    """The findings as text; `shown` names some tensors of many."""
+    lines = []
+    for finding in reading.findings:
+        lines += [f"! {finding.effect}: {finding.why}", f"    {shown(finding.tensors)}", f"    {finding.source}"]
+    if not reading.findings:
+        weights = "1 weight" if reading.quantised == 1 else f"{reading.quantised} weights"
+        lines.append(f"nothing against it: {weights} with scales, all others as they are")
+    return [f"{reading.runtime}: by its source", *lines]

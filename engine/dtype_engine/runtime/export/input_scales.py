@@ -1,0 +1,142 @@
+"""What an export says of quantised activations, and NVFP4's scale of them, which is kept in the file."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
+from dtype_engine.runtime.formats.nvfp4 import tensor_scale
+from dtype_engine.runtime.model.mapped_tensors import read_mapped
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.export.contents import Contents, ExportTensor
+
+_NUMBER = re.compile(r"\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class InputScale:
+    """The scale for the inputs of a layer. value: None until calibration inputs were run. seen: whether this layer had any."""
+
+    value: float | None = None
+    seen: bool = True
+
+
+def with_quantised_inputs(
+    items: list[ExportTensor], settings: RunSettings, ranges: Mapping[str, float], source: Checkpoint
+) -> list[ExportTensor]:
+    """The items; those whose layers have quantised inputs say so, with the scale that a file has for these.
+
+    That is what `settings` say. Of a weight that stays as the source has it, it is so as well where the source says it, and its
+    scale is kept. ranges: the largest |value| that met a weight, by its name. Fused siblings have the largest of theirs, as they
+    have the same inputs; a layer that had none (an expert that no token was sent to) has the largest of the layers that are
+    named as it is but for numbers.
+    """
+    before = _declared(source.config)
+    alike: dict[str, float] = {}
+    for name, largest in ranges.items():
+        kind = _NUMBER.sub("", name)
+        alike[kind] = max(largest, alike.get(kind, 0.0))
+    found = []
+    for item in items:
+        kept = source.quantized.get(item.name) if item.dtype == item.stored else None
+        said = kept is not None and item.name.removesuffix(".weight") in before
+        if not item.portable or not dtypes.quantizes_activations(item.dtype) or not (
+            said or settings.quantize_activations == "weights"
+        ):  # fmt: skip
+            found.append(item)
+            continue
+        scale = None
+        if keeps_input_scale(item.dtype):
+            scale = (
+                _scale(item, ranges, alike) if kept is None or kept.input_scale is None else _stored(kept.input_scale)
+            )
+        found.append(dataclasses.replace(item, quantised_inputs=True, input_scale=scale))
+    return found
+
+
+def _declared(config: Mapping[str, Any] | None) -> frozenset[str]:
+    """The modules whose inputs a source's configuration says to quantise, by the names that are written in it."""
+    said = (config or {}).get("quantization_config")
+    groups = said.get("config_groups") if isinstance(said, dict) else None
+    named = [
+        group["targets"]
+        for group in (groups.values() if isinstance(groups, dict) else ())
+        if isinstance(group, dict) and group.get("input_activations") and isinstance(group.get("targets"), list)
+    ]
+    return frozenset(target for targets in named for target in targets if isinstance(target, str))
+
+
+def _scale(item: ExportTensor, ranges: Mapping[str, float], alike: Mapping[str, float]) -> InputScale:
+    among = item.shared.names if item.shared is not None else (item.name,)
+    seen = [ranges[name] for name in among if name in ranges]
+    largest = max(seen) if seen else alike.get(_NUMBER.sub("", item.name))
+    if largest is None:
+        return InputScale()
+    return InputScale(float(tensor_scale(torch.tensor(largest))), bool(seen))
+
+
+def _stored(scale: CheckpointTensor) -> InputScale:
+    return InputScale(float(read_mapped(scale)))
+
+
+def needs_calibration(contents: Contents) -> bool:
+    """Whether a scale of inputs is not known, so that the model has to be run before it can be exported."""
+    return any(item.input_scale is not None and item.input_scale.value is None for item in contents.items)
+
+
+def refuse_uncalibrated(contents: Contents) -> None:
+    """Raise UserError where the scale of a layer's inputs is not known."""
+    unknown = [item for item in contents.items if item.input_scale is not None and item.input_scale.value is None]
+    if unknown:
+        raise UserError(
+            f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes of "
+            "calibration inputs, and no input has met it: open the model with inputs and export it from there, or export it "
+            "without quantised activations"
+        )
+
+
+def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> tuple[str, ...]:
+    """What of the quantised activations that were measured others do not do, or do in another way."""
+    written = [item for item in items if item.portable]
+    if settings.quantize_activations == "none":
+        return ()
+    notices = []
+    if wide := sorted({item.dtype for item in written if not dtypes.quantizes_activations(item.dtype)}):
+        notices.append(f"weights in {', '.join(wide)} are for activations as they are, which is how they were measured")
+    if by_rule := sorted({item.dtype for item in written if _has_other_rule(item.dtype)}):
+        notices.append(
+            f"activations of weights in {', '.join(by_rule)} were measured with that rule for scales, and other programs quantise "
+            "them with their own"
+        )
+    if calibrated := [item for item in written if item.input_scale is not None]:
+        notices.append(
+            f"{_layers(len(calibrated))} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
+            "measurement has that of the largest of each call"
+        )
+    if unseen := [item for item in written if item.input_scale is not None and not item.input_scale.seen]:
+        notices.append(
+            f"no calibration input met {len(unseen)} of them, first {printable(unseen[0].name)}: they have the largest of the "
+            "layers of their name"
+        )
+    return tuple(notices)
+
+
+def _layers(count: int) -> str:
+    return "1 layer has" if count == 1 else f"{count} layers have"
+
+
+def _has_other_rule(dtype: str) -> bool:
+    blocks = dtypes.BY_NAME[dtype].blocks
+    return dtype in DESCRIBED and blocks is not None and blocks.rule not in ("amax", "compressed-tensors")

@@ -1,0 +1,77 @@
+"""What is said of an export beside its files: what others do not read, what no rule takes, what is written once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Sized
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.fused import split_groups
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.runtime.model.name_mapping import Placement
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.export.contents import ExportTensor
+
+
+def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
+    """Which weights no other program reads."""
+    own = [item.name for item in items if item.has_scales and not item.portable]
+    if not own:
+        return ()
+    return (
+        f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
+        "formats have it for the weights of linear layers alone, in float8_e4m3fn, int8, and blocks that divide their rows",
+    )
+
+
+def uncast_notices(items: Sequence[ExportTensor], tree: Tree, placements: Mapping[str, Placement]) -> tuple[str, ...]:
+    """Which tensors no rule can take, and stay as the source has them."""
+    unplaced, fixed = [], []
+    for item in items:
+        placement = placements.get(item.name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        if info is None:
+            unplaced.append(item.name)
+        elif not info.castable:
+            fixed.append((item.name, info.uncastable_reason or f"is stored as {item.stored}, which is never cast"))
+    notices = []
+    if unplaced:
+        notices.append(
+            f"as stored, since they belong to nothing in the model: {_tensors(unplaced)}, first {printable(unplaced[0])}"
+        )
+    if fixed:
+        name, why = fixed[0]
+        notices.append(f"as stored, whatever the rules: {_tensors(fixed)}, first {printable(name)}: {why}")
+    return tuple(notices)
+
+
+def _tensors(names: Sized) -> str:
+    return "1 tensor" if len(names) == 1 else f"{len(names)} tensors"
+
+
+def tied_notice(tied: Mapping[str, str]) -> tuple[str, ...]:
+    """What became of the further names of tied weights."""
+    if not tied:
+        return ()
+    name, first = next(iter(tied.items()))
+    count = "1 further name of a tied weight is" if len(tied) == 1 else f"{len(tied)} further names of tied weights are"
+    return (
+        f"{count} not written again, first {printable(name)}, which is {printable(first)}: the file's metadata names both, as with "
+        "safetensors' save_model, and its load_model puts the weight in both places of a module that ties them",
+    )
+
+
+def split_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
+    """Which fused siblings are not in one format, so that runtimes that fuse them refuse the export."""
+    planned = {item.name: item.dtype for item in items}
+    groups = split_groups(planned)
+    if not groups:
+        return ()
+    module = groups[0][0].removesuffix(".weight").rpartition(".")[0]
+    first = ", ".join(f"{member.removesuffix('.weight').rpartition('.')[2]} {planned[member]}" for member in groups[0])
+    count = "1 group" if len(groups) == 1 else f"{len(groups)} groups"
+    return (
+        f"{count} of weights that vLLM and SGLang fuse are not in one format, which they refuse to load: first "
+        f"{printable(module)}: {first}",
+    )

@@ -1,0 +1,49 @@
+"""Scales of a tensor that fused siblings share in an export (`core.fused`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from dtype_engine.core.fused import scale_groups
+from dtype_engine.runtime.formats.tensors import finite_amax
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.export.contents import ExportTensor
+
+
+class SharedScale:
+    """What fused siblings share. names: those of the members, in the source.
+
+    `amax` reads all of them the first time that it is asked for, in any thread.
+    """
+
+    def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
+        self.names = names
+        self._values = values
+        self._lock = threading.Lock()
+        self._amax: float | None = None
+
+    def amax(self) -> float:
+        """The largest finite |value| of all members."""
+        with self._lock:
+            if self._amax is None:
+                self._amax = max(finite_amax(values()) for values in self._values)
+            return self._amax
+
+
+def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
+    """The items, fused siblings with the scale that they share. canonical: the names in the model by those in the files."""
+    cast = {canonical[item.name]: item for item in items if item.name in canonical and item.dtype != item.stored}
+    shared: dict[tuple[str, ...], SharedScale] = {}
+    of_item: dict[str, SharedScale] = {}
+    for name, members in scale_groups({name: item.dtype for name, item in cast.items()}).items():
+        among = [cast[member] for member in members]
+        if members not in shared:
+            shared[members] = SharedScale(tuple(each.name for each in among), [each.values for each in among])
+        of_item[cast[name].name] = shared[members]
+    return [dataclasses.replace(item, shared=of_item[item.name]) if item.name in of_item else item for item in items]

@@ -1,0 +1,45 @@
+"""Formats that belong together because one runtime loads them side by side, and what that asks of a search."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.fused import FUSED_LAYERS
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import select
+from dtype_engine.recipe.serving import no_layout, whole_when_fused
+from dtype_engine.search.pareto import Constraints, stays_wide
+
+FAMILIES = {
+    "vllm": ("bfloat16", "float8_e4m3fn", "fp8@128x128", "mxfp8", "int8@g128", "nvfp4", "mxfp4", "int4@g128"),
+    "sglang": ("bfloat16", "float8_e4m3fn", "fp8@128x128"),
+    "llama.cpp": ("bfloat16", "float16", "mxfp4:floor"),
+}
+"""What a search may choose among for a runtime. vLLM reads each layer's own layout (`recipe.serving`), SGLang one for the whole
+checkpoint, which these two share. Of llama.cpp's formats these are what `recipe convert` writes exactly."""
+FUSING = ("vllm", "sglang")
+
+
+def family_constraints(tree: Tree, family: str, constraints: Constraints) -> Constraints:
+    """Constraints with what a runtime asks besides: fused siblings have one format, and a weight those that its layout has.
+
+    Patterns of the user's own come after these, so that they decide.
+    """
+    if family not in FUSING:
+        return constraints
+    groups = tuple(pattern for names in FUSED_LAYERS if select(tree, pattern := f"*.{{{','.join(names)}}}"))
+    only = []
+    for name, tensor in tree.tensors.items():
+        if not (tensor.castable and tensor.counted) or len(tensor.shape) < 2:
+            continue
+        fits = tuple(dtype for dtype in FAMILIES[family] if _fits(tree, name, dtype))
+        if len(fits) < len(FAMILIES[family]):
+            only.append((name, (*fits, dtypes.STORED)))
+    return dataclasses.replace(constraints, groups=(*groups, *constraints.groups), only=(*only, *constraints.only))
+
+
+def _fits(tree: Tree, name: str, dtype: str) -> bool:
+    if dtype not in dtypes.STORAGE_DTYPES:
+        return True
+    return not stays_wide(tree, name) and no_layout(tree, name, dtype) is None and whole_when_fused(tree, name, dtype)

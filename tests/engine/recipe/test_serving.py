@@ -1,0 +1,145 @@
+"""What vLLM and SGLang would do with an export of a plan. The rules for fused layers are held against vLLM's own matching, which is
+written down here once more: a fused layer is loaded only where all of its members have one scheme.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from dtype_engine.cli import cli
+from dtype_engine.cli.program import run
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe, Rule, make_plan
+from dtype_engine.recipe.serving import Runtime, ServingLint, lint_serving
+from dtype_engine.recipe.targets import Context
+
+AT = "model.layers.0"
+
+
+def tree(hidden: int = 256, heads_out: int = 256) -> Tree:
+    shapes = {
+        "model.embed_tokens.weight": (512, hidden),
+        f"{AT}.input_layernorm.weight": (hidden,),
+        **{f"{AT}.self_attn.{name}_proj.weight": (heads_out, hidden) for name in "qkv"},
+        f"{AT}.self_attn.o_proj.weight": (hidden, heads_out),
+        f"{AT}.mlp.gate.weight": (8, hidden),
+        **{f"{AT}.mlp.experts.0.{name}_proj.weight": (512, hidden) for name in ("gate", "up")},
+        f"{AT}.mlp.experts.0.down_proj.weight": (hidden, 512),
+        "lm_head.weight": (512, hidden),
+    }
+    classes = {name.removesuffix(".weight"): "Linear" for name in shapes}
+    classes |= {"": "MoeForCausalLM", "model.embed_tokens": "Embedding", f"{AT}.input_layernorm": "RMSNorm"}
+    return Tree([TensorInfo(name, shape, "bfloat16") for name, shape in shapes.items()], classes)
+
+
+def read(*rules: str, runtime: Runtime = "vllm", of: Tree | None = None, activations: str = "weights") -> ServingLint:
+    made = of or tree()
+    plan = make_plan(made, Recipe(tuple(map(Rule.parse, rules))))
+    return lint_serving(Context(made, plan), runtime, activations)  # type: ignore[arg-type]
+
+
+def found(reading: ServingLint) -> list[tuple[str, str]]:
+    return [(finding.effect, finding.why) for finding in reading.findings]
+
+
+def test_a_plan_that_they_take_has_nothing_against_it() -> None:
+    for rules in (
+        ["*_proj=nvfp4"],
+        ["*_proj=int4@g128"],
+        ["*_proj=fp8@128x128"],
+        ["*.experts=mxfp4", "*.self_attn=mxfp8"],
+    ):
+        reading = read(*rules)
+        assert reading.findings == ()
+        assert reading.loads
+        assert reading.quantised == 7
+
+
+@pytest.mark.parametrize("runtime", ["vllm", "sglang"])
+def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None:
+    reading = read("*.[qk]_proj=nvfp4", runtime=runtime)
+    assert found(reading) == [
+        ("refused", "fused into one layer, and in several formats: q_proj nvfp4, k_proj nvfp4, v_proj bf16")
+    ]
+    assert not reading.loads
+    assert [name.split(".")[-2] for name in reading.findings[0].tensors] == ["q_proj", "k_proj", "v_proj"]
+    assert "compressed_tensors/utils.py" in reading.findings[0].source
+
+
+def test_what_no_layout_has_is_refused_with_the_reason() -> None:
+    reasons = dict.fromkeys(why for _, why in found(read("*=nvfp4")))
+    assert list(reasons) == ["only the weights of linear layers are quantised", "routers are not quantised"]
+    assert found(read("*.o_proj=mxfp6_e2m3")) == [("refused", "no checkpoint layout has mxfp6e2")]
+    assert found(read("*.o_proj=float8_e5m2")) == [("refused", "no checkpoint layout has fp8e5")]
+    assert found(read("*.o_proj=nvfp4", of=tree(heads_out=250))) == [("refused", "rows are no multiple of 16 values")]
+
+
+def test_int8_for_weights_alone_has_no_layout_that_loads() -> None:
+    (finding,) = read("*.o_proj=int8", activations="none").findings
+    assert finding.effect == "refused"
+    assert read("*.o_proj=int8").findings == ()
+    assert "int8@g128" in finding.why
+    assert read("*.o_proj=int8@g128").findings == ()
+
+
+def test_one_scale_a_tensor_is_another_one_when_fused() -> None:
+    reading = read("*.self_attn=fp8@tensor")
+    assert [(finding.effect, len(finding.tensors)) for finding in reading.findings] == [("other values", 3)]
+    assert read("*.self_attn=fp8").findings == ()
+
+
+def test_shapes_that_kernels_do_not_take() -> None:
+    small = tree(heads_out=192)
+    assert [effect for effect, _ in found(read("*.self_attn=fp8@128x128", of=small))] == ["refused"]
+    assert "q_proj 192, k_proj 192, v_proj 192" in found(read("*.self_attn=fp8@128x128", of=small))[0][1]
+    reading = read("*.self_attn=int4@g32", of=small)
+    assert found(reading)[0][0] == "slower"
+    assert reading.findings[0].tensors == (f"{AT}.self_attn.o_proj.weight",), "192 inputs; q, k and v have 576 outputs"
+    assert reading.loads
+
+
+def test_a_fused_layer_without_a_member_has_no_scheme() -> None:
+    full = tree()
+    part = Tree(
+        [tensor for name, tensor in full.tensors.items() if ".k_proj" not in name],
+        {name: module.class_name or "" for name, module in full.modules.items() if ".k_proj" not in name},
+    )
+    assert found(read("*.self_attn=nvfp4", of=part)) == [
+        ("stays wide", "the model has no k_proj, so the fused layer has no scheme")
+    ]
+
+
+def test_sglang_reads_one_format_for_all_and_no_zero_points() -> None:
+    mixed = ["*.self_attn=nvfp4", "*.experts=int4@g128"]
+    assert read(*mixed).findings == ()
+    assert "int4" not in found(read(*mixed, runtime="sglang"))[0][1]
+    assert found(read(*mixed, runtime="sglang"))[0][0] == "refused"
+    assert read("*.experts=int4@g128a").findings == ()
+    assert found(read("*.experts=int4@g128a", runtime="sglang")) == [
+        ("refused", "zero points are not taken: int4@g128 has none")
+    ]
+
+
+def test_mx_formats_are_measured_with_activations() -> None:
+    assert [effect for effect, _ in found(read("*.self_attn=mxfp4", activations="none"))] == ["other values"]
+    assert read("*.self_attn=nvfp4", activations="none").findings == (), "served as W4A16, too"
+
+
+def test_the_command_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text('version: 1\nrules:\n  - {pattern: "*.q_proj", dtype: "nvfp4"}\n')
+    arguments = ["recipe", "lint", str(file), "--model", "demo", "--for", "vllm"]
+    assert run(cli, "dtype-engine", arguments) == 1
+    text = capsys.readouterr().out
+    assert "! refused: fused into one layer" in text
+    assert "should_ignore_layer" in text
+    assert run(cli, "dtype-engine", [*arguments, "--json"]) == 1
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["loads"] is False
+    assert answer["findings"][0]["effect"] == "refused"
+    file.write_text('version: 1\nrules:\n  - {pattern: "*", dtype: "bfloat16"}\n')
+    assert run(cli, "dtype-engine", arguments) == 0
+    assert "nothing against it: 0 weights" in capsys.readouterr().out
