@@ -9,6 +9,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,11 @@ def half_billion(folder: Path) -> Path:
     return folder
 
 
-def live(folder: Path) -> list[Row]:
-    """The demo and a model of 0.5 B parameters."""
+def live(folder: Path) -> Iterator[Row]:
+    """The demo and a model of 0.5 B parameters: minutes, so each row is told as soon as it is there."""
     from dtype_engine.checkpoint.source import DEMO
 
     large = half_billion(folder.parent / "half")
-    rows = []
     for name, model in (("demo", DEMO), ("0.5 B", large)):
         hand, ours = [], []
         for _ in range(ROUNDS):
@@ -95,11 +95,10 @@ def live(folder: Path) -> list[Row]:
         begun = statistics.median(
             our["first"] / (by_hand["opened"] + by_hand["short"]) for our, by_hand in zip(ours, hand, strict=True)
         )
-        rows.append(Row(f"{name}: start to first figure / imports, load and a short pass of each", begun, "x", 1.25))
-        rows += _after_a_cast(name, model)
+        yield Row(f"{name}: start to first figure / imports, load and a short pass of each", begun, "x", 1.25)
+        yield from _after_a_cast(name, model)
         if model is large:
-            rows += _command(name, model, hand)
-    return rows
+            yield from _command(name, model, hand)
 
 
 def _after_a_cast(name: str, model: Path) -> list[Row]:

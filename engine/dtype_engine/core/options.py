@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -15,6 +16,8 @@ class RunSettings:
         compute: The dtype that storage-only weights come back to where no activation says which.
         autocast: Run under `torch.autocast` in this dtype, None for not.
         float_inputs: Floating inputs as given, or in the dtype of the model's first weight, as `inputs.to(model.dtype)` does.
+        quantize_activations: Whether the input of a matrix product whose weight is quantised is rounded as well, in that weight's
+            format, as runtimes do that serve W8A8 and W4A4: "weights", or "none".
 
     Example:
         >>> print(de.RunSettings(autocast="bfloat16"))
@@ -24,11 +27,17 @@ class RunSettings:
     compute: str = "float32"
     autocast: Literal["bfloat16", "float16"] | None = None
     float_inputs: Literal["given", "model"] = "given"
+    quantize_activations: Literal["none", "weights"] = "none"
+
+    def of_weights(self) -> RunSettings:
+        """What of it belongs to single weights, for scans and causes: neither autocast nor the dtype of inputs."""
+        return dataclasses.replace(self, autocast=None, float_inputs="given")
 
     def __str__(self) -> str:
         parts = [f"autocast {self.autocast}"] if self.autocast else []
         parts += ["floating inputs follow the model"] if self.float_inputs == "model" else []
         parts += [f"storage-only weights compute in {self.compute}"] if self.compute != "float32" else []
+        parts += ["activations quantised as their weights"] if self.quantize_activations == "weights" else []
         return ", ".join(parts) or "defaults"
 
 
@@ -52,8 +61,12 @@ class Options:
             2 GiB at most.
         precision: The relative standard error of the drift at which a measurement ends; None to run all inputs.
         floor: Whether to measure the noise floor: "auto" where a reading is near it, and while nothing else is to be done.
+        modules: Which rows (tokens) of modules' outputs are compared: a sample, whose SQNR has an error, or all of them. Of the
+            main output it is always all.
         settings: How the candidate is run.
         threads: How many threads torch computes with; None for its own choice.
+        workers: Who scans, looks for causes and measures several recipes for the app: so many processes, or the cluster at an
+            address such as `tcp://HOST:8786`; None for the app's one engine. A `Session` itself works in its own process.
 
     Example:
         >>> de.Options(device="cpu", sequence_length=128).sequence_length
@@ -77,5 +90,7 @@ class Options:
     reference_bytes: int | None = None
     precision: float | None = None
     floor: Literal["auto", "always", "never"] = "auto"
+    modules: Literal["sampled", "exact"] = "sampled"
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
+    workers: int | str | None = None

@@ -22,7 +22,8 @@ from dtype_engine.core.units import (
 )
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
-from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
+from dtype_engine.reports.text_drift import is_sampled, module_text
 from dtype_engine.reports.text_losses import HELP, headline
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
@@ -286,7 +287,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     rows = tuple(
         (
             Identifier(printable(reading.name, 200)),
-            decibels(reading.sqnr_db),
+            module_text(reading),
             f"{reading.max_abs:.3e}",
             f"{reading.nonfinite:,}",
         )
@@ -300,7 +301,12 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
         for reading in leaves
     )
     chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
-    return Section("Where it drifts", (chart, Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)))
+    sample = (
+        "A sample of each output's rows was compared: ± is the standard error of the SQNR, and max |Δ| and non-finite are of "
+        "those rows. --modules exact compares all."
+    )
+    table = Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)
+    return Section("Where it drifts", (*((sample,) if is_sampled(worst) else ()), chart, table))
 
 
 def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
@@ -312,7 +318,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         before, after = stored[module.name], planned[module.name]
         reading = readings.get(module.name)
         figures = (
-            (decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
+            (module_text(reading), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
         )
         rows.append(
             (
@@ -335,6 +341,7 @@ def _made_with(settings: RunSettings, drift: DriftReport | None, versions: Mappi
             ("inputs", printable(drift.inputs_run, 500)),
             ("reference", drift.reference),
             ("settings", printable(drift.settings, 500)),
+            *([("quantised", WEIGHTS_ONLY)] if drift.weights_only else []),
             ("device", drift.device),
         ]
         if drift.seconds.reference is not None and drift.seconds.candidate is not None:

@@ -19,6 +19,7 @@ from dtype_engine.core.units import (
     share_text,
     with_error,
 )
+from dtype_engine.reports.text_drift import is_sampled, module_text
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.drift import worst_modules
 
@@ -165,11 +166,7 @@ def speed_cells(row: SpeedRow, report: SpeedReport) -> list[str]:
     return cells
 
 
-def _weights_only(report: DriftReport) -> list[str]:
-    """What a figure of a format with blocks leaves out, of which runtimes quantise activations too."""
-    if not any(rule.rpartition("=")[2] in dtypes.BLOCK_FORMATS for rule in report.rules):
-        return []
-    return ["quantised  weights only: what a runtime does to activations (W4A4, W8A8) comes on top"]
+WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) comes on top"
 
 
 def drift_text(report: DriftReport) -> str:
@@ -180,7 +177,7 @@ def drift_text(report: DriftReport) -> str:
     lines = [
         f"model      {report.model} on {report.device}; reference {report.reference}",
         f"rules      {', '.join(report.rules) or 'none: as stored'}",
-        *_weights_only(report),
+        *([f"quantised  {WEIGHTS_ONLY}"] if report.weights_only else []),
         *([f"settings   {report.settings}"] if report.settings != "defaults" else []),
         f"inputs     {report.inputs_run}",
         f"output     {report.output_name}, {output.elements:,} elements",
@@ -219,9 +216,10 @@ def drift_text(report: DriftReport) -> str:
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
     if worst := worst_modules(report.modules)[:8]:
-        lines.append("worst modules by SQNR")
+        how = " (of a sample of rows; --modules exact compares all)" if is_sampled(worst) else ""
+        lines.append(f"worst modules by SQNR{how}")
         lines += table_lines(
-            [(printable(each.name), f"{decibels(each.sqnr_db)}  max |Δ| {each.max_abs:.3e}") for each in worst],
+            [(printable(each.name), f"{module_text(each)}  max |Δ| {each.max_abs:.3e}") for each in worst],
             indent="  ",
         )
     return "\n".join(lines)
@@ -242,7 +240,7 @@ def flow_text(casts: Sequence[ImplicitCastStats]) -> str:
                 change,
                 f"{cast.elements:,}",
                 str(cast.count),
-                "raises" if cast.torch_raises else "promotes",
+                cast.in_torch,
             )
         )
     return "\n".join(table_lines(rows, (3, 4)))

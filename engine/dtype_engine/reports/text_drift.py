@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
@@ -13,7 +13,7 @@ from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import Extent, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
 _CANCELLING = 1.2
@@ -46,6 +46,17 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
     return f"{words} ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
 
 
+def module_text(reading: ModuleDrift) -> str:
+    """`43.17 dB`, and ` ± 0.30` where a sample of the output's rows was compared: one standard error."""
+    words = decibels(reading.sqnr_db)
+    return words if reading.sqnr_error_db < 0.005 else f"{words} ± {reading.sqnr_error_db:.2f}"
+
+
+def is_sampled(modules: Iterable[ModuleDrift]) -> bool:
+    """Whether a sample of the rows was compared of any of these outputs, and not each."""
+    return any(reading.sqnr_error_db for reading in modules)
+
+
 def partial_text(reading: PartialDrift) -> str:
     """`KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences`: a measurement under way in one line."""
     output, extent = reading.output, reading.extent
@@ -62,7 +73,7 @@ def floor_text(floor: NoiseFloor) -> str:
     if not floor.ways:
         return "not known: this model's reference runs in one way only"
     kl = f"KL {floor.kl_mean:.1e} nats, " if floor.kl_mean is not None else ""
-    ratio = "no drift" if floor.sqnr_db == math.inf else f"{floor.sqnr_db:.1f} dB"
+    ratio = "exact" if floor.sqnr_db == math.inf else f"{floor.sqnr_db:.1f} dB"
     return kl + ratio
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
+from dtype_engine.core import dtypes
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 
@@ -131,12 +132,16 @@ class ModuleDrift:
 
     `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an
     expert that was given other tokens).
+
+    sqnr_error_db: its standard error where not every row of the output was compared, 0.0 where each was. Then `max_abs` and
+    `nonfinite` are over the rows that were.
     """
 
     name: str
     sqnr_db: float | None
     max_abs: float
     nonfinite: int
+    sqnr_error_db: float = 0.0
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
@@ -171,7 +176,8 @@ class ImplicitCastStats:
     """Implicit casts of one forward pass: in `module`, `operation` was given `source` and computed in `target`.
 
     `elements` over all `count` of them. `torch_raises`: plain torch refuses this operation with mixed dtypes, so code that
-    runs without this program's rules fails here.
+    runs without this program's rules fails here. A storage dtype as `target`: an activation was rounded to it, as a runtime does
+    (the setting `quantize_activations`).
     """
 
     module: str
@@ -181,6 +187,13 @@ class ImplicitCastStats:
     elements: int
     count: int
     torch_raises: bool
+
+    @property
+    def in_torch(self) -> str:
+        """What plain torch does in its place, in a word; `rounded` where it is the setting that rounds."""
+        if self.target in dtypes.STORAGE_DTYPES:
+            return "rounded"
+        return "raises" if self.torch_raises else "promotes"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +250,8 @@ class PartialDrift:
 @dataclass(frozen=True, slots=True)
 class DriftReport:
     """One measurement: a recipe against the reference. `lost`: the weights whose cast loses values; `sequences`: how much of
-    the inputs it is over."""
+    the inputs it is over; `activations`: the setting `quantize_activations`.
+    """
 
     model: str
     device: str
@@ -253,6 +267,13 @@ class DriftReport:
     sequences: Extent
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+    activations: Literal["none", "weights"] = "none"
+
+    @property
+    def weights_only(self) -> bool:
+        """Whether a runtime would quantise activations too, and here they were not."""
+        quantised = any(dtypes.quantizes_activations(rule.rpartition("=")[2]) for rule in self.rules)
+        return quantised and self.activations == "none"
 
     @property
     def inputs_run(self) -> str:

@@ -46,16 +46,17 @@ SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
 """What is left where of every value of a normal distribution only the sign is kept, and its best magnitude (Max 1960)."""
 
 _KL: tuple[tuple[float, Word, str], ...] = (
-    (KL_FLOATS, "invisible", "float16 against bfloat16"),
-    (KL_Q8, "small", "q8_0"),
-    (KL_Q4, "visible", "q4_K_M"),
-    (KL_Q2, "visible", "q2_K"),
+    (KL_FLOATS, "invisible", "up to that of float16 against bfloat16"),
+    (KL_Q8, "small", "up to that of q8_0"),
+    (KL_Q4, "visible", "between q8_0 and q4_K_M"),
+    (KL_Q2, "visible", "between q4_K_M and q2_K"),
 )
 _SQNR: tuple[tuple[float, Word, str], ...] = (
-    (SQNR_BF16, "invisible", "bfloat16's rounding"),
-    (SQNR_FP8, "small", "float8_e4m3fn's rounding"),
-    (SQNR_SIGNS, "visible", "keeping signs alone"),
+    (SQNR_BF16, "invisible", "up to bfloat16's rounding"),
+    (SQNR_FP8, "small", "between bfloat16's and fp8's rounding"),
+    (SQNR_SIGNS, "visible", "between fp8's and 1-bit rounding"),
 )
+"""By the worst that a word is for: what the drift is compared with."""
 
 HELP = (
     "One word says what a drift means. Exact: nothing differs. Under the floor: no more than the reference drifts from itself. "
@@ -63,15 +64,15 @@ HELP = (
     f"invisible up to {KL_FLOATS:.1e} (float16 against bfloat16), small up to {KL_Q8:.1e} (q8_0), visible up to {KL_Q2:.3f} "
     f"(q2_K; q4_K_M has {KL_Q4:.3f}), broken beyond. Elsewhere by SQNR, against what rounding the output itself can cost: "
     f"invisible from {SQNR_BF16:.1f} dB (bfloat16; cosine {cosine_at(SQNR_BF16):.6f}), small from {SQNR_FP8:.1f} dB (fp8 e4m3; "
-    f"{cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (signs alone), broken below. An output that is not finite is "
-    "broken. Other models and texts may bear more or less."
+    f"{cosine_at(SQNR_FP8):.4f}), visible from {SQNR_SIGNS:.1f} dB (1 bit: signs alone), broken below. An output that is not "
+    "finite is broken. Other models and texts may bear more or less."
 )
 """The words, their limits and where these come from."""
 
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """The word, and the limit that it goes by: `no more than q8_0`."""
+    """The word, and what the drift was compared with: `up to that of q8_0`."""
 
     word: Word
     why: str
@@ -89,11 +90,11 @@ def meaning(output: Figures, floor: NoiseFloor | None = None) -> Meaning:
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
     if output.kl_mean is not None and not math.isnan(output.kl_mean):
-        for most, word, name in _KL:
+        for most, word, why in _KL:
             if output.kl_mean <= most:
-                return Meaning(word, f"no more than {name}")
-        return Meaning("broken", f"more than {_KL[-1][2]}")
-    for least, word, name in _SQNR:
+                return Meaning(word, why)
+        return Meaning("broken", "more than q2_K")
+    for least, word, why in _SQNR:
         if output.sqnr_db >= least:
-            return Meaning(word, f"no more than {name}")
-    return Meaning("broken", f"worse than {_SQNR[-1][2]}")
+            return Meaning(word, why)
+    return Meaning("broken", "more than 1-bit rounding")

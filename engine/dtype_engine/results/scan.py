@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from dtype_engine.results.losses import ValueLoss
 
@@ -29,6 +30,7 @@ class ScanReport:
     unit: `NATS` (or `NATS_PER_EXAMPLE`) where the output is a distribution, else `SQUARED`: of the main output, the square
     of relative L2. exact: each was measured alone, else estimated from `draws` backward passes a sequence. `sequences` of
     `all_sequences` have gone by. A weight that stays at least as wide as the reference costs nothing.
+    activations: the setting `quantize_activations` under which it was made.
     """
 
     model: str
@@ -45,6 +47,7 @@ class ScanReport:
     scan_seconds: float
     weights: tuple[WeightScore, ...]
     notices: tuple[str, ...] = ()
+    activations: Literal["none", "weights"] = "none"
 
     def scores(self) -> dict[tuple[str, str], float]:
         """Scores by (weight, dtype)."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -79,6 +80,20 @@ def test_a_reading_of_weights_alone_says_so() -> None:
     from dtype_engine.recipe import Recipe, Rule
     from dtype_engine.reports.text import drift_text
 
-    for dtype, told in (("nvfp4", True), ("float8_e4m3fn", False)):
-        text = drift_text(report(Recipe((Rule("*", dtype),))))
-        assert ("weights only" in text) == told
+    for dtype, told in (("nvfp4", True), ("float8_e4m3fn", True), ("int4@g128", False), ("bfloat16", False)):
+        found = report(Recipe((Rule("*", dtype),)))
+        assert ("weights only" in drift_text(found)) == told
+        assert "weights only" not in drift_text(dataclasses.replace(found, activations="weights"))
+
+
+def test_a_sample_of_rows_is_told_and_all_of_them_not() -> None:
+    from tests.helpers.recording_engine import report
+
+    from dtype_engine.recipe import Recipe
+    from dtype_engine.reports.text import drift_text
+
+    whole = ModuleDrift("model.norm", 30.0, 0.5, 0)
+    for module, told in ((whole, False), (dataclasses.replace(whole, sqnr_error_db=0.2), True)):
+        found = dataclasses.replace(report(Recipe()), modules=(module,))
+        assert ("of a sample of rows" in drift_text(found)) == told
+        assert ("30.00 dB ± 0.20" in drift_text(found)) == told

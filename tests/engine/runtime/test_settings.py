@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+import math
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules
 
@@ -61,6 +64,23 @@ def test_any_mix_runs_under_autocast(name: str) -> None:
         assert report.output.nonfinite == 0
         assert report.output.sqnr_db > 0
         assert report.settings == "autocast bfloat16"
+
+
+@pytest.mark.parametrize("rule", ["*=float16", "*.mlp=float16"])
+def test_figures_told_within_a_pass_are_computed_outside_autocast(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU autocast refuses to join tensors in float16; what is told between two modules is what is told at the end."""
+    found = []
+    for every in (3, math.inf):
+        asked = itertools.count(1)
+        monkeypatch.setattr(
+            Throttle, "due", lambda self, last=False, every=every, asked=asked: last or next(asked) % every == 0
+        )
+        session = de.open()
+        session.settings = RunSettings(autocast="bfloat16")
+        session.cast(*rule.split("="))
+        found.append(session.drift())
+    assert found[0].output == found[1].output
+    assert found[0].modules == found[1].modules
 
 
 def test_a_change_of_settings_runs_everything_again() -> None:

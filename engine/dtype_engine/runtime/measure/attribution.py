@@ -12,24 +12,20 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.comparison import (
-    KeptOutput,
-    ModuleSums,
-    OutputRecorder,
-    compare_outputs,
-    is_distribution,
-)
+from dtype_engine.runtime.measure.comparison import OutputRecorder, compare_output, is_distribution
+from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
 from dtype_engine.runtime.passes.outputs import main_output
@@ -47,6 +43,26 @@ _BUDGET = 1 << 30
 OnProgress = Callable[[int, int], None]
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of a model: those of its modules with weighted operations that are at or below `name`."""
+
+    name: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PartDrift:
+    """What one part alone, as cast, gives: the output's drift in the report's unit, and the SQNR of its own output in dB."""
+
+    drift: float
+    local_sqnr_db: float | None
+
+
+MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
+"""Measures parts, in any order: the index of each and what it gives."""
+
+
 @dataclass(slots=True)
 class _Base:
     """One batch under the reference: its main output, each module's outputs, and the calls whose outputs may be reused."""
@@ -54,13 +70,15 @@ class _Base:
     batch: Batch
     name: str
     output: torch.Tensor
-    modules: dict[tuple[str, int], KeptOutput]
+    modules: dict[tuple[str, int], KeptRows]
     trace: ForwardTrace
 
 
 @dataclass
 class Attribution:
-    """Attributes the drift of a model, as it is cast now, to its parts. `report` runs the passes."""
+    """Attributes the drift of a model, as it is cast now, to its parts. `report` runs the passes; `measure` runs those of one
+    part, for a `report` elsewhere.
+    """
 
     model: LiveModel
     inputs: Inputs
@@ -72,19 +90,28 @@ class Attribution:
     _done: int = 0
 
     def report(
-        self, on_progress: OnProgress = lambda done, total: None, cancelled: IsCancelled = never
+        self,
+        on_progress: OnProgress = lambda done, total: None,
+        cancelled: IsCancelled = never,
+        elsewhere: MeasureParts | None = None,
     ) -> AttributionReport:
-        """Run every part. `on_progress(done, total)` counts parts.
+        """Run every part, here or `elsewhere`. `on_progress(done, total)` counts parts.
 
         Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
             raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
         started = time.perf_counter()
-        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled) as runner:
+        with self._runner(cancelled) as runner:
             self._run_reference(runner)
             unit, whole, _ = self._alone(runner, lambda name: True, 0, None)
-            contributions = self._parts(runner, whole, on_progress) if whole else []
+            self._passes = 2 * len(self._bases)
+
+            def here(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
+                for index, part in enumerate(parts):
+                    yield index, self._part(runner, part)
+
+            contributions = self._contributions(elsewhere or here, whole, on_progress) if whole else []
         contributions.sort(key=lambda contribution: -contribution.drift)
         return AttributionReport(
             model=self.model.title,
@@ -98,13 +125,25 @@ class Attribution:
             causes=tuple(contributions),
         )
 
+    def measure(self, part: Part, cancelled: IsCancelled = never) -> PartDrift:
+        """Run one part. The reference is run before the first. Raises NoForward, KernelError, Cancelled."""
+        with self._runner(cancelled) as runner:
+            if not self._bases:
+                self._run_reference(runner)
+            return self._part(runner, part)
+
+    def _runner(self, cancelled: IsCancelled) -> ForwardRunner:
+        return ForwardRunner(self.model, self.settings.of_weights(), cancelled)
+
     @property
     def _drifting(self) -> frozenset[int]:
         """The weights that do not compute as the reference does."""
+        rounds = self.settings.quantize_activations == "weights"
         return frozenset(
             key
             for key, weight in self.model.by_id.items()
-            if (weight.info.castable or weight.scale is not None) and not is_lossless(weight.info.dtype, weight.dtype)
+            if (weight.info.castable or weight.scale is not None)
+            and (not is_lossless(weight.info.dtype, weight.dtype) or (rounds and quantizes_activations(weight.dtype)))
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:
@@ -112,60 +151,63 @@ class Attribution:
         positions = 0
         for batch in self.inputs.batches:
             trace = ForwardTrace({}, "reference", budget // 2)
-            recorder = OutputRecorder(budget // 2)
+            recorder = OutputRecorder(budget // 2, in_full=True)
             output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
-            self._passes += 1
             for name, before in mode.uses.items():
                 self._uses[name] = min(before, self._uses.get(name, before))
             name, tensor = main_output(output)
             kept = {key: entry for key, entry in recorder.kept.items() if key[0] in mode.uses}
             self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace))
-            budget = max(0, budget - trace.nbytes - sum(copy.nbytes for copy, _ in kept.values()))
+            budget = max(0, budget - trace.nbytes - sum(each.rows.nbytes for each in kept.values()))
             positions += _rows(tensor)
             if positions >= ENOUGH_POSITIONS:
                 break
         if not self._bases:
             raise NoForward("there are no inputs to run the model on")
 
-    def _parts(self, runner: ForwardRunner, whole: float, on_progress: OnProgress) -> list[Contribution]:
+    def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
         """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
         modules = sorted(self._uses, key=lambda name: self._uses[name])
         if len(modules) <= MOST_PASSES:
-            parts = [(name, [name]) for name in modules]
-            return [self._measured(runner, *part, whole, on_progress, len(parts)) for part in parts]
+            parts = [Part(name, (name,)) for name in modules]
+            return self._measured(run, parts, whole, on_progress, len(parts))
         contributions: dict[str, Contribution] = {}
         queue: list[tuple[float, str, list[str]]] = [(-math.inf, "", modules)]
         done = 0
         while queue:
             _, name, members = heapq.heappop(queue)
-            parts = _opened(name, members)
+            parts = [Part(part, tuple(inside)) for part, inside in _opened(name, members)]
             if done and done + len(parts) > MOST_PASSES:
                 continue
             contributions.pop(name, None)
-            for part, members in parts:
-                done += 1
-                label = f"{part} (its own)" if part in contributions else part
-                contributions[label] = self._measured(runner, part, members, whole, on_progress, MOST_PASSES)
-                if len(members) > 1:
-                    heapq.heappush(queue, (-contributions[label].drift, part, members))
+            measured = self._measured(run, parts, whole, on_progress, MOST_PASSES)
+            done += len(parts)
+            for part, contribution in zip(parts, measured, strict=True):
+                label = f"{part.name} (its own)" if part.name in contributions else part.name
+                contributions[label] = contribution
+                if len(part.modules) > 1:
+                    heapq.heappush(queue, (-contribution.drift, part.name, list(part.modules)))
         return list(contributions.values())
 
     def _measured(
-        self,
-        runner: ForwardRunner,
-        name: str,
-        modules: Sequence[str],
-        whole: float,
-        on_progress: OnProgress,
-        total: int,
-    ) -> Contribution:
-        members = frozenset(modules)
-        single = modules[0] if len(modules) == 1 else None
-        _, drift, local = self._alone(runner, members.__contains__, min(map(self._uses.__getitem__, members)), single)
-        self._done += 1
-        on_progress(min(total, self._done), total)
-        share = drift / whole if math.isfinite(whole) and whole else None
-        return Contribution(name, len(modules), drift, share, local)
+        self, run: MeasureParts, parts: Sequence[Part], whole: float, on_progress: OnProgress, total: int
+    ) -> list[Contribution]:
+        """The contributions of parts, in their order, whichever is done first."""
+        found: dict[int, Contribution] = {}
+        for index, measured in run(parts):
+            part, drift = parts[index], measured.drift
+            share = drift / whole if math.isfinite(whole) and whole else None
+            found[index] = Contribution(part.name, len(part.modules), drift, share, measured.local_sqnr_db)
+            self._passes += len(self._bases)
+            self._done += 1
+            on_progress(min(total, self._done), total)
+        return [found[index] for index in range(len(parts))]
+
+    def _part(self, runner: ForwardRunner, part: Part) -> PartDrift:
+        single = part.modules[0] if len(part.modules) == 1 else None
+        first = min(map(self._uses.__getitem__, part.modules))
+        _, drift, local = self._alone(runner, frozenset(part.modules).__contains__, first, single)
+        return PartDrift(drift, local)
 
     def _alone(
         self, runner: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
@@ -177,7 +219,6 @@ class Attribution:
             local.reference = base.modules
             earlier = base.trace if base.trace.calls else None
             output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, earlier, prefix)
-            self._passes += 1
             name, candidate = main_output(output)
             if comparison is None:
                 comparison = OutputComparison(is_distribution(name, candidate))
@@ -192,7 +233,7 @@ class _LocalError:
 
     def __init__(self, module: str | None) -> None:
         self.module = module
-        self.reference: dict[tuple[str, int], KeptOutput] = {}
+        self.reference: dict[tuple[str, int], KeptRows] = {}
         self._sums: ModuleSums | None = None
 
     @property
@@ -203,7 +244,7 @@ class _LocalError:
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         kept = self.reference.get((module, call)) if module == self.module else None
         if kept is not None:
-            sums = compare_outputs(kept[0], kept[1], output)
+            sums = compare_output(kept, output)
             if sums.comparable:
                 self._sums = self._sums or ModuleSums()
                 self._sums.add(sums)

@@ -13,12 +13,16 @@ import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums, Pending, compare_rows, keep_rows
 from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.numerics.metrics import sqnr_db
+from dtype_engine.runtime.numerics.sequence_comparison import ElementSums
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
-KeptOutput = tuple[torch.Tensor, float]
-"""A copy of a reference output, and its energy Σr²."""
+_MOST_PENDING = {"cpu": 1 << 21}
+"""Elements of the candidate's outputs that wait to be compared, at most, by the kind of device; elsewhere `_MOST_ELSEWHERE`, since
+whoever compares there waits for the device."""
+_MOST_ELSEWHERE = 1 << 24
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 
@@ -27,83 +31,80 @@ def is_distribution(name: str, output: torch.Tensor) -> bool:
     return name in _DISTRIBUTIONS and output.ndim >= 2 and output.shape[-1] >= 2
 
 
-@dataclass(slots=True)
-class ModuleSums:
-    """One module over all its calls so far: Σr² and ΣΔ², the largest |Δ|, and values that only the candidate has not finite."""
-
-    energy: float = 0.0
-    noise: float = 0.0
-    max_abs: float = 0.0
-    nonfinite: int = 0
-    comparable: bool = True
-
-    def add(self, other: ModuleSums) -> None:
-        """Take in the sums of further calls."""
-        self.energy += other.energy
-        self.noise += other.noise
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.nonfinite += other.nonfinite
-        self.comparable = self.comparable and other.comparable
-
-
 def module_drifts(sums: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-    """The figures of each module; its SQNR is in dB, None where there is nothing to compare."""
+    """The figures of each module; its SQNR and the standard error of that are in dB, None where there is nothing to compare."""
     return tuple(
-        ModuleDrift(name, sqnr_db(each.energy, each.noise) if each.comparable else None, each.max_abs, each.nonfinite)
+        ModuleDrift(
+            name,
+            sqnr_db(each.energy, each.noise) if each.comparable else None,
+            each.max_abs,
+            each.nonfinite,
+            10 / math.log(10) * math.sqrt(each.variance) / each.noise if each.variance and not each.nonfinite else 0.0,
+        )
         for name, each in sums.items()
     )
 
 
-def compare_outputs(reference: torch.Tensor, energy: float, candidate: torch.Tensor) -> ModuleSums:
-    """One output against the reference's, whose energy Σr² is known. Computed in the reference's dtype."""
-    if candidate.shape != reference.shape:
+def compare_output(kept: KeptRows, candidate: torch.Tensor) -> ModuleSums:
+    """One output against what is kept of the reference's."""
+    if candidate.shape != kept.shape:
         # Experts see other tokens when the routing changes: there is nothing to compare element by element.
         return ModuleSums(comparable=False)
-    if candidate.dtype == reference.dtype and torch.equal(candidate, reference):
-        return ModuleSums(energy)
-    delta = candidate.detach().to(reference.dtype, copy=True).sub_(reference)
-    noise = _energy(delta)
-    nonfinite = 0
-    if not math.isfinite(noise):
-        nonfinite = int((torch.isfinite(reference) & ~torch.isfinite(candidate)).sum())
-        both = torch.isfinite(delta)
-        if not nonfinite and not bool(both.any()):
-            return ModuleSums(comparable=False)  # nothing is finite on either side: that is no agreement
-        noise = math.inf if nonfinite else _energy(delta[both])
-        delta = delta[both]
-        energy = _energy(reference[torch.isfinite(reference)])
-    max_abs = math.inf if nonfinite else 0.0
-    if delta.numel():
-        max_abs = max(max_abs, -float(delta.amin()), float(delta.amax()))  # aminmax takes twice as long
-    return ModuleSums(energy, noise, max_abs, nonfinite)
+    sums = ModuleSums()
+    compare_rows([Pending(kept, kept.of(candidate), sums)])
+    return sums
 
 
-def _energy(tensor: torch.Tensor) -> float:
-    """Σx², in the tensor's own dtype and, where that overflows, in float64."""
-    flat = tensor.reshape(-1)
-    energy = float(torch.dot(flat, flat)) if flat.numel() else 0.0
-    return energy if math.isfinite(energy) else float(flat.double().square().sum())
+@dataclass(slots=True)
+class _Last:
+    """The output of the module that returned last, by which its parent's is known again: it often is the very same, or a view of
+    all of it. It is held here, so that its memory is no other tensor's.
+    """
+
+    output: torch.Tensor
+    version: int
+
+    @classmethod
+    def of(cls, output: torch.Tensor) -> _Last:
+        return cls(output, version_of(output))
+
+    def is_same(self, output: torch.Tensor) -> bool:
+        """Whether this holds the same values at the same places, and nothing has written to it since."""
+        if self.output is output:
+            return self.version == version_of(output)
+        return (
+            self.output.data_ptr() == output.data_ptr()
+            and self.output.shape == output.shape
+            and self.output.stride() == output.stride()
+            and self.output.dtype == output.dtype
+            and self.version == version_of(output) == version_of(self.output)
+        )
 
 
 class OutputRecorder:
-    """Observes a reference pass: keeps a copy of every module output, up to `budget` bytes.
+    """Observes a reference pass: keeps rows of every module output, or all of them `in_full`, up to `budget` bytes.
 
     `kept` has them by (module, call), `left_out` the modules with an output that did not fit. `on_progress(calls)`.
     """
 
-    def __init__(self, budget: int, on_progress: Callable[[int], None] = lambda calls: None) -> None:
-        self.kept: dict[tuple[str, int], KeptOutput] = {}
+    def __init__(
+        self, budget: int, on_progress: Callable[[int], None] = lambda calls: None, in_full: bool = False
+    ) -> None:
+        self.kept: dict[tuple[str, int], KeptRows] = {}
         self.left_out: set[str] = set()
         self.calls = 0
         self._budget = budget
         self._on_progress = on_progress
+        self._in_full = in_full
         self._throttle = Throttle(first=False)
-        self._last: tuple[torch.Tensor, int, KeptOutput] | None = None
+        self._last: tuple[_Last, KeptRows | None] | None = None
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor | None:
-        """The copy kept of this very tensor, if it was the last module's: the logits mostly are, and the largest of all."""
-        last = self._last
-        return last[2][0] if last is not None and last[0] is output and last[1] == version_of(output) else None
+        """The copy kept of this very tensor, if all of it was kept as the last module's: the logits mostly are, and the largest."""
+        if self._last is None or not self._last[0].is_same(output):
+            return None
+        kept = self._last[1]
+        return kept.rows.view(kept.shape) if kept is not None and kept.index is None else None
 
     def replay(self, module: str, reading: object) -> None:
         """Never called: the reference reuses no earlier pass's outputs."""
@@ -111,30 +112,37 @@ class OutputRecorder:
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1
-        # A parent often returns its last child's very tensor: one copy serves both, unless it was written to since.
-        if self._last is not None and self._last[0] is output and self._last[1] == version_of(output):
-            self.kept[module, call] = self._last[2]
-        elif output.nbytes <= self._budget:
-            copy = output.detach().clone(memory_format=torch.contiguous_format)
-            entry = (copy, _energy(copy))
-            self.kept[module, call] = entry
-            self._budget -= copy.nbytes
-            self._last = (output, version_of(output), entry)
+        if self._last is None or not self._last[0].is_same(output):
+            self._last = _Last.of(output), self._keep(output)
+        kept = self._last[1]
+        if kept is not None:
+            self.kept[module, call] = kept
         else:
             self.left_out.add(module)
         if self._throttle.due():
             self._on_progress(self.calls)
 
+    def _keep(self, output: torch.Tensor) -> KeptRows | None:
+        if self._in_full and output.nbytes > self._budget:
+            return None
+        kept = keep_rows(output, self._in_full)
+        if kept.rows.nbytes > self._budget:
+            return None
+        self._budget -= kept.rows.nbytes
+        return kept
+
 
 class OutputComparer:
     """Observes a candidate pass: compares each module output with the reference's; `sums` has this pass's by module.
+
+    What is small is compared with others, many at once; `finish` once the pass is over.
 
     before: the sums of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`.
     """
 
     def __init__(
         self,
-        reference: Mapping[tuple[str, int], KeptOutput],
+        reference: Mapping[tuple[str, int], KeptRows],
         before: Mapping[str, ModuleSums],
         on_progress: Callable[[int], None],
         on_modules: OnModules,
@@ -145,40 +153,78 @@ class OutputComparer:
         self._on_progress = on_progress
         self._on_modules = on_modules
         self._calls = 0
+        self._pending: list[Pending] = []
+        self._pending_elements = 0
+        self._found: list[tuple[str, ModuleSums]] = []
+        """Of each call: sums that may be pending."""
         self._unreported: set[str] = set()
         self._throttle = Throttle(first=False)
-        self._last: tuple[torch.Tensor, int, torch.Tensor, ModuleSums] | None = None
+        self._last: tuple[_Last, KeptRows, ModuleSums] | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> ModuleSums | None:
         kept = self._reference.get((module, call))
         if kept is None:
             self._report()
             return None
-        last = self._last
-        # A parent often returns its last child's very tensor: it is compared once for both.
-        again = last is not None and last[0] is output and last[1] == version_of(output) and last[2] is kept[0]
-        sums = last[3] if again and last is not None else compare_outputs(kept[0], kept[1], output)
-        self._last = (output, version_of(output), kept[0], sums)
+        if self._last is None or self._last[1] is not kept or not self._last[0].is_same(output):
+            self._last = _Last.of(output), kept, self._compare(kept, output)
+        sums = self._last[2]
         self.replay(module, sums)
         return sums
 
+    def _compare(self, kept: KeptRows, output: torch.Tensor) -> ModuleSums:
+        """The sums of one output, which may be pending: a copy then, since something may write to it."""
+        most = _MOST_PENDING.get(output.device.type, _MOST_ELSEWHERE)
+        if kept.rows.numel() > most // 8 or output.shape != kept.shape:
+            return compare_output(kept, output)
+        if self._pending_elements > most:
+            self._compare_pending()
+        rows = kept.of(output)
+        self._pending_elements += rows.numel()
+        self._pending.append(Pending(kept, rows if kept.index is not None else rows.clone(), ModuleSums()))
+        return self._pending[-1].sums
+
     def restart(self) -> None:
         """The pass is run again from its beginning: what was compared so far does not count."""
-        self.sums.clear()
-        self._unreported.clear()
+        for waiting in (self.sums, self._pending, self._found, self._unreported):
+            waiting.clear()
+        self._pending_elements = 0
         self._last = None
 
     def replay(self, module: str, reading: ModuleSums | None) -> None:
         """Add one call's sums to its module's."""
         if reading is not None:
-            self.sums.setdefault(module, ModuleSums()).add(reading)
-            self._unreported.add(module)
+            self._found.append((module, reading))
         self._report()
+
+    def finish(self, output: torch.Tensor, exact: ElementSums) -> None:
+        """The pass is over: compare what is pending. Modules that gave the main output itself have its sums, over all of it."""
+        if self._last is not None and self._last[0].is_same(output):
+            sums = self._last[2]
+            self._pending = [each for each in self._pending if each.sums is not sums]
+            bad = exact.nonfinite_reference and not exact.energy
+            sums.energy, sums.noise, sums.max_abs = exact.energy, exact.noise, exact.max_abs
+            sums.nonfinite, sums.comparable, sums.variance = exact.nonfinite, not bad, 0.0
+        self._last = None
+        self._compare_pending()
+
+    def _compare_pending(self) -> None:
+        """All but the output of the module that returned last: it may be the main output."""
+        last = self._last[2] if self._last is not None else None
+        compare_rows(each for each in self._pending if each.sums is not last)
+        for module, sums in self._found:
+            if sums is not last:
+                self.sums.setdefault(module, ModuleSums()).add(sums)
+                self._unreported.add(module)
+        self._pending = [each for each in self._pending if each.sums is last]
+        self._found = [(module, sums) for module, sums in self._found if sums is last]
+        self._pending_elements = 0
 
     def _report(self) -> None:
         self._calls += 1
         if self._throttle.due():
             self._on_progress(self._calls)
+            self._compare_pending()
             news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()
             self._on_modules(module_drifts(news))

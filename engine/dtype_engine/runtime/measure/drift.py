@@ -29,6 +29,7 @@ OnProgress = Callable[[str, int, int], None]
 OnReading = Callable[[Reading], None]
 Enough = Callable[[Extent], bool]
 Precision = Callable[[], float | None]
+InFull = Callable[[], bool]
 WHOLE_SHARE = 50
 """A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 MOST_KEPT = 2 << 30
@@ -58,9 +59,11 @@ class DriftMeter:
     working: int = field(default_factory=memory_budget)
     reuse: bool = True
     _first_use: dict[str, int] = field(default_factory=dict)
-    _traces: dict[int, ForwardTrace] = field(default_factory=dict)
+    _traces: dict[int, tuple[ForwardTrace, bool]] = field(default_factory=dict)
+    """Of each sequence, and whether its modules were compared in full."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
+    _left_wide: set[str] = field(default_factory=set)
 
     def measure(
         self,
@@ -69,15 +72,17 @@ class DriftMeter:
         cancelled: IsCancelled = never,
         on_reading: OnReading = lambda reading: None,
         enough: Enough = lambda extent: False,
+        modules_in_full: InFull = never,
     ) -> Measurement:
         """Run what has to be run and compare: the last of `readings`, or the first that is `enough`. `on_reading` has each of
         them. Raises as `readings` does.
         """
         last: Reading | None = None
-        with closing(self.readings(on_progress, on_modules, cancelled)) as readings:
+        with closing(self.readings(on_progress, on_modules, cancelled, modules_in_full)) as readings:
             for last in readings:
                 on_reading(last)
-                if enough(last.extent()):
+                extent = last.extent()
+                if not extent.whole and enough(extent):
                     break
         if last is None:
             raise NoForward("there are no inputs to run the model on")
@@ -87,7 +92,7 @@ class DriftMeter:
     def kept_bytes(self) -> int:
         """Bytes of the outputs that are kept for the next measurement. Safe to ask for from any thread."""
         kept = [record.nbytes for record in list(self._records.values())]
-        return sum(kept) + sum(trace.nbytes for trace in list(self._traces.values()))
+        return sum(kept) + sum(trace.nbytes for trace, _ in list(self._traces.values()))
 
     def report(
         self, measurement: Measurement, recipe: Recipe, memory: MemoryStats, lost: tuple[ValueLoss, ...]
@@ -106,35 +111,52 @@ class DriftMeter:
             memory=memory,
             seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
             sequences=measurement.extent,
-            notices=(*self.model.notices, *measurement.notices),
+            notices=(*self.model.notices, *measurement.notices, *self._of_activations()),
             lost=lost,
+            activations=self.settings.quantize_activations,
         )
+
+    def _of_activations(self) -> tuple[str, ...]:
+        """What the setting `quantize_activations` left out."""
+        if not self._left_wide or self.settings.quantize_activations == "none":
+            return ()
+        names = ", ".join(sorted(self._left_wide))
+        return (f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone",)
 
     def readings(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
         on_modules: OnModules = lambda modules: None,
         cancelled: IsCancelled = never,
+        modules_in_full: InFull = never,
     ) -> Generator[Reading, None, None]:
         """Run the inputs one sequence at a time; a reading after each, the last of all of them.
 
         `on_progress("reference" | "candidate", done, total)` counts elements of the inputs over all passes that are to be run;
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
+        `modules_in_full()` is asked before each pass and after the last: whether every row of the modules' outputs is compared,
+        instead of a sample; sequences whose were not are then run again.
         Raises NoForward, KernelError, Cancelled.
         """
         batches = self.inputs.batches
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
             runner.first_use = self._first_use
+            runner.left_wide = self._left_wide = set()
             reading: Reading | None = None
             modules = sum(1 for _ in self.model.module.modules())
-            progress = _Progress(on_progress, batches, set(self._records), self._calls, modules)
-            for number in running_order(batches):
-                batch = batches[number]
-                record = self._records.get(number) or self._reference(runner, number, progress)
-                before = {} if reading is None else reading.modules
+            progress = _Progress(on_progress, batches, self._calls, modules)
+            waiting, sampled = running_order(batches), list[int]()
+            while waiting:
+                number, in_full = waiting.pop(0), modules_in_full()
+                batch, again = batches[number], reading is not None and number in reading.numbers
+                record = self._records.get(number)
+                progress.expect([number, *waiting], self._recorded(in_full))
+                if record is None or (in_full and not record.in_full):
+                    record = self._reference(runner, number, progress, in_full)
+                before = {} if reading is None or again else reading.modules
                 progress.begin("candidate", number)
                 comparer = OutputComparer(record.modules, before, progress, on_modules)
-                ran = self._candidate(runner, number, comparer, record.calls // WHOLE_SHARE)
+                ran = self._candidate(runner, number, comparer, record)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
                     raise NoForward(
@@ -143,30 +165,43 @@ class DriftMeter:
                     )
                 if reading is None:
                     reading = Reading(name, candidate, len(batches), _routes_tokens(self.model))
-                reading.add(number, batch, record, ran, candidate, comparer.sums)
+                if not again:
+                    reading.add(number, batch, record, ran, candidate)
+                comparer.finish(candidate, reading.sums_of(number))
+                reading.set_modules(number, comparer.sums)
+                if not record.in_full and any(sums.variance for sums in comparer.sums.values()):
+                    sampled.append(number)
+                if not waiting and modules_in_full():
+                    waiting, sampled = sampled, []
                 on_modules(module_drifts(reading.modules))
                 yield reading
+                if number in self._traces:
+                    runner.settle_kind(batch, ran)
 
-    def _candidate(self, runner: ForwardRunner, number: int, comparer: OutputComparer, whole: int) -> CandidateRun:
+    def _candidate(
+        self, runner: ForwardRunner, number: int, comparer: OutputComparer, record: ReferenceRecord
+    ) -> CandidateRun:
         """Run the candidate on one batch, what is unchanged since the last measurement left out, and keep its trace."""
-        earlier = self._traces.pop(number, None)
+        earlier, compared_in_full = self._traces.pop(number, (None, False))
+        if not self.reuse or (record.in_full and not compared_in_full):
+            earlier = None
         batch, left = self.inputs.batches[number], self.budget - self.kept_bytes
         while True:
             try:
-                ran = runner.candidate(batch, comparer, left, earlier if self.reuse else None, whole)
+                ran = runner.candidate(batch, comparer, left, earlier, record.calls // WHOLE_SHARE)
                 break
             except RetryUnderRules:
                 comparer.restart()
         if self.reuse and ran.trace.calls:
-            self._traces[number] = ran.trace
+            self._traces[number] = ran.trace, record.in_full
         return ran
 
-    def _reference(self, runner: ForwardRunner, number: int, progress: _Progress) -> ReferenceRecord:
-        """Run the reference on one batch and keep what it gave if that fits the budget."""
+    def _reference(self, runner: ForwardRunner, number: int, progress: _Progress, in_full: bool) -> ReferenceRecord:
+        """Run the reference on one batch and keep what it gave if that fits the budget; a sample that is kept stays."""
         left = self.budget - sum(record.nbytes for record in self._records.values())
         while True:
             progress.begin("reference", number)
-            recorder = OutputRecorder(max(left, self.working), progress)
+            recorder = OutputRecorder(max(left, self.working), progress, in_full)
             try:
                 output, seconds = runner.reference(self.inputs.batches[number], recorder)
                 break
@@ -175,41 +210,50 @@ class DriftMeter:
         name, tensor = main_output(output)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()
-        record = ReferenceRecord(name, own, recorder.kept, recorder.left_out, seconds, recorder.calls)
+        record = ReferenceRecord(name, own, recorder.kept, recorder.left_out, seconds, recorder.calls, in_full)
         self._calls[number] = recorder.calls
-        if record.nbytes <= left:
+        if record.nbytes <= left and number not in self._records:
             self._records[number] = record
         return record
+
+    def _recorded(self, in_full: bool) -> set[int]:
+        """The batches whose reference need not run."""
+        return {number for number, record in self._records.items() if record.in_full or not in_full}
 
 
 class _Progress:
     """Called with the module calls of the pass under way, tells how much of all passes is done: of each, its input's elements.
 
-    recorded: batches whose reference need not run. calls: of a pass over a batch, where that is known by now.
-    modules: how many the model has, the best guess before any pass.
+    calls: of a pass over a batch, where that is known by now. modules: how many the model has, the best guess before any pass.
     """
 
     def __init__(
-        self,
-        on_progress: OnProgress,
-        batches: tuple[Batch, ...],
-        recorded: set[int],
-        calls: dict[int, int],
-        modules: int,
+        self, on_progress: OnProgress, batches: tuple[Batch, ...], calls: dict[int, int], modules: int
     ) -> None:
         self._on_progress = on_progress
         self._sizes = [batch.elements for batch in batches]
         self._calls = calls
         self._modules = modules
-        self._total = 2 * sum(self._sizes) - sum(self._sizes[number] for number in recorded)
+        self._total = 0
         self._run, self._number = "", 0
         self._done = 0
 
+    def expect(self, numbers: Sequence[int], recorded: set[int]) -> None:
+        """The batches that are still to be run, the next one first, and those of which the reference need not."""
+        self._end()
+        left = sum(self._sizes[number] * (1 if number in recorded else 2) for number in numbers)
+        self._total = self._done + left
+
     def begin(self, run: str, number: int) -> None:
         """A pass over a batch begins; the one before has ended, unless this is the same once more."""
-        if self._run and (self._run, self._number) != (run, number):
-            self._done += self._sizes[self._number]
+        if (self._run, self._number) != (run, number):
+            self._end()
         self._run, self._number = run, number
+
+    def _end(self) -> None:
+        if self._run:
+            self._done += self._sizes[self._number]
+        self._run = ""
 
     def __call__(self, calls: int) -> None:
         expected = self._calls.get(self._number) or max(self._calls.values(), default=self._modules)

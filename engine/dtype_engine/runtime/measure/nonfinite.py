@@ -202,9 +202,13 @@ def _find_culprit(
                 return (events[0] if events else None), None, (order[0] if order else "")
             continue
         anyway = {(event.module, event.operation) for event in plain.events if isinstance(event, _NonFiniteOp)}
+        always = came_out.names
         operations = _OpObserver(runner.model.by_id, runner.model.device)
         came_out = _FinishedModules(operations)
         runner.run_observed(batch, operations.observing, came_out)
+        # A measurement that compares a sample of rows may have missed the first.
+        lost = {first, *(came_out.names - always)} - {""}
+        first = next((event for event in operations.events if isinstance(event, str) and event in lost), first)
         before: _NonFiniteOp | None = None
         inside: _NonFiniteOp | None = None
         for event in operations.events:

@@ -7,28 +7,31 @@ from dataclasses import dataclass, field
 
 import torch
 
-from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift
+from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.measure.comparison import KeptOutput, ModuleSums, is_distribution, module_drifts
+from dtype_engine.runtime.measure.comparison import is_distribution, module_drifts
+from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
-from dtype_engine.runtime.numerics.metrics import OutputComparison, SequenceComparison
+from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.sequence_comparison import ElementSums, SequenceComparison
 from dtype_engine.runtime.passes.runner import CandidateRun
 
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """What the reference gave for one batch. Module outputs by (name, call), each with its energy Σr²."""
+    """What the reference gave for one batch. modules: what is kept of their outputs, by (name, call); `in_full`: all of each."""
 
     output_name: str
     output: torch.Tensor
-    modules: dict[tuple[str, int], KeptOutput]
+    modules: dict[tuple[str, int], KeptRows]
     left_out: set[str]
     seconds: float
     calls: int
+    in_full: bool
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        held = {tensor.data_ptr(): tensor.nbytes for tensor, _ in self.modules.values()}
+        held = {kept.rows.data_ptr(): kept.rows.nbytes for kept in self.modules.values()}
         self.nbytes = sum({**held, self.output.data_ptr(): self.output.nbytes}.values())
 
 
@@ -85,22 +88,40 @@ class Reading:
         record: ReferenceRecord,
         ran: CandidateRun,
         candidate: torch.Tensor,
-        modules: dict[str, ModuleSums],
     ) -> None:
-        """Take in the sequence of this number: its main output as the candidate has it, and the sums of its modules."""
+        """Take in the sequence of this number: its main output as the candidate has it. `set_modules` has the rest."""
         self._comparison.add(record.output, candidate, batch.next_tokens, number)
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:
             self._kl_within = self._kl_within if self._kl_means else batch_means_error(positions.kl)
             self._kl_means.append(float(positions.kl.mean()))
-        self._modules[number] = modules
-        for module, sums in modules.items():
-            self.modules.setdefault(module, ModuleSums()).add(sums)
         self._left_out |= record.left_out
         self._reference_seconds += record.seconds
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
+
+    def sums_of(self, number: int) -> ElementSums:
+        """Of the main output of a sequence that was taken in."""
+        return self._comparison.sequences[number].sums
+
+    def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
+        """The sums of the modules of a sequence that was taken in, in place of those it had."""
+        if number in self._modules:
+            self._modules[number] = modules
+            self.modules = self._all_modules()
+            return
+        self._modules[number] = modules
+        for module, sums in modules.items():
+            self.modules.setdefault(module, ModuleSums()).add(sums)
+
+    def _all_modules(self) -> dict[str, ModuleSums]:
+        """In the order of the inputs."""
+        total: dict[str, ModuleSums] = {}
+        for _, of_sequence in sorted(self._modules.items()):
+            for module, sums in of_sequence.items():
+                total.setdefault(module, ModuleSums()).add(sums)
+        return total
 
     def extent(self) -> Extent:
         """How much of the inputs the figures are over, and how far they may be from those over all."""
@@ -127,12 +148,12 @@ class Reading:
             kl_error = relative_error(rows, self._kl_means, self._total, self._kl_within)
         return None if square_error is None else square_error / 2, kl_error
 
+    def partial(self) -> PartialDrift:
+        """The main output's figures over the sequences so far, without those of modules."""
+        return PartialDrift(self._comparison.result(), self.extent())
+
     def measurement(self) -> Measurement:
         """The figures over the sequences so far."""
-        modules: dict[str, ModuleSums] = {}
-        for _, of_sequence in sorted(self._modules.items()):
-            for module, sums in of_sequence.items():
-                modules.setdefault(module, ModuleSums()).add(sums)
         notices = []
         if self._left_out:
             notices.append(
@@ -141,7 +162,7 @@ class Reading:
         return Measurement(
             self._output_name,
             self._comparison.result(),
-            module_drifts(modules),
+            module_drifts(self._all_modules()),
             self._reference_seconds,
             self._candidate_seconds,
             self._reused,

@@ -21,14 +21,18 @@ p < e^-16; and everything is float64, where llama.cpp keeps the reference in 16 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.numerics.sequence_comparison import (
+    ElementSums,
+    PositionFigures,
+    SequenceComparison,
+    compare_sequence,
+)
 
-_CHUNK_ELEMENTS = 1 << 17  # float64 chunks of 1 MiB stay in the cache, which makes this five times as fast
 FEWEST_FOR_PERCENTILES = 100
 _KL_PERCENTILES = {
     "p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "p10": 0.1, "p5": 0.05, "p1": 0.01, "p01": 0.001,
@@ -66,16 +70,11 @@ class OutputComparison:
         width = reference.shape[-1] if reference.ndim else 1
         rows_r, rows_c = reference.reshape(-1, width), candidate.reshape(-1, width)
         labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
-        step = max(1, _CHUNK_ELEMENTS // max(1, width))
         # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
         # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
-        positions = _Positions.of(rows_r.shape[0], labels) if self.distribution else None
+        positions = PositionFigures.of(rows_r.shape[0], labels) if self.distribution else None
         sequence = SequenceComparison(rows_r.shape[0], positions)
-        for start in range(0, rows_r.shape[0], step):
-            r, c = _in_float64(rows_r[start : start + step], rows_c[start : start + step])
-            sequence.add(r, c)
-            if positions is not None:
-                positions.compare(slice(start, start + step), r, c)
+        compare_sequence(rows_r, rows_c, sequence)
         if positions is not None:
             positions.keep_scored()
         self.sequences[len(self.sequences) if number is None else number] = sequence
@@ -140,137 +139,6 @@ class OutputComparison:
                 "cosine": math.nan,
             }
         return OutputDrift(**figures)
-
-
-@dataclass(slots=True)
-class ElementSums:
-    """Sums over elements of Δ = c - r: |Δ|, the largest |Δ|, Δ², r², c², rc, and counts of what is not finite."""
-
-    elements: int = 0
-    nonfinite: int = 0
-    nonfinite_reference: int = 0
-    sum_abs: float = 0.0
-    max_abs: float = 0.0
-    noise: float = 0.0
-    energy: float = 0.0
-    energy_candidate: float = 0.0
-    product: float = 0.0
-
-    def add(self, other: ElementSums) -> None:
-        """Take in the sums of further elements."""
-        self.elements += other.elements
-        self.nonfinite += other.nonfinite
-        self.nonfinite_reference += other.nonfinite_reference
-        self.sum_abs += other.sum_abs
-        self.max_abs = max(self.max_abs, other.max_abs)
-        self.noise += other.noise
-        self.energy += other.energy
-        self.energy_candidate += other.energy_candidate
-        self.product += other.product
-
-
-def _element_sums(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """Of one chunk, in float64; `c` is `r` where they are equal."""
-    equal = c is r
-    r, c = r.reshape(-1), c.reshape(-1)
-    sums = ElementSums(elements=r.numel())
-    if equal and math.isfinite(energy := float(torch.dot(r, r))):
-        sums.energy = sums.energy_candidate = sums.product = energy
-        return sums
-    delta = c - r
-    noise = float(torch.dot(delta, delta))
-    if not math.isfinite(noise):
-        # Infinities that both have (masked logits) are no drift; where only one is not finite, all figures are.
-        finite = torch.isfinite(r) & torch.isfinite(c)
-        same = (r == c) | (torch.isnan(r) & torch.isnan(c))
-        sums.nonfinite = int((~torch.isfinite(c) & ~same).sum())
-        sums.nonfinite_reference = int((torch.isnan(r) | torch.isposinf(r)).sum())
-        if bool((~finite & ~same).any()):
-            sums.sum_abs = sums.max_abs = sums.noise = math.inf
-        r, c = r[finite], c[finite]
-        delta = c - r
-        noise = float(torch.dot(delta, delta))
-    sums.noise += noise
-    sums.energy = float(torch.dot(r, r))
-    sums.energy_candidate = float(torch.dot(c, c))
-    sums.product = float(torch.dot(r, c))
-    absolute = delta.abs_()
-    sums.sum_abs += float(absolute.sum())
-    sums.max_abs = max(sums.max_abs, float(absolute.max()) if absolute.numel() else 0.0)
-    return sums
-
-
-class SequenceComparison:
-    """What one sequence gave: the sums of its chunks, and the figures of its positions where they have distributions.
-
-    rows: how many positions it has. sums: over all its chunks; those over several sequences are taken chunk by chunk.
-    """
-
-    def __init__(self, rows: int, positions: _Positions | None) -> None:
-        self.rows = rows
-        self.positions = positions
-        self.chunks: list[ElementSums] = []
-        self.sums = ElementSums()
-
-    def add(self, r: torch.Tensor, c: torch.Tensor) -> None:
-        """Take in a chunk, in float64; `c` is `r` where they are equal."""
-        chunk = _element_sums(r, c)
-        self.chunks.append(chunk)
-        self.sums.add(chunk)
-
-
-@dataclass(slots=True)
-class _Positions:
-    """The figures of each position of one sequence: KL, whether the likeliest class is the same, ln p and ln q of the label."""
-
-    labels: torch.Tensor | None
-    kl: torch.Tensor
-    same_top: torch.Tensor
-    log_p: torch.Tensor
-    log_q: torch.Tensor
-
-    @classmethod
-    def of(cls, count: int, labels: torch.Tensor | None) -> _Positions:
-        kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
-        return cls(labels, kl, torch.zeros(count, dtype=torch.bool), log_p, log_q)
-
-    def keep_scored(self) -> None:
-        """Once all rows are filled in: keep ln p and ln q of positions with a label alone."""
-        if self.labels is not None:
-            scored = (self.labels >= 0).cpu()
-            self.log_p, self.log_q = self.log_p[scored], self.log_q[scored]
-
-    def compare(self, rows: slice, r: torch.Tensor, c: torch.Tensor) -> None:
-        """Fill in some rows from their logits, float64 [rows, classes]."""
-        log_p = torch.log_softmax(r, -1)
-        if c is r:
-            log_q = log_p
-            self.same_top[rows] = True  # and the KL of zero is there already
-        else:
-            log_q = torch.log_softmax(c, -1)
-            p, ratio = log_p.exp(), log_p - log_q
-            kl = (p * ratio).sum(-1)
-            if not bool(torch.isfinite(kl).all()):
-                # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
-                kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
-            self.kl[rows] = kl.cpu()
-            self.same_top[rows] = _likeliest(r) == _likeliest(c)
-        if self.labels is not None:
-            index = self.labels[rows].clamp(min=0)[:, None]
-            self.log_p[rows] = log_p.gather(1, index)[:, 0].cpu()
-            self.log_q[rows] = log_q.gather(1, index)[:, 0].cpu()
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """The first of the largest of each row, on the CPU: numpy's argmax there takes a sixth of the time of torch's."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1).cpu()
-
-
-def _in_float64(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both in float64; the very same tensor twice where they are equal, which spares most of the arithmetic."""
-    r = reference.double()
-    equal = reference.dtype == candidate.dtype and torch.equal(reference, candidate)
-    return r, r if equal else candidate.double()
 
 
 def sqnr_db(energy: float, noise: float) -> float:

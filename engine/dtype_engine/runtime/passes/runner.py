@@ -13,11 +13,12 @@ from torch import nn
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
-from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import WithoutModes, forward_hook_ids
+from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
@@ -38,6 +39,7 @@ class RetryUnderRules(Exception):
 class ForwardRunner:
     """Runs a live model, observed and stoppable between two modules. Its hooks are on the modules while it is open.
 
+    left_wide: operations with a quantised weight whose input was not rounded, where activations are quantised.
     watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
     """
 
@@ -49,6 +51,7 @@ class ForwardRunner:
         self.watch = watch
         self.cancelled = cancelled
         self.first_use: dict[str, int] = {}
+        self.left_wide: set[str] = set()
         self._handles: list[Any] = []
         self._pass: ForwardPass | None = None
 
@@ -83,35 +86,54 @@ class ForwardRunner:
         """Run the model as it is cast now; outputs of `earlier` are reused for what is the same. Keeps up to `budget` bytes
         of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
-        Where every weight has one computed dtype the module runs plainly, with no mode in between. The first time it
-        runs once more under the rules: if they have nothing to do and give the same, a plain run's outputs may be
-        reused in a mixed one and the other way round. Raises NoForward, KernelError, Cancelled, and `RetryUnderRules`
-        when plain running fails where the four rules may help.
+        Where every weight has one computed dtype the module runs plainly, with no mode in between; see `settle_kind`. Raises
+        NoForward, KernelError, Cancelled, and `RetryUnderRules` when plain running fails where the four rules may help.
         """
         model = self.model
         batch = self.candidate_batch(batch)
         uniform = model.uniform_dtype()
         key = (uniform, self.settings)
-        rules = self._rules()
-        now = {name: weight.dtype for name, weight in model.weights.items()}
-        as_rules = f"rules, {self.settings}"
+        now = {name: weight.form for name, weight in model.weights.items()}
         if uniform is None or key in model.requires_mixed_mode:
-            return self._candidate(batch, rules, observer, ForwardTrace(now, as_rules, budget, whole), earlier)
-        if key in model.mixed_mode_is_noop:
-            return self._candidate(batch, None, observer, ForwardTrace(now, as_rules, budget, whole), earlier)
-        as_plain = f"plain {uniform}, {self.settings}"
-        ran = self._candidate(batch, None, observer, ForwardTrace(now, as_plain, budget, whole), earlier)
-        if key not in model.mixed_mode_differs and not ran.reused:
-            under_rules, _ = self._run(self._module_on(batch), rules, NullObserver(), None, {}, autocast=self.autocast)
+            trace = ForwardTrace(now, self._kind_of_rules, budget, whole)
+            return self._candidate(batch, self._rules(), observer, trace, earlier)
+        kind = self._kind_of_rules if key in model.mixed_mode_is_noop else f"plain {uniform}, {self.settings}"
+        return self._candidate(batch, None, observer, ForwardTrace(now, kind, budget, whole), earlier)
+
+    def settle_kind(self, batch: Batch, ran: CandidateRun) -> None:
+        """Find out, once for a dtype, whether a plain pass and one under the rules are the same, by the batch of a plain one run
+        once more: if the rules have nothing to do and give the same, a plain pass's outputs may be reused in a mixed one and the
+        other way round. For when nobody waits for figures. Raises Cancelled.
+        """
+        model = self.model
+        uniform = model.uniform_dtype()
+        key = (uniform, self.settings)
+        known = model.mixed_mode_is_noop | model.mixed_mode_differs | model.requires_mixed_mode
+        if uniform is None or ran.reused or key in known:
+            return
+        rules = self._rules()
+        call = self._module_on(self.candidate_batch(batch))
+        try:
+            under_rules, _ = self._run(call, rules, NullObserver(), None, {}, autocast=self.autocast)
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
-            (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(key)
-            ran.trace.kind = as_rules if same else as_plain
-        return ran
+        except (NoForward, KernelError):
+            same = False  # the figures stand
+        (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(key)
+        if same:
+            ran.trace.kind = self._kind_of_rules
+
+    @property
+    def _kind_of_rules(self) -> str:
+        """What a trace of a pass under the rules is called."""
+        return f"rules, {self.settings}"
 
     def _rules(self, record: Callable[[ImplicitCast], None] | None = None) -> MixedDtypeMode:
-        return MixedDtypeMode(
-            self.model.by_id, self.compute, self.model.device, record, autocast=self.autocast is not None
-        )
+        autocast = self.autocast is not None
+        return MixedDtypeMode(self.model.by_id, self.compute, self.model.device, record, autocast, self._rounding())
+
+    def _rounding(self) -> ActivationRounding | None:
+        """What rounds activations in one pass, where the settings ask for it."""
+        return ActivationRounding(self.left_wide) if self.settings.quantize_activations == "weights" else None
 
     def _input_dtype(self) -> torch.dtype | None:
         """What floating inputs of the candidate are cast to; None to leave them as given."""
@@ -241,7 +263,7 @@ class ForwardRunner:
         The first `prefix` calls of `earlier`, a trace of the same run with nothing inside, are reused. Returns
         the output and the mode. Raises as `candidate` does.
         """
-        mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside)
+        mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside, self._rounding())
         call = self._module_on(self.reference_batch(batch))
         reusable_calls = earlier.reusable_calls(prefix, self._hooked()) if earlier is not None else {}
         return self._run(call, mode, observer, trace, reusable_calls, earlier)[0], mode
@@ -321,13 +343,23 @@ class ForwardRunner:
 
         return hook
 
+    @contextmanager
+    def _apart(self, run: ForwardPass) -> Iterator[None]:
+        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes."""
+        with ExitStack() as contexts:
+            if run.mode is not None:
+                contexts.enter_context(WithoutModes())
+            if self.autocast is not None:
+                contexts.enter_context(torch.autocast(self.model.device.type, enabled=False))
+            yield
+
     def _after(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
             run = self._pass
             if run is None:
                 return
             started = time.perf_counter()
-            with WithoutModes():
+            with self._apart(run):
                 run.finish(name, output)
             run.observing_seconds += time.perf_counter() - started
 

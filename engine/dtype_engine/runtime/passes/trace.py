@@ -42,6 +42,8 @@ _OPAQUE = object()
 
 def record_call(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
     """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't be reused."""
+    if isinstance(output, torch.Tensor):
+        return ModuleCall(module, call, began_after, output, reading, ((output, version_of(output)),))
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors):
         return ModuleCall(module, call, began_after, _OPAQUE, reading)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.runtime.numerics import metrics
+from dtype_engine.runtime.numerics import sequence_comparison
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
@@ -89,7 +89,7 @@ def test_next_token_figures() -> None:
 def test_chunks_and_sequences_give_the_figures_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
-    monkeypatch.setattr(metrics, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(sequence_comparison, "_CHUNK_ELEMENTS", 40)
     comparison = OutputComparison(True)
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])

@@ -1,0 +1,281 @@
+"""One sequence's output against the reference's: sums over elements, and the figures of every position. What they mean: `metrics`.
+
+Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU each chunk is one thread's, in buffers of its
+own that stay in the core's cache: threads that share every operation wait for each other after each, and new memory for every
+result takes several times as long as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from dtype_engine.runtime.chunks import parallel_map
+
+_CHUNK_ELEMENTS = 1 << 16  # three chunks in float64 stay in a core's share of the cache
+_NUMPY_EXP = torch.backends.cpu.get_cpu_capability() == "AVX512"
+
+
+@dataclass(slots=True)
+class ElementSums:
+    """Sums over elements of Δ = c - r: |Δ|, the largest |Δ|, Δ², r², c², rc, and counts of what is not finite."""
+
+    elements: int = 0
+    nonfinite: int = 0
+    nonfinite_reference: int = 0
+    sum_abs: float = 0.0
+    max_abs: float = 0.0
+    noise: float = 0.0
+    energy: float = 0.0
+    energy_candidate: float = 0.0
+    product: float = 0.0
+
+    def add(self, other: ElementSums) -> None:
+        """Take in the sums of further elements."""
+        self.elements += other.elements
+        self.nonfinite += other.nonfinite
+        self.nonfinite_reference += other.nonfinite_reference
+        self.sum_abs += other.sum_abs
+        self.max_abs = max(self.max_abs, other.max_abs)
+        self.noise += other.noise
+        self.energy += other.energy
+        self.energy_candidate += other.energy_candidate
+        self.product += other.product
+
+
+def _element_sums(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
+    """Of one chunk, in float64; `c` is `r` where they are equal."""
+    equal = c is r
+    r, c = r.reshape(-1), c.reshape(-1)
+    sums = ElementSums(elements=r.numel())
+    if equal and math.isfinite(energy := float(torch.dot(r, r))):
+        sums.energy = sums.energy_candidate = sums.product = energy
+        return sums
+    delta = c - r
+    noise = float(torch.dot(delta, delta))
+    if not math.isfinite(noise):
+        # Infinities that both have (masked logits) are no drift; where only one is not finite, all figures are.
+        finite = torch.isfinite(r) & torch.isfinite(c)
+        same = (r == c) | (torch.isnan(r) & torch.isnan(c))
+        sums.nonfinite = int((~torch.isfinite(c) & ~same).sum())
+        sums.nonfinite_reference = int((torch.isnan(r) | torch.isposinf(r)).sum())
+        if bool((~finite & ~same).any()):
+            sums.sum_abs = sums.max_abs = sums.noise = math.inf
+        r, c = r[finite], c[finite]
+        delta = c - r
+        noise = float(torch.dot(delta, delta))
+    sums.noise += noise
+    sums.energy = float(torch.dot(r, r))
+    sums.energy_candidate = float(torch.dot(c, c))
+    sums.product = float(torch.dot(r, c))
+    absolute = delta.abs_()
+    sums.sum_abs += float(absolute.sum())
+    sums.max_abs = max(sums.max_abs, float(absolute.max()) if absolute.numel() else 0.0)
+    return sums
+
+
+def _compare_elsewhere(reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison) -> None:
+    """Compare [rows, width] chunk by chunk, on their device."""
+    step = max(1, 2 * _CHUNK_ELEMENTS // max(1, reference.shape[1]))
+    for start in range(0, reference.shape[0], step):
+        rows = slice(start, start + step)
+        into.add(_chunk_sums(reference[rows], candidate[rows], rows, into.positions))
+
+
+def compare_sequence(reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison) -> None:
+    """Compare two outputs, [rows, width] both, and take what comes of it `into` their sequence."""
+    on_cpu = {reference.device.type, candidate.device.type} == {"cpu"}
+    (_compare_on_cpu if on_cpu else _compare_elsewhere)(reference, candidate, into)
+
+
+def _chunk_sums(
+    reference: torch.Tensor, candidate: torch.Tensor, rows: slice, positions: PositionFigures | None
+) -> ElementSums:
+    """The sums of some rows, whatever is in them, and the figures of their positions filled in."""
+    r, c = _in_float64(reference, candidate)
+    if positions is not None:
+        positions.compare(rows, r, c)
+    return _element_sums(r, c)
+
+
+def _compare_on_cpu(reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison) -> None:
+    """The same on the CPU: chunks side by side, each by one thread in buffers of its own."""
+    count, width = reference.shape
+    step = max(1, _CHUNK_ELEMENTS // max(1, width))
+    chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
+    found: list[ElementSums] = [ElementSums()] * len(chunks)
+
+    def work(numbers: range) -> None:
+        buffers = [torch.empty(min(step, count), width, dtype=torch.float64) for _ in range(3)]
+        for number in numbers:
+            rows = chunks[number]
+            r, c = reference[rows], candidate[rows]
+            equal = r.dtype == c.dtype and torch.equal(r, c)
+            used = [buffer[: len(r)] for buffer in buffers]
+            of_same, of_two = partial(_equal_sums, r), partial(_finite_sums, r, c)
+            sums = (of_same if equal else of_two)(rows, into.positions, used)
+            found[number] = _chunk_sums(r, c, rows, into.positions) if sums is None else sums
+
+    with torch.no_grad():
+        parallel_map(work, len(chunks))
+    for sums in found:
+        into.add(sums)
+
+
+def _equal_sums(
+    output: torch.Tensor, rows: slice, positions: PositionFigures | None, buffers: Sequence[torch.Tensor]
+) -> ElementSums | None:
+    """As `_finite_sums`, of two outputs that are the same."""
+    flat = buffers[0].copy_(output).reshape(-1)
+    energy = float(torch.dot(flat, flat))
+    if not math.isfinite(energy):
+        return None
+    if positions is not None:
+        positions.compare_equal(rows, buffers[0].numpy())
+    return ElementSums(len(flat), energy=energy, energy_candidate=energy, product=energy)
+
+
+def _finite_sums(
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    rows: slice,
+    positions: PositionFigures | None,
+    buffers: Sequence[torch.Tensor],
+) -> ElementSums | None:
+    """The sums of some rows of which every value is finite, and the figures of their positions filled in; None where one is not.
+
+    Every operation writes over one of `buffers`, three of float64 [rows, width]. A position's KL is
+    Σ p (r - c) + ln Σ e^c - ln Σ e^r.
+    """
+    buffers[0].copy_(reference)
+    buffers[1].copy_(candidate)
+    torch.sub(buffers[1], buffers[0], out=buffers[2])
+    r, c, delta = (buffer.numpy() for buffer in buffers)
+    flat_r, flat_c, flat_delta = (buffer.reshape(-1) for buffer in buffers)
+    noise = float(torch.dot(flat_delta, flat_delta))
+    if not math.isfinite(noise):
+        return None
+    sums = ElementSums(
+        elements=delta.size,
+        noise=noise,
+        energy=float(torch.dot(flat_r, flat_r)),
+        energy_candidate=float(torch.dot(flat_c, flat_c)),
+        product=float(torch.dot(flat_r, flat_c)),
+    )
+    if positions is not None:
+        positions.compare_finite(rows, r, c, delta)
+    np.abs(delta, out=delta)
+    sums.sum_abs = float(delta.sum())
+    sums.max_abs = float(delta.max(initial=0.0))
+    return sums
+
+
+class SequenceComparison:
+    """What one sequence gave: the sums of its chunks, and the figures of its positions where they have distributions.
+
+    rows: how many positions it has. sums: over all its chunks; those over several sequences are taken chunk by chunk.
+    """
+
+    def __init__(self, rows: int, positions: PositionFigures | None) -> None:
+        self.rows = rows
+        self.positions = positions
+        self.chunks: list[ElementSums] = []
+        self.sums = ElementSums()
+
+    def add(self, chunk: ElementSums) -> None:
+        """Take in the sums of a chunk."""
+        self.chunks.append(chunk)
+        self.sums.add(chunk)
+
+
+@dataclass(slots=True)
+class PositionFigures:
+    """The figures of each position of one sequence: KL, whether the likeliest class is the same, ln p and ln q of the label."""
+
+    labels: torch.Tensor | None
+    kl: torch.Tensor
+    same_top: torch.Tensor
+    log_p: torch.Tensor
+    log_q: torch.Tensor
+
+    @classmethod
+    def of(cls, count: int, labels: torch.Tensor | None) -> PositionFigures:
+        kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
+        return cls(labels, kl, torch.zeros(count, dtype=torch.bool), log_p, log_q)
+
+    def keep_scored(self) -> None:
+        """Once all rows are filled in: keep ln p and ln q of positions with a label alone."""
+        if self.labels is not None:
+            scored = (self.labels >= 0).cpu()
+            self.log_p, self.log_q = self.log_p[scored], self.log_q[scored]
+
+    def compare(self, rows: slice, r: torch.Tensor, c: torch.Tensor) -> None:
+        """Fill in some rows from their logits, float64 [rows, classes]."""
+        log_p = torch.log_softmax(r, -1)
+        if c is r:
+            log_q = log_p
+            self.same_top[rows] = True  # and the KL of zero is there already
+        else:
+            log_q = torch.log_softmax(c, -1)
+            p, ratio = log_p.exp(), log_p - log_q
+            kl = (p * ratio).sum(-1)
+            if not bool(torch.isfinite(kl).all()):
+                # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
+                kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
+            self.kl[rows] = kl.cpu()
+            self.same_top[rows] = _likeliest(r) == _likeliest(c)
+        if self.labels is not None:
+            index = self.labels[rows].clamp(min=0)[:, None]
+            self.log_p[rows] = log_p.gather(1, index)[:, 0].cpu()
+            self.log_q[rows] = log_q.gather(1, index)[:, 0].cpu()
+
+    def compare_finite(self, rows: slice, r: np.ndarray, c: np.ndarray, delta: np.ndarray) -> None:
+        """Fill in some rows from logits that are all finite, float64 [rows, classes], and their difference c - r. Writes over `r`
+        and `c`.
+        """
+        top_r, largest_r, label_r, sum_r = self._exponentials(rows, r)
+        top_c, largest_c, label_c, sum_c = self._exponentials(rows, c)
+        moved = np.einsum("ij,ij->i", r, delta) / sum_r
+        self.kl[rows] = torch.from_numpy((largest_c - largest_r) + np.log(sum_c / sum_r) - moved)
+        self.same_top[rows] = torch.from_numpy(top_r == top_c)
+        self.log_p[rows] = torch.from_numpy(label_r - np.log(sum_r))
+        self.log_q[rows] = torch.from_numpy(label_c - np.log(sum_c))
+
+    def compare_equal(self, rows: slice, logits: np.ndarray) -> None:
+        """The same for logits that both have."""
+        _, _, of_label, total = self._exponentials(rows, logits)
+        self.same_top[rows] = True  # and the KL of zero is there already
+        self.log_p[rows] = self.log_q[rows] = torch.from_numpy(of_label - np.log(total))
+
+    def _exponentials(self, rows: slice, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Write e^(x - largest x) over logits [rows, classes]: the likeliest class of each row, its logit, the label's less that,
+        and the sum. With AVX-512 numpy takes half the time of torch.
+        """
+        every = np.arange(len(logits))
+        top = logits.argmax(-1)
+        largest = logits[every, top]
+        labels = top if self.labels is None else self.labels[rows].clamp(min=0).numpy()
+        of_label = logits[every, labels] - largest
+        np.subtract(logits, largest[:, None], out=logits)
+        if _NUMPY_EXP:
+            np.exp(logits, out=logits)
+        else:
+            torch.from_numpy(logits).exp_()
+        return top, largest, of_label, logits.sum(-1)
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    """The first of the largest of each row, on the CPU: numpy's argmax there takes a sixth of the time of torch's."""
+    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.device.type == "cpu" else logits.argmax(-1).cpu()
+
+
+def _in_float64(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both in float64; the very same tensor twice where they are equal, which spares most of the arithmetic."""
+    r = reference.double()
+    equal = reference.dtype == candidate.dtype and torch.equal(reference, candidate)
+    return r, r if equal else candidate.double()

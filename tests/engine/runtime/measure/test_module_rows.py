@@ -1,0 +1,140 @@
+"""Samples of rows against plain torch over all of them, in float64."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from tests.helpers import architectures
+
+import dtype_engine as de
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.measure.comparison import compare_output, module_drifts
+from dtype_engine.runtime.measure.module_rows import ROWS, estimated_total, keep_rows
+
+
+def tokens(rows: int, width: int, seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs as models have them: energies a hundredfold apart, the first token's enormous, and errors that grow with them
+    (spread 1) or do not (0).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(torch.randn(rows, 1, generator=generator) * 0.7)
+    scale[0] = 100.0
+    reference = scale * torch.randn(rows, width, generator=generator)
+    relative = 0.01 * torch.exp(torch.randn(rows, 1, generator=generator) * 0.3)
+    return reference, reference + relative * scale**spread * torch.randn(rows, width, generator=generator)
+
+
+def reading(reference: torch.Tensor, candidate: torch.Tensor, in_full: bool = False) -> ModuleDrift:
+    return module_drifts({"module": compare_output(keep_rows(reference, in_full), candidate)})[0]
+
+
+def sqnr(reference: torch.Tensor, candidate: torch.Tensor) -> float:
+    r, c = reference.double(), candidate.double()
+    return float(20 * torch.log10(r.norm() / (c - r).norm()))
+
+
+@pytest.mark.parametrize("shape", [(3, 50, 40), (700, 40), (40,), (), (0, 40)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_all_rows_give_the_figures_of_the_whole(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    reference = torch.randn(shape, generator=generator)
+    candidate = (reference + 0.1 * torch.randn(shape, generator=generator)).to(dtype)
+    found = reading(reference, candidate, in_full=True)
+    if not reference.numel():
+        assert (found.sqnr_db, found.max_abs) == (math.inf, 0)
+        return
+    assert found.sqnr_db == pytest.approx(sqnr(reference, candidate), rel=1e-5)
+    assert found.max_abs == pytest.approx(float((candidate.double() - reference.double()).abs().max()), rel=1e-5)
+    assert (found.nonfinite, found.sqnr_error_db) == (0, 0.0)
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
+def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float) -> None:
+    within = []
+    for seed in range(60):
+        reference, candidate = tokens(180, 512, seed, spread)
+        found = reading(reference, candidate)
+        assert found.sqnr_db is not None
+        assert 0 < found.sqnr_error_db < 3
+        within.append(abs(found.sqnr_db - sqnr(reference, candidate)) <= 2 * found.sqnr_error_db)
+    assert sum(within) >= 50
+
+
+def test_the_largest_rows_are_always_taken() -> None:
+    reference, _ = tokens(180, 1024, 0)
+    kept = keep_rows(reference, False)
+    assert kept.index is not None
+    assert len(kept.index) == len(set(kept.index.tolist())) == ROWS
+    largest = reference.double().norm(dim=-1).topk(kept.certain).indices
+    assert set(kept.index[: kept.certain].tolist()) == set(largest.tolist())
+    assert float(kept.energy) == pytest.approx(float(reference.double().square().sum()), rel=1e-5)
+
+
+def test_the_estimate_of_a_total_is_that_of_the_formula() -> None:
+    values = torch.tensor([[100.0, 50.0, 8.0, 3.0, 2.0, 1.0]], dtype=torch.float64)
+    times, energies = [1.0, 1.0, 4.0, 5.0, 6.0, 5.0], [0.0, 0.0, 80.0, 50.0, 30.0, 10.0]
+    total, variance = estimated_total(values, torch.tensor([[times, energies]], dtype=torch.float64), 2, 22)
+    assert float(total) == 150 + 32 + 15 + 12 + 5
+    ratios = [32 / 80, 15 / 50, 12 / 30, 5 / 10]
+    steps = [(one - other) ** 2 / 2 for one, other in pairwise(ratios)]
+    neighbours = [steps[0], (steps[0] + steps[1]) / 2, (steps[1] + steps[2]) / 2, steps[2]]
+    stated = (0.5 * 64 / 170) ** 2
+    expected = sum(
+        energy**2 * (1 - 1 / 5) * (4 * measured + 3 * stated) / 7
+        for energy, measured in zip(energies[2:], neighbours, strict=True)
+    )
+    assert float(variance) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("in_full", [True, False])
+def test_values_that_are_not_finite(in_full: bool) -> None:
+    reference, candidate = tokens(180, 1024, 3)
+    masked, masked_too = reference.clone(), candidate.clone()
+    masked[5, 7] = masked_too[5, 7] = -math.inf  # a mask is one that both have
+    found = reading(masked, masked_too, in_full)
+    assert found.nonfinite == 0
+    assert found.sqnr_db == pytest.approx(sqnr(reference, candidate), abs=3 * found.sqnr_error_db + 0.01)
+    candidate[0, 3] = math.nan  # the first row is the largest
+    found = reading(reference, candidate, in_full)
+    assert (found.nonfinite, found.sqnr_db, found.max_abs) == (1, -math.inf, math.inf)
+    nothing = torch.full_like(reference, math.nan)
+    assert reading(nothing, nothing, in_full).sqnr_db is None
+
+
+def test_large_outputs_do_not_overflow() -> None:
+    reference, candidate = tokens(180, 1024, 4)
+    found = reading(reference * 1e30, candidate * 1e30)
+    assert found.sqnr_db == pytest.approx(reading(reference, candidate).sqnr_db, abs=0.01)
+
+
+def test_a_measurement_samples_modules_and_goes_over_all_when_asked() -> None:
+    """The main output and what returns it are compared in full in any case; modules that were sampled are run again."""
+    inputs = [{"input_ids": architectures.tokens(length)} for length in (400, 300)]
+    session = de.open(architectures.make("llama")[0], inputs=inputs)
+    session.cast("*", "bfloat16")
+    sampled = session.drift()
+    asked: list[bool] = []
+
+    def from_the_second_on() -> bool:
+        asked.append(True)
+        return len(asked) > 1
+
+    later = session.drift(modules_in_full=from_the_second_on)
+    exact = de.open(architectures.make("llama")[0], inputs=inputs, options=de.Options(modules="exact"))
+    exact.cast("*", "bfloat16")
+    full = exact.drift()
+    assert sampled.output == later.output == full.output
+    assert later.modules == full.modules
+    assert all(each.sqnr_error_db == 0 for each in full.modules)
+    by_name = {each.name: each for each in full.modules}
+    errors = [(each, by_name[each.name]) for each in sampled.modules if each.sqnr_error_db]
+    assert len(errors) > 10
+    assert all(one.sqnr_db is not None and other.sqnr_db is not None for one, other in errors)
+    far = [one.name for one, other in errors if abs(one.sqnr_db - other.sqnr_db) > 3 * one.sqnr_error_db]  # type: ignore[operator]
+    assert len(far) <= len(errors) // 10
+    head = next(each for each in sampled.modules if each.name == "lm_head")
+    assert (head.sqnr_db, head.sqnr_error_db) == (sampled.output.sqnr_db, 0.0)
+    assert session.drift().modules == sampled.modules  # another time in a sample, and the same one
