@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.program import note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
@@ -20,6 +20,7 @@ from dtype_engine.core.shard import Shard
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.as_json import as_json
 from dtype_engine.search.constraints import parse_allowed, parse_bytes, parse_dtypes
+from dtype_engine.search.families import FAMILIES, family_constraints
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
@@ -51,6 +52,12 @@ def scan_options(function: Function) -> Function:
             "dtype_names",
             metavar="DTYPE,...",
             help="What to cast to.  [default: bf16,fp16,fp8,fp8e5,int8]",
+        ),
+        click.option(
+            "--formats",
+            "family",
+            type=click.Choice(tuple(FAMILIES)),
+            help="In place of --dtypes: those that a runtime loads side by side; a search keeps to what it takes.",
         ),
     ):
         function = option(function)
@@ -174,6 +181,8 @@ def search(
     session, _ = _scanned(request, **how)
     most = parse_bytes(budget, session.tree.stored_bytes) if budget is not None else None
     constraints = Constraints(keep, groups, (), tuple(rules))
+    if how["family"] is not None:
+        constraints = family_constraints(session.tree, how["family"], constraints)
     try:
         if candidates is None:
             report = session.search(most, max_predicted, constraints, measure)
@@ -190,7 +199,8 @@ def search(
     if output is not None:
         from dtype_engine.recipe.file import write_recipe
 
-        text = write_recipe(Recipe.of(map(Rule.parse, report.rules)), report.model, lost=report.lost)
+        recipe = Recipe.of(map(Rule.parse, report.rules))
+        text = write_recipe(recipe, report.model, session.settings, lost=report.lost)
         write_text_atomic(output, text, replace=force)
     if as_object:
         print_json(as_json(report) | {"met": True})
@@ -238,6 +248,7 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[st
 def _scanned(
     request: RunRequest,
     dtype_names: str | None,
+    family: str | None,
     draws: int | None,
     exact: bool,
     save: Path | None,
@@ -245,7 +256,9 @@ def _scanned(
     shard: Shard | None = None,
 ) -> tuple[Session, ScanTask]:
     """A session, scanned (or a share of the scan, into its file)."""
-    asked = parse_dtypes(dtype_names) if dtype_names is not None else None
+    if dtype_names is not None and family is not None:
+        raise UserError("give either --dtypes or --formats")
+    asked = parse_dtypes(dtype_names) if dtype_names is not None else FAMILIES[family] if family is not None else None
     source = request.locate()
     session = request.open_session(source)
     from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES
@@ -257,7 +270,7 @@ def _scanned(
     if workers is not None and (parts := len(task.pending())):
         from dtype_engine.evaluation import work
 
-        with over_workers(workers, session, source, request.model, parts, task.private_bytes) as (over, pace):
+        with over_workers(workers, session, source, parts, task.private_bytes) as (over, pace):
             assert over is not None
             work.scan(session, task, over, lambda what, done, total: say(pace.line(done, parts)))
     elif task.pending() or shard is None:
@@ -279,9 +292,12 @@ def _verified(
 
     found = verified.candidates(session, *limit, constraints, count)
     source = request.locate()
-    with over_workers(workers, session, source, request.model, len(found), session.tree.stored_bytes) as (over, pace):
+    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, pace):
         return verified.best(session, found, limit[1], constraints, over, lambda done: say(pace.line(done, len(found))))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:
-    say(f"{what}: {done}" + (f" of {total}" if total else ""))
+    if total:
+        say_share(what, done, total, f"{what}: {done} of {total}")
+    else:
+        say(f"{what}: {done}")

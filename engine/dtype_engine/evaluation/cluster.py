@@ -14,15 +14,18 @@ from dtype_engine.evaluation.pool import results
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _CONNECT_S = 10
+_AHEAD = 8
+"""Evaluations for each worker that the scheduler has: what it gives to workers that come later, too."""
 
 
 class DaskPool:
     """The workers of a scheduler at `tcp://HOST:PORT`, through `Client.get_executor()`. A context manager.
 
-    Raises UserError where `distributed` is not installed, nothing answers there, or it has no workers.
+    on_gpu: only those that offer a GPU (`--resources GPU=1`). Raises UserError where `distributed` is not installed, nothing
+    answers there, or it has no such workers.
     """
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, on_gpu: bool = False) -> None:
         try:
             from distributed import Client
         except ImportError:
@@ -33,12 +36,15 @@ class DaskPool:
             self._client: Any = Client(address, timeout=_CONNECT_S, set_as_default=False)
         except (OSError, ValueError) as error:
             raise UserError(f"no Dask scheduler answers at {address}: {one_line(error)}") from None
-        self.workers = len(self._client.nthreads())
-        self._executor: Executor = self._client.get_executor(pure=False)
+        found = self._client.scheduler_info(n_workers=-1)["workers"].values()  # without -1 some versions tell of five
+        self.workers = sum(1 for worker in found if not on_gpu or worker.get("resources", {}).get("GPU"))
+        wanted: dict[str, Any] = {"resources": {"GPU": 1}} if on_gpu else {}
+        self._executor: Executor = self._client.get_executor(pure=False, **wanted)
         if not self.workers:
             self.__exit__()
+            lacks = "no worker with a GPU" if on_gpu else "no workers"
             raise UserError(
-                f"the scheduler at {address} has no workers; dtype-engine worker {address} says how to start one"
+                f"the scheduler at {address} has {lacks}; dtype-engine worker {address} says how to start one"
             )
 
     def __enter__(self) -> DaskPool:
@@ -55,7 +61,7 @@ class DaskPool:
         from distributed.scheduler import KilledWorker
 
         try:
-            yield from results(lambda: self._executor, self._gone, evaluations, cancelled)
+            yield from results(lambda: self._executor, self._gone, evaluations, cancelled, _AHEAD * self.workers)
         except KilledWorker as error:
             raise UserError(f"the workers of {self.address} end while they work: {one_line(error)}") from None
 
@@ -72,6 +78,7 @@ def worker_lines(address: str) -> str:
     return "\n".join(
         [
             f"a worker here       {worker}",
+            f"on a GPU            CUDA_VISIBLE_DEVICES=0 {worker} --resources GPU=1",
             f"sixteen by Slurm    srun --ntasks 16 {worker}",
             "the scheduler       dask scheduler --port 8786",
             f"then                dtype-engine scan MODEL --workers {address} --save scan.json",

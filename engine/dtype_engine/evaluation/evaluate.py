@@ -6,21 +6,39 @@ import os
 import platform
 import threading
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
-from dtype_engine.evaluation.specs import Evaluated, Evaluation, ExactScore, Opened, RecipeDrift, ScanSequence, Task
+from dtype_engine.core.options import RunSettings
+from dtype_engine.evaluation.specs import (
+    CompareTensors,
+    Evaluated,
+    Evaluation,
+    ExactScore,
+    Exported,
+    Opened,
+    PartAlone,
+    RecipeDrift,
+    ScanSequence,
+    Task,
+)
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
+    from dtype_engine.runtime.measure.attribution import Attribution, PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
     from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.verify.verify import OpenExport
 
 _lock = threading.Lock()  # a cluster's worker may have several threads, and there is one live model
 _kept: list[tuple[Opened, Session]] = []
+_attributed: list[tuple[Session, tuple[str, ...], RunSettings, Attribution]] = []
+"""The causes that were last looked for, with the outputs of the reference, while the model is still cast for them."""
+_exports: list[tuple[Exported, OpenExport]] = []
 _cancelled: list[IsCancelled] = [never]
 
 
@@ -35,19 +53,32 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
     Raises UserError, also where the model or its inputs are not those that were asked about, and Cancelled.
     """
     with _lock:
-        session = _opened(evaluation.opened)
-        session.settings = evaluation.opened.options.settings
-        started = time.perf_counter()
-        value = perform(session, evaluation.task, _cancelled[0])
+        opened, task = evaluation.opened, evaluation.task
+        if isinstance(task, CompareTensors):
+            assert isinstance(opened, Exported)
+            export = _opened_export(opened)
+            started = time.perf_counter()
+            value: Any = tuple(export.problems(task.indexes, _cancelled[0]))
+        else:
+            assert isinstance(opened, Opened)
+            session = _opened(opened)
+            session.settings = opened.options.settings
+            started = time.perf_counter()
+            value = perform(session, task, _cancelled[0])
         seconds = time.perf_counter() - started
-    return Evaluated(evaluation.opened, value, platform.node(), os.getpid(), seconds, versions())
+    return Evaluated(opened, value, platform.node(), os.getpid(), seconds, versions())
 
 
-def perform(session: Session, task: Task, cancelled: IsCancelled) -> ScannedSequence | MeasuredWeight | DriftReport:
+def perform(
+    session: Session, task: Task, cancelled: IsCancelled
+) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
     """Evaluate a task in an open session. Its recipe in force may be another afterwards. Raises UserError, Cancelled."""
     from dtype_engine.recipe import Recipe, Rule
     from dtype_engine.runtime.scan.exact import ExactScan
 
+    if isinstance(task, PartAlone):
+        return _part_alone(session, task, cancelled)
+    _attributed.clear()
     match task:
         case ScanSequence(names, draws, index):
             scan = session.scan_task(names, draws, False, None)
@@ -63,6 +94,22 @@ def perform(session: Session, task: Task, cancelled: IsCancelled) -> ScannedSequ
             return session.drift(cancelled=cancelled)
 
 
+def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
+    from dtype_engine.recipe import Recipe, Rule
+    from dtype_engine.runtime.measure.attribution import Attribution, Part
+
+    kept = _attributed.pop() if _attributed else None  # put back when it is whole
+    if kept is None or kept[0] is not session or kept[1:3] != (task.rules, task.settings):
+        del kept  # its outputs go before others come
+        session.use_recipe(Recipe.of(map(Rule.parse, task.rules)), cancelled=cancelled)
+        assert session.inputs is not None
+        kept = (session, task.rules, task.settings, Attribution(session.model, session.inputs, task.settings))
+    with unchanged(session.model.identities):
+        found = kept[3].measure(Part(task.name, task.modules), cancelled)
+    _attributed.append(kept)
+    return found
+
+
 def describe(session: Session) -> tuple[str, str]:
     """The fingerprints of an open model's weights and inputs."""
     from dtype_engine.runtime.scan.saved import Fingerprint
@@ -75,11 +122,11 @@ def describe(session: Session) -> tuple[str, str]:
 
 def _opened(wanted: Opened) -> Session:
     if not _kept or _kept[0][0] != wanted:
-        _kept.clear()  # first: two models may not fit
+        _forget()
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.runtime.opening import open_session
 
-        here = f"process {os.getpid()} on {platform.node()}"
+        here = _here()
         try:
             source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
             session = open_session(source, wanted.options)
@@ -92,6 +139,36 @@ def _opened(wanted: Opened) -> Session:
                 )
         _kept.append((wanted, session))
     return _kept[0][1]
+
+
+def _opened_export(wanted: Exported) -> OpenExport:
+    if not _exports or _exports[0][0] != wanted:
+        _forget()
+        from dtype_engine.checkpoint.source import locate
+        from dtype_engine.runtime.opening import use_threads
+        from dtype_engine.runtime.verify.verify import fingerprint, open_export
+
+        try:
+            source = locate(wanted.model, wanted.options.trust_pickle, wanted.options.download)
+            export = open_export(wanted.folder, source, wanted.options)
+        except UserError as error:
+            raise UserError(f"{_here()} can't open the export: {error}") from None
+        if fingerprint(export.contents, wanted.folder) != wanted.contents:
+            raise UserError(f"{_here()} has another export or another source: give every worker the same files")
+        use_threads(wanted.options.threads)
+        _exports.append((wanted, export))
+    return _exports[0][1]
+
+
+def _forget() -> None:
+    """Before another model is opened: two may not fit."""
+    _kept.clear()
+    _attributed.clear()
+    _exports.clear()
+
+
+def _here() -> str:
+    return f"process {os.getpid()} on {platform.node()}"
 
 
 def _prints(opened: Opened) -> tuple[str, str]:

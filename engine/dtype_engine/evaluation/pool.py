@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures import CancelledError as FutureCancelled
+from itertools import islice
 from multiprocessing.connection import wait as wait_for
+from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
 from typing import Protocol
 
@@ -21,6 +23,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.memory_share import share_memory
 from dtype_engine.evaluation.evaluate import cancel_by, evaluate
+from dtype_engine.evaluation.gpus import assigned
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
 _POLL_S = 0.1
@@ -42,10 +45,14 @@ class Pool(Protocol):
 
 
 class ProcessPool:
-    """Processes of this machine that each open the model, mapped, so that they share its pages. A context manager."""
+    """Processes of this machine that each open the model, mapped, so that they share its pages. A context manager.
 
-    def __init__(self, workers: int) -> None:
+    gpus: those of which each process is to have one, as `CUDA_VISIBLE_DEVICES` names them.
+    """
+
+    def __init__(self, workers: int, gpus: tuple[str, ...] = ()) -> None:
         self.workers = workers
+        self._gpus = gpus
         self._context = multiprocessing.get_context("spawn")  # threads of torch do not survive a fork
         self._stop = self._context.Event()
         self._executor: Executor | None = None
@@ -64,16 +71,16 @@ class ProcessPool:
         """As `Pool.results`. The work of a process that is killed is done again."""
         self._stop.clear()
         try:
-            yield from results(self._started, self._broken, evaluations, cancelled)
+            yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)
         except BaseException:
             self._stop.set()  # what runs stops at its next module call
             raise
 
     def _started(self) -> Executor:
         if self._executor is None:
-            self._executor = ProcessPoolExecutor(
-                self.workers, self._context, initializer=_start_worker, initargs=(self._stop, self.workers)
-            )
+            started = self._context.Value("i", 0)
+            given = (self._stop, self.workers, started, self._gpus)
+            self._executor = ProcessPoolExecutor(self.workers, self._context, initializer=_start_worker, initargs=given)
         return self._executor
 
     def _broken(self) -> None:
@@ -87,9 +94,10 @@ def results(
     broken: Callable[[], None],
     evaluations: Sequence[Evaluation],
     cancelled: IsCancelled,
+    ahead: int,
 ) -> Iterator[tuple[int, Evaluated]]:
-    """Submit all to the executor of `started()`, and give what comes back. Where that ends, `broken()` is called and what was
-    not done is submitted to a new one.
+    """Submit to the executor of `started()`, and give what comes back. Where that ends, `broken()` is called and what was not done
+    is submitted to a new one. ahead: so many are submitted at a time; whoever pauses or stops waits for these alone.
     """
     waiting = dict(enumerate(evaluations))
     breaks = 0
@@ -98,13 +106,17 @@ def results(
         before = len(waiting)
         try:
             executor = started()
-            for index, evaluation in waiting.items():
-                futures[executor.submit(evaluate, evaluation)] = index
-            for future in _finished(futures, cancelled):
-                result = future.result()
-                index = futures[future]
-                _refuse_other(waiting.pop(index), result)
-                yield index, result
+            unsubmitted = iter(list(waiting.items()))
+            while True:
+                for index, evaluation in islice(unsubmitted, ahead - len(futures)):
+                    futures[executor.submit(evaluate, evaluation)] = index
+                if not futures:
+                    break
+                for future in _finished(futures, cancelled):
+                    result = future.result()
+                    index = futures.pop(future)
+                    _refuse_other(waiting.pop(index), result)
+                    yield index, result
         except (BrokenExecutor, FutureCancelled):
             breaks = breaks + 1 if len(waiting) == before else 0
             if breaks == _MOST_BREAKS:
@@ -118,13 +130,13 @@ def results(
 
 
 def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> Iterator[Future[Evaluated]]:
-    """The futures as they are done; of those that are at once, the ones with a result first."""
-    pending = set(futures)
-    while pending:
+    """Wait for one at least: the futures that are done, the ones with a result first."""
+    done: set[Future[Evaluated]] = set()
+    while not done:
         if cancelled():
             raise Cancelled
-        done, pending = wait(pending, _POLL_S, FIRST_COMPLETED)
-        yield from sorted(done, key=lambda future: future.cancelled() or future.exception() is not None)
+        done, _ = wait(futures, _POLL_S, FIRST_COMPLETED)
+    yield from sorted(done, key=lambda future: future.cancelled() or future.exception() is not None)
 
 
 def _refuse_other(asked: Evaluation, result: Evaluated) -> None:
@@ -141,8 +153,13 @@ def fitting(workers: int, private: int) -> int:
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
 
 
-def _start_worker(stop: Event, workers: int) -> None:
-    """In a new process: leave interrupts to the one that started it, and end when that does."""
+def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:
+    """In a new process: take the next GPU, leave interrupts to the process that started it, and end when that does. started: how
+    many of the pool did so before.
+    """
+    with started.get_lock():
+        index, started.value = started.value, started.value + 1
+    assigned(index, gpus)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     share_memory(workers)
     cancel_by(stop.is_set)

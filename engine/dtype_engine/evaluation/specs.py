@@ -11,10 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
+
+_ARITHMETIC = ("dtype_engine", "torch", "platform")
+"""Of `versions`: what may make another last digit of a figure."""
+_SAID = {"dtype_engine": "dtype-tui"}
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.runtime.measure.attribution import PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
 
@@ -30,6 +37,19 @@ class Opened:
     options: Options
     weights: str
     inputs: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """An export and the checkpoint it was made of, as whoever compares them has to open them.
+
+    model: as in `Opened`. folder: of the export, absolute. contents: fingerprint of what is compared with what.
+    """
+
+    model: str | None
+    options: Options
+    folder: Path
+    contents: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,42 +78,71 @@ class RecipeDrift:
     settings: RunSettings
 
 
-Task = ScanSequence | ExactScore | RecipeDrift
+@dataclass(frozen=True, slots=True)
+class PartAlone:
+    """One part of the model as a recipe casts it, everything else as the reference: its share of the causes of the drift."""
+
+    rules: tuple[str, ...]
+    settings: RunSettings
+    name: str
+    modules: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CompareTensors:
+    """What is wrong with some tensors of an export, by their indexes in its contents; None for nothing."""
+
+    indexes: tuple[int, ...]
+
+
+Task = ScanSequence | ExactScore | RecipeDrift | PartAlone
+"""What can be asked about an open model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What is to be evaluated."""
+    """What is to be evaluated: a task in an open model, or tensors of an export."""
 
-    opened: Opened
-    task: Task
+    opened: Opened | Exported
+    task: Task | CompareTensors
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
     """What came of it: where (host and process), with which versions, and in how many seconds it was made."""
 
-    opened: Opened
-    value: ScannedSequence | MeasuredWeight | DriftReport
+    opened: Opened | Exported
+    value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
     process: int
     seconds: float
     versions: dict[str, str] = field(default_factory=dict)
 
 
-def model_text(source: Source, typed: str | None) -> str | None:
-    """MODEL so that it means the same in any folder: paths absolute, anything else as typed."""
-    if source.path is None or typed is None:
-        return typed
+def other_versions(result: Evaluated) -> str:
+    """`process 17 on node3 has torch 2.10.0 (here 2.9.1)`, where what does the arithmetic is another than here; "" where not."""
+    here = versions()
+    others = [
+        f"{_SAID.get(name, name)} {printable(result.versions.get(name, 'unknown'), 60)} (here {here[name]})"
+        for name in _ARITHMETIC
+        if result.versions.get(name) != here[name]
+    ]
+    return f"process {result.process} on {printable(result.host, 100)} has {' and '.join(others)}" if others else ""
+
+
+def model_text(source: Source) -> str | None:
+    """MODEL so that it means the same in any folder: paths absolute, anything else as it was asked for."""
+    if source.path is None or source.asked is None:
+        return source.asked
     if source.kind == "python":
         return f"{source.path.absolute()}:{source.attribute}"
-    return str(source.path.absolute()) if Path(typed).expanduser().exists() else typed
+    return str(source.path.absolute()) if Path(source.asked).expanduser().exists() else source.asked
 
 
 def portable(options: Options, threads: int | None) -> Options:
-    """Options that mean the same in any folder, with so many threads."""
+    """Options that mean the same in any folder, with so many threads, for one of several workers."""
     paths = {entry.name: _absolute(getattr(options, entry.name)) for entry in dataclasses.fields(options)}
-    return dataclasses.replace(options, **paths | {"threads": threads})
+    return dataclasses.replace(options, **paths | {"threads": threads, "workers": None})
 
 
 def _absolute(value: Any) -> Any:

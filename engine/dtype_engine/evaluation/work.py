@@ -2,48 +2,71 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.options import RunSettings
-from dtype_engine.core.units import plural
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.evaluation.evaluate import describe, perform
 from dtype_engine.evaluation.pool import Pool
 from dtype_engine.evaluation.specs import (
+    CompareTensors,
+    Evaluated,
     Evaluation,
     ExactScore,
+    Exported,
     Opened,
+    PartAlone,
     RecipeDrift,
     ScanSequence,
     Task,
     model_text,
+    other_versions,
     portable,
 )
 from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
+    from dtype_engine.runtime.export.contents import Contents
     from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
     from dtype_engine.runtime.scan.tasks import ScanTask
     from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.verify.verify import CompareItems
+
+_PIECE, _MOST = 64 << 20, 256
+"""Bytes and tensors of an export that are compared at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """Who evaluates, and what they have to open."""
+    """Who evaluates, and what they have to open. on_notice: told once of each other version of what does the arithmetic."""
 
     pool: Pool
     opened: Opened
+    on_notice: Callable[[str], None] = lambda sentence: None
+
+    def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
+        """As `Pool.results`, of tasks in the model."""
+        said: set[str] = set()
+        for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
+            other = other_versions(result)
+            if other and other not in said:
+                said.add(other)
+                self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
+            yield index, result
 
 
-def opened_as(session: Session, source: Source, typed: str | None, threads: int) -> Opened:
+def opened_as(session: Session, source: Source, threads: int) -> Opened:
     """What others have to open to have what this session has, each with so many threads. Raises UserError."""
     weights, inputs = describe(session)
-    return Opened(model_text(source, typed), portable(session.options, threads), weights, inputs)
+    return Opened(model_text(source), portable(session.options, threads), weights, inputs)
 
 
 def scan(
@@ -60,12 +83,8 @@ def scan(
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
 
-    tasks: list[Task]
-    if isinstance(task, ExactScan):
-        tasks = [ExactScore(task.dtypes, *key) for key in task.pending()]
-    else:
-        tasks = [ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
-    found = over.pool.results([Evaluation(over.opened, part) for part in tasks], cancelled)
+    tasks = _tasks(task)
+    found = over.results(tasks, cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
             assert isinstance(result.value, MeasuredWeight)
@@ -79,6 +98,19 @@ def scan(
     return session.scanned
 
 
+def _tasks(scan: ScanTask) -> list[Task]:
+    from dtype_engine.runtime.scan.exact import ExactScan
+
+    if isinstance(scan, ExactScan):
+        return [ExactScore(scan.dtypes, *key) for key in scan.pending()]
+    return [ScanSequence(scan.dtypes, scan.backward_passes, index) for index in scan.pending()]
+
+
+def evaluations(scan: ScanTask, opened: Opened) -> list[Evaluation]:
+    """What is pending of a scan, each part as an evaluation of its own, for whoever has a pool of another kind."""
+    return [Evaluation(opened, task) for task in _tasks(scan)]
+
+
 def drifts(
     session: Session,
     recipes: Sequence[tuple[tuple[str, ...], RunSettings]],
@@ -90,7 +122,7 @@ def drifts(
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
     if over is not None:
-        for index, result in over.pool.results([Evaluation(over.opened, task) for task in tasks], cancelled):
+        for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, DriftReport)
             yield index, result.value
         return
@@ -100,20 +132,56 @@ def drifts(
         yield index, report
 
 
-class Pace:
-    """How far parallel work is, in words."""
+def causes(
+    session: Session,
+    over: Over,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    cancelled: IsCancelled = never,
+) -> AttributionReport:
+    """`Session.causes` with the parts of the model run over a pool: the same, to the last bit, for the same number of threads."""
+    from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._first: tuple[int, float] | None = None
+    rules, settings = tuple(map(str, session.recipe.rules)), session.settings
+    assert session.inputs is not None  # `opened_as` has refused a session without
 
-    def line(self, done: int, total: int) -> str:
-        """`4 workers, 37 of 128, 2 min left`; the time from the second result on, since the first waits for the model."""
-        now = time.perf_counter()
-        said = f"{plural(self._workers, 'worker')}, {done} of {total}"
-        if self._first is None:
-            self._first = done, now
-            return said
-        seconds = (now - self._first[1]) / max(1, done - self._first[0]) * (total - done)
-        left = f"{seconds / 60:.0f} min" if seconds >= 90 else f"{seconds:.0f} s"
-        return f"{said}, {left} left"
+    def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
+        tasks = [PartAlone(rules, settings, part.name, part.modules) for part in parts]
+        for index, result in over.results(tasks, cancelled):
+            assert isinstance(result.value, PartDrift)
+            yield index, result.value
+
+    with unchanged(session.model.identities):
+        return Attribution(session.model, session.inputs, settings, rules).report(on_progress, cancelled, elsewhere)
+
+
+def comparing(
+    pool: Pool, threads: int, folder: Path, source: Source, options: Options, cancelled: IsCancelled = never
+) -> CompareItems:
+    """What `verify` compares tensors by, over a pool, some dozen MiB at a time."""
+    from dtype_engine.runtime.verify.verify import fingerprint
+
+    def compare(contents: Contents) -> Iterator[tuple[Sequence[int], Sequence[str | None]]]:
+        here = portable(options, threads)
+        exported = Exported(model_text(source), here, folder.absolute(), fingerprint(contents, folder))
+        tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
+        for index, result in pool.results([Evaluation(exported, task) for task in tasks], cancelled):
+            if other := other_versions(result):
+                raise UserError(f"{other}: bits are only compared by the same")
+            assert isinstance(result.value, tuple)
+            yield tasks[index].indexes, result.value
+
+    return compare
+
+
+def _pieces(sizes: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Indexes in their order, in pieces of up to `_PIECE` bytes and `_MOST` indexes."""
+    piece: list[int] = []
+    nbytes = 0
+    for index, size in enumerate(sizes):
+        if piece and (nbytes + size > _PIECE or len(piece) == _MOST):
+            yield tuple(piece)
+            piece, nbytes = [], 0
+        piece.append(index)
+        nbytes += size
+    if piece:
+        yield tuple(piece)

@@ -20,6 +20,9 @@ def check_event(event: object) -> None:
             _check_losses(event.lost or ())
         case events.Measured():
             _check_losses(event.report.lost)
+        case events.RecipeMeasured():
+            _check_losses(event.report.lost)
+            _check_rules(event.report.rules)
         case events.NonfiniteFound():
             _check_rules((event.found.remedy,) if event.found.remedy is not None else ())
         case events.LossRemedyFound():

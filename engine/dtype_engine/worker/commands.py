@@ -20,6 +20,7 @@ JobName = Literal[
     "generate",
     "speed",
     "scan",
+    "recipes",
     "values",
     "write",
     "nonfinite",
@@ -102,7 +103,7 @@ class Measure(Command):
     """Cast to the recipe in force and measure its drift.
 
     read_values: without a live model, count lost values however many bytes must be read. in_full: run all inputs, however precise
-    the figures are before that; a measurement under way goes on to the end.
+    the figures are before that, and compare all rows of the modules' outputs; a measurement under way goes on to that.
     """
 
     name = "measure"
@@ -185,10 +186,22 @@ class Generate(Command):
 
 @dataclass(frozen=True)
 class Scan(Command):
-    """Scan the sensitivity of every weight in these dtypes, or resume that scan; a newer recipe is measured in between."""
+    """Scan the sensitivity of every weight in these dtypes, or resume that scan; a newer recipe is measured in between.
+
+    keep: what is done is kept in a file of the engine's machine, and the same scan goes on from that, whichever engine it was.
+    """
 
     name = "scan"
     dtypes: tuple[str, ...]
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class MeasureRecipes(Command):
+    """Measure these recipes, whatever recipe is in force; a newer recipe is measured in between."""
+
+    name = "recipes"
+    recipes: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True)

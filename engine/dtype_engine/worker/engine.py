@@ -48,5 +48,5 @@ class Engine(ABC):
         """Stop everything."""
 
     def restart(self) -> None:
-        """End the engine and start another, with the recipe, the settings and the inputs in force."""
-        raise NotImplementedError
+        """End the engine and start another, with the recipe, the settings and the inputs in force. Only where `can_restart`."""
+        raise RuntimeError("an engine in this process can't be started again")

@@ -25,9 +25,13 @@ if TYPE_CHECKING:
 
 
 class LoadingProgress(NamedTuple):
-    """The model is being opened; `step` says what is done now, in a few words."""
+    """The model is being opened; `step` says what is done now, in a few words. About `done` of `total` of the whole is done; a
+    total of 0: that is not known.
+    """
 
     step: str
+    done: int = 0
+    total: int = 0
 
 
 class HeadersRead(NamedTuple):
@@ -235,6 +239,18 @@ class ScanUpdated(NamedTuple):
     finished: bool
 
 
+class RecipeMeasured(NamedTuple):
+    """One of several recipes was measured, whichever is in force."""
+
+    report: DriftReport
+
+
+class Noticed(NamedTuple):
+    """Something that the user should know of what is under way."""
+
+    message: str
+
+
 class Failed(NamedTuple):
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
@@ -309,6 +325,8 @@ Event = (
     | ModulesMeasured
     | OutputMeasured
     | Measured
+    | RecipeMeasured
+    | Noticed
     | NoiseFloorMeasured
     | NonfiniteFound
     | LossRemedyFound

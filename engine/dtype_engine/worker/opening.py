@@ -114,30 +114,12 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
+    from dtype_engine.core import opening_progress  # not for the first paint
+
     started = time.perf_counter()
-    source = model.source
-    if source.kind == "checkpoint":
-        emit(events.LoadingProgress("reading the headers"))
-        model.checkpoint = source.open()
-        assert model.checkpoint is not None
-        if read_headers:
-            emit(
-                events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices)
-            )  # kept nowhere here: it is large
-        from dtype_engine.checkpoint.memory_fit import shortfall
-
-        if reason := shortfall(model.checkpoint):
-            raise NoForward(f"{source.title}: {reason}")
-    emit(events.LoadingProgress("importing torch"))
-    finish_imports()
-    from dtype_engine.runtime.opening import open_session
-
-    session = open_session(
-        source,
-        model.options,
-        on_step=lambda step: emit(events.LoadingProgress(step)),
-        refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
-    )
+    modules = opening_progress.WITHOUT if model.source.kind == "python" else opening_progress.WITH_TRANSFORMERS
+    with opening_progress.OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), modules) as on_step:
+        session = _opened(model, emit, read_headers, on_step)
     emit(
         events.ModelReady(
             tree=session.tree,
@@ -151,6 +133,35 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
     )
     emit_inputs(session, emit)
     model.session = session
+
+
+def _opened(
+    model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool, on_step: Callable[[str], None]
+) -> Session:
+    """Raises NoForward and UserError."""
+    source = model.source
+    if source.kind == "checkpoint":
+        on_step("reading the headers")
+        model.checkpoint = source.open()
+        assert model.checkpoint is not None
+        if read_headers:
+            emit(
+                events.HeadersRead(model.checkpoint.tree(), model.checkpoint.notices)
+            )  # kept nowhere here: it is large
+        from dtype_engine.checkpoint.memory_fit import shortfall
+
+        if reason := shortfall(model.checkpoint):
+            raise NoForward(f"{source.title}: {reason}")
+    on_step("importing torch")
+    finish_imports()
+    from dtype_engine.runtime.opening import open_session
+
+    return open_session(
+        source,
+        model.options,
+        on_step=on_step,
+        refused=lambda why: emit(events.InputsRefused(f"{why}. The default inputs are in force.")),
+    )
 
 
 def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> None:

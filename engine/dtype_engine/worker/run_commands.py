@@ -12,7 +12,6 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import PartialDrift
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import (
     ApplyRecipe,
@@ -25,12 +24,14 @@ from dtype_engine.worker.commands import (
     InspectWeight,
     Measure,
     MeasureFloor,
+    MeasureRecipes,
     MeasureSpeed,
     Save,
     Scan,
     SetInputs,
     TraceCasts,
 )
+from dtype_engine.worker.many_runs import ManyRuns
 from dtype_engine.worker.opening import OpenModel, emit_inputs
 from dtype_engine.worker.planned_losses import PlannedLosses
 from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
@@ -38,7 +39,6 @@ from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
-    from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.measure.reading import Reading
     from dtype_engine.runtime.session import Session
 
@@ -47,7 +47,8 @@ Emit = Callable[[events.Event], None]
 
 class CommandRunner:
     """Runs on the worker's thread alone. `emit_memory` is called when the casts of a measurement have changed what is used.
-    in_full: whether the measurement under way is to run all inputs, whatever precision is asked for.
+    in_full: whether the measurement under way is to run all inputs, whatever precision is asked for, and to
+    compare modules in full.
     """
 
     def __init__(
@@ -64,6 +65,11 @@ class CommandRunner:
         self._emit_memory = emit_memory
         self._in_full = in_full
         self._emitted_floor: NoiseFloor | None = None
+        self._many = ManyRuns(model, emit)
+
+    def close(self) -> None:
+        """End what works beside the thread."""
+        self._many.close()
 
     def run(self, command: Command, recipe: Recipe, settings: RunSettings, token: CancelToken) -> Iterable[Command]:
         """Carry out one command for `recipe`; what is left to do for it. Raises what the session raises, and Cancelled."""
@@ -110,8 +116,7 @@ class CommandRunner:
                 self._emit(events.ImplicitCastsTraced(recipe, session.flow(token)))
             case AttributeDrift():
                 session.use_recipe(recipe, cancelled=token)
-                progress = self._progress(recipe, "running each module as cast by itself", Throttle())
-                self._emit(events.AttributionReady(recipe, session.causes(progress, token)))
+                self._emit(events.AttributionReady(recipe, self._many.causes(session, recipe, token)))
             case Generate():
                 self._generate(session, recipe, command.tokens, token)
             case MeasureSpeed():
@@ -122,15 +127,17 @@ class CommandRunner:
 
                 self._emit(events.SpeedMeasured(recipe, session.speed(on_passes, token)))
             case Scan():
-                self._scan(session, recipe, command.dtypes, token)
+                self._many.scan(session, recipe, command, token)
+            case MeasureRecipes():
+                session.use_recipe(recipe, cancelled=token)  # what is put back afterwards
+                self._many.recipes(session, recipe, command, token)
             case _:
                 raise AssertionError(command)
         return ()
 
-    def _progress(self, recipe: Recipe, what: str, throttle: Throttle | None = None) -> Callable[[int, int], None]:
+    def _progress(self, recipe: Recipe, what: str) -> Callable[[int, int], None]:
         def on_progress(done: int, total: int) -> None:
-            if throttle is None or throttle.due():
-                self._emit(events.WorkingProgress(recipe, what, done, total))
+            self._emit(events.WorkingProgress(recipe, what, done, total))
 
         return on_progress
 
@@ -153,9 +160,7 @@ class CommandRunner:
 
         def on_reading(reading: Reading) -> None:
             if not reading.extent().whole and readings.due():
-                measured = reading.measurement()
-                partial = PartialDrift(measured.output, measured.extent)
-                self._emit(events.OutputMeasured(recipe, str(session.settings), partial))
+                self._emit(events.OutputMeasured(recipe, str(session.settings), reading.partial()))
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
@@ -168,6 +173,7 @@ class CommandRunner:
             cancelled=token,
             on_reading=on_reading,
             precision=lambda: None if self._in_full() else session.options.precision,
+            modules_in_full=lambda: self._in_full() or session.options.modules == "exact",
         )
         self._emit(events.Measured(recipe, report))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)
@@ -203,19 +209,6 @@ class CommandRunner:
 
         session.use_recipe(recipe, cancelled=token)
         self._emit(events.Generated(recipe, session.generate(tokens, on_tokens, token)))
-
-    def _scan(self, session: Session, recipe: Recipe, dtypes: tuple[str, ...], token: CancelToken) -> None:
-        throttle = Throttle()
-
-        def on_progress(what: str, done: int, total: int | None) -> None:
-            if throttle.due():
-                self._emit(events.WorkingProgress(recipe, what, done, total or max(1, done)))
-
-        def on_estimate(report: ScanReport) -> None:
-            self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
-
-        report = session.scan(dtypes, on_progress=on_progress, on_estimate=on_estimate, cancelled=token)
-        self._emit(events.ScanUpdated(report, True))
 
     def _inspect(self, recipe: Recipe, command: InspectWeight, token: CancelToken) -> None:
         from dtype_engine.runtime.measure.weight_errors import inspect_live_weight, inspect_weight

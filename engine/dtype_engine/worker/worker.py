@@ -159,6 +159,7 @@ class Worker(Engine):
             self._run(runner, *begun)
         self._memory.busy.clear()
         self._emit(events.Idle())
+        runner.close()
 
     def _next(self) -> tuple[Queue, CancelToken] | None:
         """Wait for a command and begin it: the queue as it is then, and what cancels it. None to end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.atomic_write import check_target, write_text_atomic
@@ -127,10 +127,22 @@ def _contents(context: SaveContext) -> Contents:
     if model.session is not None:
         tree = model.session.tree
         require_matches(tree, recipe)
-        return of_live(model.session.model, recipe, make_plan(tree, recipe).dtypes)
+        return of_live(model.session.model, recipe, make_plan(tree, recipe).dtypes, context.settings)
     if model.checkpoint is None:
         raise UserError("the model is not open")
-    return of_checkpoint(model.checkpoint, context.title, recipe, model.options)
+    return of_checkpoint(model.checkpoint, context.title, recipe, replace(model.options, settings=context.settings))
+
+
+def _contents_to_write(context: SaveContext) -> Contents:
+    """The same, with what comes of the inputs: where they have to be run, the recipe is put in force for it."""
+    from dtype_engine.runtime.export.input_scales import needs_calibration
+
+    contents, session = _contents(context), context.model.session
+    if session is None or not needs_calibration(contents):
+        return contents
+    context.on_progress("running the inputs", 0, 1)
+    session.use_recipe(context.recipe, cancelled=context.cancelled)
+    return session.export_contents(context.cancelled)
 
 
 def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[str, ...]]:
@@ -141,7 +153,7 @@ def _export(request: ExportRequest, context: SaveContext) -> tuple[str, tuple[st
     check_folder(request.folder, request.replace, [source.path] if source.path is not None else [])
     losses = _losses(context, 0)  # without a live model, what is not known is counted while it is written
     report = export(
-        _contents(context),
+        _contents_to_write(context),
         request.folder,
         on_bytes=_with_rate(context.on_progress),
         cancelled=context.cancelled,
@@ -197,8 +209,9 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
     described = describe(context.model.source, context.model.options)
     tree = described.tree
     require_matches(tree, context.recipe)
+    plan, activations = context.plan(tree), context.settings.quantize_activations
     conversion = target_named(request.target).convert(
-        Context(tree, context.plan(tree), context.title, described.model_type, described.kinds)
+        Context(tree, plan, context.title, described.model_type, described.kinds, activations)
     )
     notices: tuple[str, ...] = conversion.notes
     if left_out := sum(len(entry.tensors) for entry in conversion.left_out):
@@ -211,13 +224,13 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
 
 def _with_rate(on_progress: OnProgress) -> Callable[[int, int], None]:
-    """Progress in bytes as `on_progress("exporting, 310.00 MiB/s", done, total)`."""
+    """Progress in bytes as `on_progress("exporting: 310.00 MiB/s", done, total)`."""
     started, throttle = time.perf_counter(), Throttle()
 
     def on_bytes(done: int, total: int) -> None:
         if throttle.due(last=done == total):
             seconds = time.perf_counter() - started
-            rate = f", {human_bytes(done / seconds)}/s" if done and seconds > 0 else ""
+            rate = f": {human_bytes(done / seconds)}/s" if done and seconds > 0 else ""
             on_progress(f"exporting{rate}", done, total)
 
     return on_bytes

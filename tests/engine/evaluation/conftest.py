@@ -47,4 +47,4 @@ def session(source: Source, options: de.Options) -> Any:
 
 @pytest.fixture
 def opened(session: Any, source: Source) -> Opened:
-    return work.opened_as(session, source, str(source.path), 1)
+    return work.opened_as(session, source, 1)

@@ -23,8 +23,20 @@ from dtype_engine.core.memory_share import memory_budget, share_memory
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.evaluate import evaluate
 from dtype_engine.evaluation.pool import ProcessPool, fitting
-from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, RecipeDrift, ScanSequence
+from dtype_engine.evaluation.specs import (
+    CompareTensors,
+    Evaluated,
+    Evaluation,
+    Exported,
+    Opened,
+    RecipeDrift,
+    ScanSequence,
+    other_versions,
+)
+from dtype_engine.results.export import VerifyReport
 from dtype_engine.runtime import opening
+from dtype_engine.runtime.measure import attribution
+from dtype_engine.runtime.verify.verify import verify
 
 pytestmark = pytest.mark.slow
 RULES = [("*=bfloat16",), ("*.mlp=int8",), ("*=float16", "*norm*=float32")]
@@ -118,7 +130,7 @@ def test_an_answer_about_another_model_is_refused(opened: Opened, monkeypatch: p
     monkeypatch.setattr(pools, "evaluate", lambda evaluation: answer)
     asked = [Evaluation(opened, RecipeDrift((), de.RunSettings()))]
     with ThreadPoolExecutor(1) as executor, pytest.raises(de.UserError, match="answered for another model"):
-        list(pools.results(lambda: executor, lambda: None, asked, lambda: False))
+        list(pools.results(lambda: executor, lambda: None, asked, lambda: False, 4))
 
 
 def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Opened, pool: ProcessPool) -> None:
@@ -200,8 +212,93 @@ def test_what_is_sent_is_the_same_in_any_folder(source: Source, monkeypatch: pyt
         (None, None),
     ]
     for text, expected in typed:
-        assert work.model_text(locate(text), text) == expected
+        assert work.model_text(locate(text)) == expected
     made = work.portable(de.Options(texts=(Path("a.txt"),), tensors=Path("b.pt")), 3)
     assert (made.texts, made.tensors, made.threads) == (
         (source.path.parent / "a.txt",), source.path.parent / "b.pt", 3,
     )  # fmt: skip
+
+
+def test_causes_over_processes_are_those_of_one(
+    session: Any, opened: Opened, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.apply(de.Recipe.of([de.Rule.parse("*=bfloat16"), de.Rule.parse("*.mlp=int8")]))
+    over = work.Over(pool, opened)
+    for most in (attribution.MOST_PASSES, 8):  # each module, and subtrees that are opened
+        monkeypatch.setattr(attribution, "MOST_PASSES", most)
+        here = session.causes()
+        seen: list[tuple[int, int]] = []
+        there = work.causes(session, over, lambda *progress, seen=seen: seen.append(progress))
+        assert dataclasses.replace(there, seconds=0.0) == dataclasses.replace(here, seconds=0.0)
+        assert len({cause.drift for cause in here.causes}) > 3
+        assert seen[-1][0] == len(seen)
+    session.apply(de.Recipe.of([de.Rule.parse("*=float16")]))  # what the processes kept is of another recipe
+    here = session.causes()
+    assert dataclasses.replace(work.causes(session, over), seconds=0.0) == dataclasses.replace(here, seconds=0.0)
+
+
+def test_an_export_is_compared_over_processes_and_a_changed_value_found(
+    session: Any, source: Source, tmp_path: Path, pool: ProcessPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.apply(de.Recipe.of([de.Rule.parse("*.mlp=fp8"), de.Rule.parse("*.o_proj=int8")]))
+    out = tmp_path / "out"
+    session.export(out)
+    monkeypatch.setattr(work, "_MOST", 3)  # several pieces
+    options = de.Options(device="cpu", threads=1)
+    counted: list[tuple[int, int]] = []
+
+    def both() -> list[VerifyReport]:
+        compare = work.comparing(pool, 1, out, source, options)
+        reports = [
+            verify(out, source, options=options),
+            verify(out, source, options=options, on_bytes=lambda *done: counted.append(done), elsewhere=compare),
+        ]
+        return [dataclasses.replace(report, seconds=0.0) for report in reports]
+
+    here, there = both()
+    assert there == here
+    assert there.same
+    assert counted[-1][0] == counted[-1][1] == here.nbytes
+    file = out / "model.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 1
+    file.write_bytes(whole)
+    here, there = both()
+    assert there == here
+    assert len(there.differences) == 1
+
+
+def test_an_export_that_is_another_there_is_refused(
+    session: Any, source: Source, tmp_path: Path, pool: ProcessPool
+) -> None:
+    session.export(tmp_path / "out")
+    asked = Exported(str(source.path), de.Options(device="cpu"), tmp_path / "out", "0" * 64)
+    with pytest.raises(de.UserError, match=r"process \d+ on .* has another export or another source"):
+        list(pool.results([Evaluation(asked, CompareTensors((0,)))]))
+
+
+def test_results_of_another_torch_are_said_and_for_bits_refused(
+    session: Any, source: Source, opened: Opened, tmp_path: Path
+) -> None:
+    class Elsewhere:
+        """Processes with another torch, as a cluster may have them."""
+
+        workers = 1
+
+        def results(
+            self, evaluations: Sequence[Evaluation], cancelled: object = None
+        ) -> Iterator[tuple[int, Evaluated]]:
+            for index, evaluation in enumerate(evaluations):
+                result = evaluate(evaluation)
+                yield index, dataclasses.replace(result, versions=result.versions | {"torch": "1.2.3"})
+
+    said: list[str] = []
+    work.scan(session, session.scan_task(["int8"], 1, False, None), work.Over(Elsewhere(), opened, said.append))
+    assert len(said) == 1
+    assert f"has torch 1.2.3 (here {torch.__version__})" in said[0]
+    assert other_versions(evaluate(Evaluation(opened, RecipeDrift((), de.RunSettings())))) == ""
+    session.export(tmp_path / "out")
+    options = de.Options(device="cpu", threads=1)
+    compare = work.comparing(Elsewhere(), 1, tmp_path / "out", source, options)
+    with pytest.raises(de.UserError, match=r"torch 1\.2\.3 .* bits are only compared by the same"):
+        verify(tmp_path / "out", source, options=options, elsewhere=compare)

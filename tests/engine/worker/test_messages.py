@@ -46,6 +46,8 @@ REQUESTS: list[messages.Request] = [
     commands.MeasureSpeed(),
     commands.Generate(48),
     commands.Scan(("int8", "bfloat16")),
+    commands.Scan(("int8",), keep=True),
+    commands.MeasureRecipes((RECIPE, Recipe())),
     commands.InspectWeight("a.weight", ("int8",)),
 ]
 

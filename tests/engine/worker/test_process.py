@@ -14,7 +14,7 @@ from tests.helpers import preloaded
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
-from dtype_engine.worker import events
+from dtype_engine.worker import events, messages
 from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
 from dtype_engine.worker.connection import EngineCommand, signal_words
 from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
@@ -120,7 +120,9 @@ def python(program: str) -> EngineCommand:
     return EngineCommand((sys.executable, "-c", program), name="host")
 
 
-HELLO = """
+HELLO = (
+    f"PROTOCOL = {messages.PROTOCOL}"
+    + """
 import sys, msgspec
 def put(*message):
     data = msgspec.msgpack.encode(message)
@@ -128,28 +130,32 @@ def put(*message):
     sys.stdout.buffer.flush()
 sys.stdout.buffer.write(b"motd\\n\\0dtype-engine\\0")
 """
+)
 HOSTILE = {
     "ends": ("raise SystemExit('bash: dtype-engine: command not found')", "command not found"),
     "garbage": (
-        HELLO + "put('Hello', 1, 'x', [], 0, False)\nsys.stdout.buffer.write(bytes(range(256)) * 999)",
+        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nsys.stdout.buffer.write(bytes(range(256)) * 999)",
         "does not understand",
     ),
     "another version": (
         HELLO + "put('Hello', 99, '9.9\\x1b[2J', [], 0, False)\nsys.stdin.read()",
         "has dtype-tui 9.9\\x1b[2J",
     ),
-    "without torch": (HELLO + "put('Hello', 1, 'x', ['torch'], 0, False)\nsys.stdin.read()", "torch can't be imported"),
+    "without torch": (
+        HELLO + "put('Hello', PROTOCOL, 'x', ['torch'], 0, False)\nsys.stdin.read()",
+        "torch can't be imported",
+    ),
     "endless line": ("while True: print('y' * 100000, end='')", "no dtype-engine"),
     "no message": (
-        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('Rm', '-rf')\nsys.stdin.read()",
+        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Rm', '-rf')\nsys.stdin.read()",
         "does not understand",
     ),
     "a file that nobody asked for": (
-        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('Composed', 0, 'text', [])\nsys.stdin.read()",
+        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('Composed', 0, 'text', [])\nsys.stdin.read()",
         "does not understand",
     ),
     "its own end": (
-        HELLO + "put('Hello', 1, 'x', [], 0, False)\nput('EngineLost', 'x')\nsys.stdin.read()",
+        HELLO + "put('Hello', PROTOCOL, 'x', [], 0, False)\nput('EngineLost', 'x')\nsys.stdin.read()",
         "does not understand",
     ),
     "4 GB": (HELLO + "sys.stdout.buffer.write(b'\\xff' * 4)\nsys.stdout.flush()\nsys.stdin.read()", "no dtype-engine"),

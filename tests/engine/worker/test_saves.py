@@ -9,12 +9,12 @@ import pytest
 from tests.helpers.large_checkpoints import sparse_file
 from tests.helpers.recorded_worker import RecordedEngine, Way
 
-from dtype_engine import Options, Recipe, Rule
+from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.runtime.verify.verify import compare
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Cancel, Measure, SetRecipe
+from dtype_engine.worker.commands import Cancel, Measure, SetRecipe, SetSettings
 from dtype_engine.worker.save_requests import (
     ConvertRequest,
     ExportRequest,
@@ -177,3 +177,20 @@ def test_a_long_export_stops_and_leaves_nothing(tmp_path: Path, way: Way) -> Non
         saved = recorded.wait_for(events.Saved)
     assert (saved.done, saved.sentence) == (False, "stopped: nothing was written")
     assert list(tmp_path.iterdir()) == [model]
+
+
+def test_an_export_with_quantised_activations_runs_the_inputs_for_its_own_recipe(
+    recorded: RecordedEngine, tmp_path: Path
+) -> None:
+    recipe = Recipe((Rule("*.q_proj", "nvfp4"),))
+    recorded.worker.request(SetSettings(RunSettings(quantize_activations="weights")))
+    recorded.worker.request(SetRecipe(recipe))
+    saved = save(recorded, ExportRequest(tmp_path / "out"))
+    recorded.worker.request(SetSettings(RunSettings()))
+    if recorded.of(events.ModelReady):
+        assert saved.done, saved
+        scales = [name for name in open_checkpoint(tmp_path / "out").tensors if name.endswith("input_global_scale")]
+        assert len(scales) == 2
+    else:  # nothing says which weights are of linear layers, so none is written for others
+        assert saved.done, saved
+        assert "a layout that only dtype-engine reads" in " ".join(saved.notices)

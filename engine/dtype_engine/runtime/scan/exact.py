@@ -6,7 +6,9 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
@@ -14,7 +16,7 @@ from dtype_engine.results.drift import unit_for
 from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.live import LiveModel, sharing
 from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.routing import Key
@@ -67,6 +69,7 @@ class ExactScan:
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
+    _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
         self.fingerprint = Fingerprint.of(self.model, self.inputs, self.dtypes, self.settings)
@@ -76,7 +79,12 @@ class ExactScan:
             if weight.info.castable and weight.info.persistent
             for dtype in scanned_dtypes(weight, self.dtypes)
         ]
-        self._costly = [key for key in self.wanted if not is_lossless(self.model.weights[key[0]].info.dtype, key[1])]
+        rounds = self.settings.quantize_activations == "weights"
+        self._costly = [
+            (name, dtype)
+            for name, dtype in self.wanted
+            if not is_lossless(self.model.weights[name].info.dtype, dtype) or (rounds and quantizes_activations(dtype))
+        ]
         self._base = reference_dtypes(self.model)
         self._meter: DriftMeter | None = None
         if self.save is not None and self.save.exists():
@@ -125,6 +133,8 @@ class ExactScan:
         started = time.perf_counter()
         meter = self._started(cancelled)
         self.model.apply(self._base | dict([key]), cancelled=cancelled)
+        if among := sharing(self.model.weights, *key):  # a scale that fused weights share is that of all of them
+            self.model.weights[key[0]].cast_to(key[1], among)
         output = meter.measure(cancelled=cancelled).output
         return MeasuredWeight(
             key, scalar_drift(output), output.kl_mean_se, self.unit, self.forward_seconds, time.perf_counter() - started
@@ -173,11 +183,12 @@ class ExactScan:
                 for (name, dtype), score in known.items()
             ),
             notices=self.model.notices,
+            activations=self.settings.quantize_activations,
         )
 
     def write(self, path: Path) -> None:
         """Save what was done. Raises UserError."""
-        scan_file.write(
+        self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(
                 self.fingerprint,
@@ -190,4 +201,5 @@ class ExactScan:
                 self.done,
                 self.shard,
             ),
+            self._seen,
         )

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.model.live import Weight
+from dtype_engine.runtime.model.live import Weight, sharing
+from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
@@ -35,14 +36,23 @@ _SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class LocalErrors:
     """Runs weighted operations again with one weight in another dtype.
 
-    budget: bytes of cast weights kept from one operation and sequence to the next.
+    budget: bytes of cast weights kept from one operation and sequence to the next. rounds: what meets a quantised weight is rounded
+    with it (the setting `quantize_activations`).
     """
 
-    def __init__(self, weights: Mapping[str, Weight], compute: torch.dtype, device: torch.device, budget: int) -> None:
+    def __init__(
+        self,
+        weights: Mapping[str, Weight],
+        compute: torch.dtype,
+        device: torch.device,
+        budget: int,
+        rounds: bool = False,
+    ) -> None:
         self.weights = weights
         self.compute = compute
         self.device = device
         self.budget = budget
+        self.rounding = ActivationRounding(set()) if rounds else None
         self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._held = 0
 
@@ -66,13 +76,16 @@ class LocalErrors:
         return reference_value(self.weights[name], self.device)
 
     def cast(self, name: str, dtype: str) -> torch.Tensor:
-        """A weight's values after a cast: in a compute dtype itself, dequantized to the reference's otherwise."""
+        """A weight's values after a cast: in a compute dtype itself, dequantized to the reference's otherwise. A scale that fused
+        weights share is that of all of them, as in a recipe that gives them one format.
+        """
         key = (name, dtype)
         if key in self._cast:
             self._cast.move_to_end(key)
             return self._cast[key]
         weight = self.weights[name]
-        values = values_in(weight.original.to(self.device), dtype, reference_dtype(weight))
+        amax = max((each.amax for each in sharing(self.weights, name, dtype)), default=None)
+        values = values_in(weight.original.to(self.device), dtype, reference_dtype(weight), amax)
         self._cast[key] = values
         self._held += values.nbytes
         while self._held > self.budget and len(self._cast) > 1:
@@ -123,6 +136,10 @@ class _Again:
         args, kwargs = replace_tensors(operation.args, operation.kwargs, self.new)
         if is_in_place(operation.name) and isinstance(args[0], torch.Tensor):
             args = (args[0].clone(), *args[1:])
+        if errors.rounding is not None and dtype in dtypes.STORAGE_DTYPES:
+            rounds = errors.rounding.wanted(operation.name, args, kwargs, dict.fromkeys(taken, dtype))
+            if rounds is not None:
+                args, kwargs, _ = errors.rounding.apply(operation.name, args, kwargs, rounds)
         if len({tensor.dtype for tensor in tensors_in(args, kwargs) if tensor.is_floating_point()}) < 2:
             again = call_torch(self.func, operation.name, args, kwargs, self.rules)  # the rules have nothing to do
         else:

@@ -6,6 +6,7 @@ indexes, the first ones in order; it is still read.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
+from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.atomic_write import write_text_atomic
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
@@ -152,6 +154,19 @@ def write(path: Path, saved: SavedScan) -> None:
     )  # fmt: skip
     # Not msgspec's own JSON, which has no infinity.
     write_text_atomic(path, json.dumps({"version": _VERSION} | as_plain(file)), replace=True)
+
+
+def write_joined(path: Path, saved: SavedScan, seen: FileIdentity | None) -> FileIdentity:
+    """Save a scan beside what others have meanwhile saved of the same one in the same file, and return what that is now. seen: what
+    it was when this scan last wrote it. Where two write in the same moment, the next part that either saves has all its own again.
+    Raises UserError, also where the file is of another scan by now.
+    """
+    if path.exists() and (seen is None or seen.change() is not None):
+        other = read(path, saved.fingerprint, saved.draws, saved.measured is not None)
+        measured = None if saved.measured is None else (other.measured or {}) | saved.measured
+        saved = dataclasses.replace(saved, done=other.done | saved.done, measured=measured)
+    write(path, saved)
+    return FileIdentity.of(path)
 
 
 def read(path: Path, expected: Fingerprint, draws: int | None, exact: bool = False) -> SavedScan:

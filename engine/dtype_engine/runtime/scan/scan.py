@@ -27,7 +27,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
@@ -82,8 +84,9 @@ class Scan:
     sequences go by elsewhere.
 
     draws: backward passes a sequence, None for `default_draws`. budget: bytes for gradients and cast weights; by default a
-    quarter of the memory that was free. save: a file that is written after every sequence, and read at the start. done: by the
-    index of the sequence. shard: the share of the sequences that is to go by here.
+    quarter of the memory that was free. save: a file that is written after every sequence, and read at the start. on_unsaved: told
+    why it can't be written; without, that ends the scan. done: by the index of the sequence. shard: the share of the sequences
+    that is to go by here.
     """
 
     model: LiveModel
@@ -98,6 +101,8 @@ class Scan:
     forward_seconds: float = 0.0
     scan_seconds: float = 0.0
     shard: Shard = WHOLE
+    on_unsaved: Callable[[str], None] | None = None
+    _seen: FileIdentity | None = None
 
     def __post_init__(self) -> None:
         self.backward_passes = self.draws or default_draws(len(self.inputs.batches))
@@ -112,16 +117,30 @@ class Scan:
             for name, targets in self.wanted.items()
         }
         compute = torch_dtype(self.settings.compute)
-        self._local = LocalErrors(self.model.weights, compute, self.model.device, self.budget // 2)
+        self._local = LocalErrors(
+            self.model.weights,
+            compute,
+            self.model.device,
+            self.budget // 2,
+            self.settings.quantize_activations == "weights",
+        )
         self._copies: dict[int, frozenset[int]] = {}
         self._pace: float | None = None
-        if self.save is not None and self.save.exists():
-            saved = scan_file.read(self.save, self.fingerprint, self.draws)
+        if self.save is not None:
+            self.keep_in(self.save)
+
+    def keep_in(self, path: Path, on_unsaved: Callable[[str], None] | None = None) -> None:
+        """Save to a file from now on, and go on from what is there. Raises UserError, and nothing is changed, for another scan."""
+        if path.exists():
+            saved = scan_file.read(path, self.fingerprint, self.draws)
             self.done, self.unit, self.backward_passes = saved.done, saved.unit, saved.draws
             self.forward_seconds, self.scan_seconds = saved.forward_seconds, saved.scan_seconds
+        self.save, self.on_unsaved = path, on_unsaved
 
     def _free(self, name: str, dtype: str) -> bool:
-        return is_lossless(self.model.weights[name].info.dtype, dtype)
+        """Whether a cast costs nothing: no bit of the weight, and no rounding of what it is multiplied with."""
+        rounds = self.settings.quantize_activations == "weights" and quantizes_activations(dtype)
+        return not rounds and is_lossless(self.model.weights[name].info.dtype, dtype)
 
     @property
     def parts(self) -> int:
@@ -175,7 +194,7 @@ class Scan:
         cancelled: IsCancelled = never,
     ) -> ScannedSequence:
         """Let one sequence go by, whichever did before. `on_measured(done, total)` counts operations. Raises as `run`."""
-        with ForwardRunner(self.model, RunSettings(compute=self.settings.compute), cancelled, watch=False) as runner:
+        with ForwardRunner(self.model, self.settings.of_weights(), cancelled, watch=False) as runner:
             batch = runner.reference_batch(self.inputs.batches[index])
             started = time.perf_counter()
             seconds = None
@@ -203,8 +222,15 @@ class Scan:
         self.unit = part.unit
         self.forward_seconds += part.forward_seconds
         self.scan_seconds += part.scan_seconds
-        if self.save is not None:
+        if self.save is None:
+            return
+        try:
             self.write(self.save)
+        except UserError as error:
+            if self.on_unsaved is None:
+                raise
+            self.save = None
+            self.on_unsaved(str(error))
 
     def report(self) -> ScanReport:
         """The estimate so far."""
@@ -231,14 +257,16 @@ class Scan:
                 for dtype in targets
             ),
             notices=self.model.notices,
+            activations=self.settings.quantize_activations,
         )
 
     def write(self, path: Path) -> None:
         """Save what was done. Raises UserError."""
-        scan_file.write(
+        self._seen = scan_file.write_joined(
             path,
             scan_file.SavedScan(
                 self.fingerprint, self.backward_passes, self.unit, self.forward_seconds, self.scan_seconds, self.parts,
                 self.done, shard=self.shard,
             ),
+            self._seen,
         )  # fmt: skip

@@ -28,7 +28,7 @@ class LastScan:
         self,
         model: LiveModel,
         inputs: Inputs,
-        compute: str,
+        settings: RunSettings,
         names: Sequence[str],
         draws: int | None,
         exact: bool,
@@ -41,9 +41,9 @@ class LastScan:
         targets = tuple(dict.fromkeys(dtypes.parse_target(name) for name in names))
         if dtypes.STORED in targets or not targets:
             raise UserError(f"a scan needs dtypes to cast to: {', '.join(dtypes.CASTABLE_DTYPES)}")
-        asked = (id(inputs), targets, compute, draws, exact, save)
+        settings = settings.of_weights()
+        asked = (id(inputs), targets, settings, draws, exact, save)
         if self._task is None or asked != self._asked:
-            settings = RunSettings(compute=compute)
             self._task = (
                 ExactScan(model, inputs, targets, settings, save)
                 if exact

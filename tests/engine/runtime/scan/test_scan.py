@@ -269,6 +269,19 @@ def test_a_scan_that_cannot_be_saved_leaves_the_file_as_it_was(tmp_path: Path, m
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_two_scans_at_once_into_one_file_lose_nothing(exact: bool, tmp_path: Path) -> None:
+    file = tmp_path / "scan.json"
+    draws = None if exact else 2
+    first, second = (sequences().scan_task(["int8"], draws, exact, file) for _ in range(2))
+    keys = first.pending()
+    for task, key in ((first, keys[0]), (second, keys[1]), (first, keys[2]), (second, keys[0])):
+        task.add(task.measure(key))
+    third = sequences().scan_task(["int8"], draws, exact, file)
+    assert third.pending() == keys[3:]
+    assert third.done == first.done | second.done
+
+
 @pytest.mark.parametrize("what", ["model", "inputs", "dtypes", "number of draws"])
 def test_a_saved_scan_of_something_else_is_refused(what: str, tmp_path: Path) -> None:
     file = tmp_path / "scan.json"

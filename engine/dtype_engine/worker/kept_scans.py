@@ -1,0 +1,54 @@
+"""Scans that outlive the engine: each goes on where it was, after a crash, in another session, on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.errors import UserError
+from dtype_engine.reports.versions import versions
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.scan.scan import Scan
+
+MOST_KEPT = 20
+
+
+def kept_scans_folder() -> Path:
+    """Where they are, for this user."""
+    import platformdirs
+
+    return platformdirs.user_state_path("dtype-tui") / "scans"
+
+
+def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:
+    """Save a scan after every sequence from now on, and go on from what was saved of the same one: of the same weights, inputs and
+    dtypes, by the same versions. `on_unsaved` is told, once, why it can't be saved; it goes on without.
+    """
+    if scan.save is not None:
+        return
+    folder = kept_scans_folder()
+    about = f"{scan.fingerprint} {scan.backward_passes} {versions()}"
+    path = folder / f"{hashlib.sha256(about.encode()).hexdigest()[:32]}.json"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _prune(folder)
+    except OSError as error:
+        on_unsaved(f"can't write to {folder}: {error.strerror}")
+        return
+    try:
+        scan.keep_in(path, on_unsaved)
+    except UserError:  # damaged: there is nothing to go on from
+        with contextlib.suppress(OSError):
+            path.unlink()
+        scan.save, scan.on_unsaved = path, on_unsaved
+
+
+def _prune(folder: Path) -> None:
+    """Remove all but those written last."""
+    files = sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime_ns, reverse=True)
+    for file in files[MOST_KEPT:]:
+        file.unlink(missing_ok=True)

@@ -1,0 +1,137 @@
+"""Work in many independent parts: scans, causes, several recipes. By workers, where the user asked for some, or by this engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+from dtype_engine.core.cancellation import CancelToken
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.throttle import Throttle
+from dtype_engine.core.units import plural
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker import events
+from dtype_engine.worker.commands import MeasureRecipes, Scan
+from dtype_engine.worker.opening import OpenModel
+
+if TYPE_CHECKING:
+    from dtype_engine.evaluation.work import Over
+    from dtype_engine.evaluation.workers import Workers
+    from dtype_engine.results.attribution import AttributionReport
+    from dtype_engine.results.scan import ScanReport
+    from dtype_engine.runtime.session import Session
+
+
+class ManyRuns:
+    """Runs on the worker's thread alone, but for `close`."""
+
+    def __init__(self, model: OpenModel, emit: Callable[[events.Event], None]) -> None:
+        self._model = model
+        self._emit = emit
+        self._workers: Workers | None = None
+        self._measuring: MeasureRecipes | None = None
+        """The recipes that were measured last, all or some of them: stopped by something newer, they are gone on with."""
+        self._measured: set[int] = set()
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._workers is not None:
+            self._workers.close()
+
+    def scan(self, session: Session, recipe: Recipe, command: Scan, token: CancelToken) -> None:
+        """Scan, or go on with that. Raises as `Session.scan`."""
+        from dtype_engine.runtime.scan.scan import Scan as ScanInParts
+
+        def on_estimate(report: ScanReport) -> None:
+            self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
+
+        task = session.scan_task(command.dtypes, None, False, None)
+        assert isinstance(task, ScanInParts)
+        if command.keep:
+            from dtype_engine.worker.kept_scans import keep
+
+            keep(task, lambda why: self._emit(events.Noticed(f"{why}; the scan goes on, and is not kept")))
+            if task.done and not task.finished:
+                on_estimate(task.report())
+        with self._over(session, task.private_bytes, bool(task.pending())) as over:
+            if over is None:
+                report = session.scan(
+                    command.dtypes, on_progress=self._progress(recipe), on_estimate=on_estimate, cancelled=token
+                )
+            else:
+                from dtype_engine.evaluation import work
+
+                before, told = len(task.done), self._told(recipe, "scan", over)
+                told(before, task.parts)
+                report = work.scan(
+                    session, task, over, lambda what, done, total: told(before + done, task.parts), on_estimate, token
+                )
+        self._emit(events.ScanUpdated(report, True))
+
+    def causes(self, session: Session, recipe: Recipe, token: CancelToken) -> AttributionReport:
+        """The causes of the drift of the recipe in force. Raises as `Session.causes`."""
+        with self._over(session, session.plan.planned_bytes) as over:
+            if over is None:
+                return session.causes(partial(self._progress(recipe), "running each module as cast by itself"), token)
+            from dtype_engine.evaluation import work
+
+            by = plural(over.pool.workers, "worker")
+            self._emit(events.WorkingProgress(recipe, f"causes: {by} and the reference", 0, 1))
+            return work.causes(session, over, self._told(recipe, "causes", over), token)
+
+    def recipes(self, session: Session, recipe: Recipe, command: MeasureRecipes, token: CancelToken) -> None:
+        """Measure several recipes; the one in force is in force again afterwards. Raises as `Session.drift`."""
+        from dtype_engine.evaluation import work
+
+        if command is not self._measuring:
+            self._measuring, self._measured = command, set()
+        indexes = [index for index in range(len(command.recipes)) if index not in self._measured]
+        wanted = [(tuple(map(str, command.recipes[index].rules)), session.settings) for index in indexes]
+        count = len(command.recipes)
+        with self._over(session, session.tree.stored_bytes) as over:
+            told = self._told(recipe, "recipes", over)
+            told(count - len(indexes), count)
+            try:
+                for at, report in work.drifts(session, wanted, over, token):
+                    self._measured.add(indexes[at])
+                    self._emit(events.RecipeMeasured(report))
+                    told(len(self._measured), count)
+            finally:
+                session.use_recipe(recipe)
+
+    @contextmanager
+    def _over(self, session: Session, private: int, needed: bool = True) -> Iterator[Over | None]:
+        """The workers; None for this engine. private: as in `Workers.pool`. Where they fail, the next work starts others."""
+        asked = self._model.options.workers
+        if asked is None or not needed:
+            yield None
+            return
+        from dtype_engine.evaluation.workers import Workers
+
+        if self._workers is None:
+            self._workers = Workers(asked, lambda sentence: self._emit(events.Noticed(sentence)))
+        try:
+            yield self._workers.over(session, self._model.source, private)
+        except UserError:
+            self._workers.close()
+            raise
+
+    def _progress(self, recipe: Recipe) -> Callable[[str, int, int | None], None]:
+        throttle = Throttle()
+
+        def on_progress(what: str, done: int, total: int | None) -> None:
+            if throttle.due():
+                self._emit(events.WorkingProgress(recipe, what, done, total or max(1, done)))
+
+        return on_progress
+
+    def _told(self, recipe: Recipe, what: str, over: Over | None) -> Callable[[int, int], None]:
+        """Emits `scan: 4 workers, 37 of 128`."""
+        by = f"{plural(over.pool.workers, 'worker')}, " if over is not None else ""
+
+        def told(done: int, total: int) -> None:
+            self._emit(events.WorkingProgress(recipe, f"{what}: {by}{done} of {total}", done, total))
+
+        return told

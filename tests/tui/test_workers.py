@@ -1,0 +1,179 @@
+"""The app whose engine works over several processes: what they give is what one gives, Esc stops them all, and a scan goes on."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from tests.helpers.recorded_worker import make_engine
+from tests.helpers.screen_text import notices, screen, until
+from tests.helpers.slow_net import CODE, opened, slow
+
+import dtype_engine as de
+from dtype_engine import Options
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker.process import EngineProcess
+from dtype_tui.app import DtypeApp
+from dtype_tui.screens.causes import CausesScreen
+from dtype_tui.screens.optimise import OptimiseScreen
+from dtype_tui.state.launch import Launch
+from dtype_tui.state.session_store import SavedSession
+
+pytestmark = pytest.mark.slow
+SEQUENCES = 6
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that is as slow as a file says, and inputs of six sequences; scans are kept below the same folder."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    path = tmp_path / "net.py"
+    path.write_text(CODE)
+    inputs = torch.randn(SEQUENCES, 4, 64, generator=torch.Generator().manual_seed(1))
+    torch.save([{"x": row} for row in inputs], tmp_path / "inputs.pt")
+    slow(path, 0)
+    return path
+
+
+def app_on(net: Path, workers: int | None, saved: SavedSession | None = None) -> DtypeApp:
+    options = Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1, workers=workers)
+    launch = Launch("net", saved=saved)
+    return DtypeApp(launch, lambda emit: make_engine("process", f"{net}:Net", options, emit))
+
+
+def untimed(report: object) -> object:
+    return dataclasses.replace(report, forward_seconds=0.0, scan_seconds=0.0)  # type: ignore[type-var]
+
+
+async def test_a_scan_over_workers_is_stopped_goes_on_and_is_that_of_one_process(net: Path) -> None:
+    app = app_on(net, 2)
+    scan = app.controller.experiment.scan
+    async with opened(app) as pilot:
+        slow(net, 0.05)
+        await pilot.press("s", "enter")
+        await until(pilot, lambda: re.search(rf"scan: 2 workers, 0 of {SEQUENCES}", screen(app)))
+        await until(pilot, lambda: scan.report is not None, 120)
+        await until(pilot, lambda: re.search(rf"scan: 2 workers, [1-5] of {SEQUENCES}", screen(app)))
+        assert isinstance(app.controller.engine, EngineProcess)
+        assert app.controller.engine.process_id is not None
+        await pilot.press("escape")
+        await until(pilot, lambda: not app.controller.activity.busy)
+        assert notices(app)[-1] == "stopped: scan; s goes on with it"
+        assert scan.report is not None
+        done = scan.report.sequences
+        assert 0 < done < SEQUENCES
+        time.sleep(1.0)
+        assert scan.report.sequences == done  # nothing works on
+        slow(net, 0)
+        await pilot.press("s")
+        await until(pilot, lambda: scan.finished and not app.controller.activity.busy)
+    session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
+    assert untimed(scan.report) == untimed(session.scan(scan.asked))
+    # Another engine of another session goes on with what was kept: a pass would take a minute now.
+    saved = SavedSession(f"{net}:Net", "net", recipes=(Recipe(),), scanned=scan.asked)
+    again = app_on(net, None, saved)
+    async with opened(again) as pilot:
+        slow(net, 5)
+        await pilot.press("s")
+        await until(pilot, lambda: again.controller.experiment.scan.finished, 20)
+        assert again.controller.experiment.scan.report == scan.report
+        slow(net, 0)
+
+
+async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(net: Path) -> None:
+    app = app_on(net, 2)
+    experiment = app.controller.experiment
+    session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
+    async with opened(app) as pilot:
+        await pilot.press("2")
+        await until(pilot, lambda: experiment.report is not None and not app.controller.activity.busy)
+        await pilot.press("d")
+        assert isinstance(app.screen, CausesScreen)
+        await until(pilot, lambda: experiment.causes is not None, 120)
+        await pilot.press("escape")
+        session.use_recipe(experiment.recipe)
+        found = experiment.causes
+        assert found is not None
+        assert dataclasses.replace(found, seconds=0.0) == dataclasses.replace(session.causes(), seconds=0.0)
+        engine = app.controller.engine
+        assert isinstance(engine, EngineProcess)
+        assert engine.process_id is not None
+        await pilot.press("s", "enter")
+        await until(pilot, lambda: experiment.scan.finished and not app.controller.activity.busy)
+        await pilot.press("o")
+        view = app.screen
+        assert isinstance(view, OptimiseScreen)
+        before = len(experiment.measured)
+        await pilot.press("m")
+        await until(pilot, lambda: len(experiment.measured) >= before + 5 and not app.controller.activity.busy)
+        assert experiment.recipe == Recipe((Rule("*", "bfloat16"),))  # still in force
+        for entry in experiment.measured[before:]:
+            session.use_recipe(entry.recipe)
+            assert session.drift().output.sqnr_db == entry.sqnr_db
+        assert view.measured_here() is not None
+        await pilot.press("escape")
+        # Other settings: all of the history is measured with these.
+        app.controller.set_settings(de.RunSettings(compute="bfloat16"))
+        await until(pilot, lambda: experiment.report is not None and not app.controller.activity.busy)
+        recipes = {entry.rules for entry in experiment.measured}
+        await pilot.press("H", "m")
+
+        def measured_now() -> set[tuple[str, ...]]:
+            now = str(experiment.settings)
+            return {entry.rules for entry in experiment.measured if entry.settings == now}
+
+        await until(pilot, lambda: measured_now() == recipes and not app.controller.activity.busy)
+        await pilot.press("m")
+        assert "all are measured on these inputs" in notices(app)[-1]
+
+
+async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_gone(net: Path) -> None:
+    app = app_on(net, 2)
+    experiment = app.controller.experiment
+    async with opened(app) as pilot:
+        slow(net, 0.05)
+        await pilot.press("s", "enter")
+        await until(pilot, lambda: experiment.scan.report is not None, 120)
+        engine = app.controller.engine
+        assert isinstance(engine, EngineProcess)
+        assert engine.process_id is not None
+        workers = [process for process in psutil.process_iter() if _is_worker(process, net)]
+        psutil.Process(engine.process_id).kill()
+        await until(pilot, lambda: app.controller.life.error is not None)
+        assert any("s goes on with the scan" in words for words in notices(app))
+        assert experiment.scan.report is not None
+        done = experiment.scan.report.sequences
+        _, alive = psutil.wait_procs(workers, timeout=60)
+        assert len(workers) == 2
+        assert not alive
+        await pilot.press("R")
+        await until(pilot, lambda: experiment.live and not app.controller.activity.busy)
+        assert 0 < done < SEQUENCES
+        await pilot.press("s")
+        await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))
+        assert not app.controller.activity.what.startswith("scan: 2 workers, 0 of")
+        slow(net, 0)
+        await until(pilot, lambda: experiment.scan.finished and not app.controller.activity.busy, 120)
+
+
+def _is_worker(process: psutil.Process, net: Path) -> bool:
+    """One that has this model's folder for its state."""
+    try:
+        started = "multiprocessing.spawn" in " ".join(process.cmdline())
+        return started and process.environ().get("XDG_STATE_HOME") == str(net.with_name("state"))
+    except psutil.Error:
+        return False
