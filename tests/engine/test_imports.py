@@ -39,6 +39,19 @@ def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> No
     assert loaded_after(statement, "msgspec", "jinja2", "soxr") == set()
 
 
+def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
+    """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
+    statement = (
+        "import sys, dtype_tui.app; from dtype_tui.cli.command import main\n"
+        "drawn = []; dtype_tui.app.DtypeApp.run = lambda app: drawn.append(app)\n"
+        "sys.argv = ['dtype-tui', 'demo', '--in-process']\n"
+        "import os, pty; ours, terminal = pty.openpty(); output = os.dup(1); _ = [os.dup2(terminal, n) for n in range(3)]\n"
+        "try: main()\nexcept SystemExit: assert drawn\nos.dup2(output, 1)"
+    )
+    names = ("dtype_engine.evaluation", "multiprocessing", "psutil", "importlib.metadata", "email", "msgspec", "torch")
+    assert loaded_after(statement, *names) == set()
+
+
 @pytest.mark.slow
 def test_the_engine_does_not_import_textual() -> None:
     assert (

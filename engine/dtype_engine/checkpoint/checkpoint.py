@@ -109,7 +109,7 @@ class Checkpoint:
     @property
     def _own_parts(self) -> set[str]:
         """Names of the data and the scales of `quantized`, as the files have them."""
-        return {part.name for tensor in self.quantized.values() for part in tensor.parts.values()}
+        return {part.name for weight in self.quantized.values() for part in weight.tensors}
 
     @property
     def stored_bytes(self) -> int:

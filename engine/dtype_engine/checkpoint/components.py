@@ -14,8 +14,8 @@ from typing import Any
 
 from dtype_engine.checkpoint.cut_files import identified
 from dtype_engine.checkpoint.file_identity import FileIdentity
+from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.weight_files import (
-    PICKLES,
     NoWeights,
     find_weight_files,
     read_json,
@@ -77,7 +77,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
             files = find_weight_files(subfolder)
         except NoWeights:
             continue
-        pickled = any(file.suffix in PICKLES for file in files)
+        pickled = any(kind_of(file) == "pickle" for file in files)
         identities = identified(files)
         own, metadata = ({}, {}) if pickled else read_shards(subfolder, files)
         config = read_json(subfolder / "config.json") if (subfolder / "config.json").is_file() else None

@@ -21,6 +21,7 @@ from dtype_engine.checkpoint.components import (
 )
 from dtype_engine.checkpoint.cut_files import identified
 from dtype_engine.checkpoint.file_identity import refuse_changed
+from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.checkpoint.safetensors_header import (
     CheckpointTensor,
@@ -28,7 +29,6 @@ from dtype_engine.checkpoint.safetensors_header import (
 )
 from dtype_engine.checkpoint.weight_files import (
     INDEX,
-    PICKLES,
     SINGLE,
     find_weight_files,
     read_json,
@@ -66,8 +66,8 @@ def needs_torch(path: Path) -> bool:
             files = find_weight_files(path)
         except UserError:
             return False
-        return any(file.suffix in PICKLES for file in files)
-    return path.suffix in PICKLES
+        return any(kind_of(file) == "pickle" for file in files)
+    return kind_of(path) == "pickle"
 
 
 def peek_first_shard(path: Path) -> Tree | None:
@@ -84,10 +84,11 @@ def peek_first_shard(path: Path) -> Tree | None:
 
 
 def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
-    if path.suffix in PICKLES:
+    kind = kind_of(path)
+    if kind == "pickle":
         return _of_pickles(path, (path,), None, trust_pickle)
     identities = identified((path,))
-    if path.suffix == ".gguf":
+    if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
         tensors, metadata = read_gguf(path)
@@ -106,10 +107,10 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
     config = read_json(config_file) if config_file.exists() else None
     files = find_weight_files(folder)
     adapter = (folder / ADAPTER_CONFIG).is_file() and (config is None or files[0].name.startswith("adapter_model."))
-    if any(file.suffix in PICKLES for file in files):
+    if any(kind_of(file) == "pickle" for file in files):
         checkpoint = _of_pickles(folder, files, config, trust_pickle)
         return _as_adapter(checkpoint) if adapter else checkpoint
-    if files[0].suffix == ".gguf":
+    if kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
     identities = identified(files)
     tensors, metadata = read_shards(folder, files)

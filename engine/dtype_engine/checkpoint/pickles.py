@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pickle
 import stat
@@ -10,7 +11,7 @@ import sys
 import warnings
 import zipfile
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -222,27 +223,48 @@ def state_dict(loaded: Any, path: Path) -> tuple[dict[str, torch.Tensor], tuple[
         return {"tensor": loaded.detach()}, ()
     if not isinstance(loaded, Mapping):
         raise UserError(f"{path} holds a {type(loaded).__name__}, not a state dict of tensors by name")
-    best, most, entry = loaded, _count(loaded), None
-    for key in (*_NESTED, *(key for key in loaded if isinstance(key, str))):
-        inside = loaded.get(key)
-        if isinstance(inside, nn.Module):
-            inside = inside.state_dict()
-        if isinstance(inside, Mapping):
-            count = _count(inside)
-            if count > most or (count and entry is None and count == most):
-                best, most, entry = inside, count, key
-            if entry in _NESTED:
-                break
-    if not most:
+    best, entry = _weights(loaded)
+    if not _count(best):
         raise UserError(f"{path} holds no tensors by name: it is no checkpoint")
     notices = []
-    if entry is not None:
+    if entry:
         notices.append(f"{path.name}: the weights are its entry {printable(entry)!r}")
     others, first = _elsewhere(loaded, best)
     if others:
         what = "1 other tensor in it is" if others == 1 else f"{others} other tensors in it are"
         notices.append(f"{path.name}: {what} not among the weights, first {printable(first)}")
     return _tensors(best, path), tuple(notices)
+
+
+def _weights(loaded: Mapping[Any, Any]) -> tuple[Mapping[Any, Any], str]:
+    """The mapping with the most tensors in what was loaded, and where it is nested, as `model.state_dict`; "" for the top. One with
+    a name that weights are usually under ends the search.
+    """
+    best, most, entry = loaded, _count(loaded), ""
+    level = [("", loaded)]
+    for _ in range(_DEEPEST):
+        inside = list(itertools.islice(_nested(level), _MOST_LOOKED_AT))
+        for place, mapping in inside:
+            count = _count(mapping)
+            if count > most or (count and not entry and count == most):
+                best, most, entry = mapping, count, place
+                if place.rpartition(".")[2] in _NESTED:
+                    return best, entry
+        level = inside
+    return best, entry
+
+
+def _nested(level: Iterable[tuple[str, Mapping[Any, Any]]]) -> Iterator[tuple[str, Mapping[Any, Any]]]:
+    """The mappings in mappings, and where they are; those with usual names first."""
+    from torch import nn
+
+    for place, mapping in level:
+        for key in dict.fromkeys((*_NESTED, *(key for key in mapping if isinstance(key, str)))):
+            inside = mapping.get(key)
+            if isinstance(inside, nn.Module):
+                inside = inside.state_dict()
+            if isinstance(inside, Mapping):
+                yield f"{place}.{key}" if place else key, inside
 
 
 def _count(mapping: Mapping[Any, Any]) -> int:
@@ -277,6 +299,8 @@ _LARGEST_REPEATED, _MOST_REPEATED = 1 << 32, 64
 days.
 """
 _MOST_LOOKED_AT = 1_000_000
+_DEEPEST = 3
+"""How deep weights may be nested: `model.state_dict` in a trainer's file is two."""
 _LONGEST_PLACE = 200
 
 

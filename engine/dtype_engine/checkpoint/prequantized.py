@@ -15,7 +15,7 @@ from typing import Any
 
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 from dtype_engine.core import dtypes
-from dtype_engine.core.block_formats import CODES, SCALE, Part, parts
+from dtype_engine.core.block_formats import CODES, INPUT_SCALE, SCALE, Part, parts
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
@@ -31,17 +31,24 @@ the numbers for values without a word."""
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
     """A storage-only weight of an exported checkpoint: its dtype (`@tensor` included), its shape, and its tensors in the file by
-    suffix, in the order of `core.block_formats.parts`: codes, scales, and what else a format has.
+    suffix, in the order of `core.block_formats.parts`: codes, scales, and what else a format has. input_scale: what NVFP4 has for
+    the inputs of its layer, where the file has it.
     """
 
     dtype: str
     shape: tuple[int, ...]
     parts: Mapping[str, CheckpointTensor]
+    input_scale: CheckpointTensor | None = None
 
     @property
     def data(self) -> CheckpointTensor:
         """The codes."""
         return self.parts[CODES]
+
+    @property
+    def tensors(self) -> tuple[CheckpointTensor, ...]:
+        """All that belongs to it in the file."""
+        return (*self.parts.values(), *([] if self.input_scale is None else [self.input_scale]))
 
 
 def read_quantized(
@@ -86,7 +93,10 @@ def _read_weight(
         if tensor is None or tensor.dtype != part.dtype or tensor.nbytes != part.nbytes:
             return None
         found[part.suffix] = tensor
-    return QuantizedWeight(dtype, shape, found)
+    of_inputs = tensors.get(input_scale_name(name)) if row.blocks is not None and row.blocks.tensor_scale else None
+    if of_inputs is not None and (of_inputs.dtype, of_inputs.shape) != ("float32", (1,)):
+        return None
+    return QuantizedWeight(dtype, shape, found, of_inputs)
 
 
 def _read_shape(text: str | None) -> tuple[int, ...]:
@@ -100,6 +110,11 @@ def codes_names(name: str, dtype: str) -> tuple[str, str]:
     blocks = dtypes.BY_NAME[dtype].blocks
     packed = "_packed" if blocks is not None and blocks.packing != "none" else ""
     return name + packed, name + OWN_SUFFIX + packed
+
+
+def input_scale_name(name: str) -> str:
+    """The name of the scale for the inputs of the layer that a weight belongs to."""
+    return f"{name.rpartition('.')[0]}.{INPUT_SCALE}".removeprefix(".")
 
 
 def parts_in(shape: tuple[int, ...], dtype: str) -> tuple[Part, ...]:
@@ -124,7 +139,8 @@ _SIGNS: dict[str, tuple[str, tuple[str, ...], str]] = {
     ),
     "weight_packed": (
         "",
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale"),
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale",
+         "input_global_scale"),
         "packed by compressed-tensors",
     ),
     "weight_scale": (

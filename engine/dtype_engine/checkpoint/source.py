@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -10,7 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from dtype_engine.checkpoint import PICKLES, Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint import Checkpoint, FileIdentity, needs_torch, open_checkpoint, peek_first_shard
+from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
@@ -24,7 +26,10 @@ _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A model that was found but not opened: a checkpoint at `path`, or `attribute` of a Python file or module."""
+    """A model that was found but not opened: a checkpoint at `path`, or `attribute` of a Python file or module.
+
+    asked: what `locate` found it by; None for the demo.
+    """
 
     kind: Literal["checkpoint", "python"]
     title: str
@@ -32,6 +37,7 @@ class Source:
     module: str | None = None
     attribute: str | None = None
     trust_pickle: bool = False
+    asked: str | None = field(default=None, compare=False)
     _opened: list[tuple[Checkpoint, tuple[FileIdentity, ...]]] = field(
         default_factory=list, init=False, repr=False, compare=False
     )
@@ -85,6 +91,10 @@ def locate(
     `python_only_by` is for a `model` that a file names: a file does not choose which Python code runs. It says how the
     user can name the code, and code is refused with it.
     """
+    return dataclasses.replace(_located(model, trust_pickle, download, python_only_by), asked=model)
+
+
+def _located(model: str | None, trust_pickle: bool, download: bool, python_only_by: str | None) -> Source:
     path = _path(model)
     if model is None or (model == "demo" and not path.exists()):
         return Source("checkpoint", "demo", DEMO)
@@ -144,12 +154,12 @@ def _path(model: str | None) -> Path:
 
 
 def _file(path: Path, trust_pickle: bool) -> Source:
-    if path.suffix in (".safetensors", ".gguf", *PICKLES):
-        return Source("checkpoint", printable(path.name), path, trust_pickle=trust_pickle)
     if path.suffix == ".py":
         raise UserError(f"{path} is a Python file: add the class or function that makes the model, as in {path}:Name")
     if not path.is_file():
         raise UserError(f"{path} is not a regular file")
+    if kind_of(path) is not None:
+        return Source("checkpoint", printable(path.name), path, trust_pickle=trust_pickle)
     raise UserError(
         f"{path} is no checkpoint: give a folder, a .safetensors, .pth, .bin or .gguf file, or file.py:Name"
     )

@@ -15,7 +15,7 @@ from dtype_engine.core.text import printable
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-PICKLES = (".pth", ".pt", ".bin", ".ckpt")
+PICKLES = (".pth", ".pt", ".bin", ".ckpt", ".pth.tar")
 _INDEXES = (INDEX, "diffusion_pytorch_model.safetensors.index.json", "pytorch_model.bin.index.json")
 _SINGLES = (SINGLE, "diffusion_pytorch_model.safetensors", "adapter_model.safetensors", "pytorch_model.bin",
             "diffusion_pytorch_model.bin", "adapter_model.bin")  # fmt: skip

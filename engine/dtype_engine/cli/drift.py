@@ -6,15 +6,18 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import note, print_json, say, say_progress
+from dtype_engine.cli.parallel import over_workers, workers_option
+from dtype_engine.cli.program import note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
+from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
 from dtype_engine.results.attribution import (
     AttributionReport,
@@ -30,6 +33,7 @@ from dtype_engine.results.runs import Generation
 from dtype_engine.results.thresholds import Verdict, verdicts
 
 if TYPE_CHECKING:
+    from dtype_engine.checkpoint.source import Source
     from dtype_engine.runtime.session import Session
 
 MISSED = 1
@@ -57,6 +61,7 @@ MISSED = 1
 @click.option(
     "--suggest", is_flag=True, help="Try rules that keep the values that the casts lose, and say the drift then."
 )
+@workers_option
 @threshold_options
 @json_option
 def drift(
@@ -66,6 +71,7 @@ def drift(
     force: bool,
     with_causes: bool,
     suggest: bool,
+    workers: str | int | None,
     as_object: bool,
     **limits: Any,
 ) -> int:
@@ -82,13 +88,21 @@ def drift(
     if request.options.reference_bytes is None and not suggest:
         # Nothing is measured again.
         request = dataclasses.replace(request, options=dataclasses.replace(request.options, reference_bytes=0))
-    session = request.open_session()
+    if workers is not None and not with_causes:
+        raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
+    source = request.locate()
+    session = request.open_session(source)
     report = session.drift(on_progress=say_progress)
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)
-    texts = session.generate(tokens, lambda which, done, most: say(f"{which}: {done} tokens")) if tokens else ()
+    texts = (
+        session.generate(tokens, lambda which, done, most: say_share(f"generating: {which}", done, most))
+        if tokens
+        else ()
+    )
     reached = verdicts(thresholds_from(limits), report.output)
-    details = _measure_details(session, report, with_causes, suggest)
+    attribution = _causes(session, source, workers) if with_causes else None
+    details = _measure_details(session, report, attribution, suggest)
     say("")
     if as_object:
         calibration = {"calibration": as_json(session.inputs_reading)}
@@ -140,17 +154,29 @@ class _Details:
         return "\n".join([*lines, *verdict_lines(reached)])
 
 
-def _measure_details(session: Session, report: DriftReport, causes: bool, suggest: bool) -> _Details:
+def _causes(session: Session, source: Source, workers: str | int | None) -> AttributionReport:
+    """Every module run as cast by itself, here or by workers. Raises UserError."""
+    if workers is None:
+        return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
+    from dtype_engine.evaluation import work
+
+    with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, pace):
+        assert over is not None
+        return work.causes(session, over, lambda done, total: say(f"causes: {pace.line(done, total)}"))
+
+
+def _measure_details(
+    session: Session, report: DriftReport, attribution: AttributionReport | None, suggest: bool
+) -> _Details:
     """Measure the noise floor where it may decide, and what else a report calls for (values that are not finite) or the user asked
     for.
     """
     asked = session.options.floor
     floor = None
     if asked == "always" or (asked == "auto" and near_floor(report.output)):
-        floor = session.floor(lambda done, total: say("the reference against itself"))
-    nonfinite = session.nonfinite(report, lambda done, total: say(f"trying remedies: {done + 1} of {total}"))
-    attribution = session.causes(lambda done, total: say(f"causes: {done} of {total}")) if causes else None
-    remedy = session.loss_remedy(report, lambda done, total: say("trying what keeps the values")) if suggest else None
+        floor = session.floor(partial(say_share, "the reference against itself"))
+    nonfinite = session.nonfinite(report, partial(say_share, "trying remedies"))
+    remedy = session.loss_remedy(report, partial(say_share, "trying what keeps the values")) if suggest else None
     return _Details(floor, nonfinite, attribution, meaning(report.output, floor), suggest, remedy)
 
 
@@ -206,7 +232,7 @@ def flow(request: RunRequest, as_object: bool) -> None:
 def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
     """Time forward passes in float32, as stored, and as cast: the median of repeats after a warm-up."""
     session = request.open_session()
-    report = session.speed(lambda what, done, total: say(f"timing {what}: {done} of {total}"), repeats=repeats)
+    report = session.speed(lambda what, done, total: say_share(f"timing: {what}", done, total), repeats=repeats)
     say("")
     if as_object:
         print_json(as_json(report))

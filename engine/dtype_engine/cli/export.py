@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.parallel import workers_option
+from dtype_engine.cli.program import note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -23,9 +24,11 @@ from dtype_engine.results.export import ExportReport, VerifyReport
 
 NO = 1
 _SHOWN = 20
+_TENSOR_BYTES = 1 << 30
+"""What a process that compares holds of one tensor and its casts."""
 
 
-@click.command(cls=ModelCommand, runs=False)
+@click.command(cls=ModelCommand)
 @click.option(
     "-o",
     "--output",
@@ -39,21 +42,27 @@ _SHOWN = 20
 @click.option("--max-shard-size", default="5GB", show_default=True, help="The most bytes in one file of weights.")
 @json_option
 def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, as_object: bool) -> None:
-    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed."""
-    from dtype_engine.runtime.export import export_checkpoint
+    """Write a checkpoint in the dtypes of a recipe, streamed from the source, which is not changed.
+
+    With --quantize-activations weights it says that activations are quantised, in the formats that runtimes quantise them in. For
+    NVFP4 the inputs are run first, for the scale that it keeps for them; nothing else is run.
+    """
+    from dtype_engine.runtime.export import export as write
+    from dtype_engine.runtime.export import of_checkpoint
+    from dtype_engine.runtime.export.input_scales import needs_calibration
     from dtype_engine.runtime.export.staging import check_folder
 
     source, recipe = request.locate(), request.recipe
     check_folder(folder, force, [source.path] if source.path is not None else [])
-    checkpoint = source.open()
+    checkpoint, contents = source.open(), None
     if checkpoint is not None:
         if request.preset is not None:
             from dtype_engine.runtime.model.describe import describe
 
             recipe = request.with_preset(describe(source, request.options).tree)
-        report = export_checkpoint(
-            checkpoint, source.title, recipe, folder, max_shard_size, request.options, _rate("exporting"), force=force
-        )
+        contents = of_checkpoint(checkpoint, source.title, recipe, request.options)
+    if contents is not None and not needs_calibration(contents):
+        report = write(contents, folder, max_shard_size, _rate("exporting"), force=force)
     else:
         report = request.open_session(source).export(folder, max_shard_size, _rate("exporting"), force=force)
     say("")
@@ -68,8 +77,9 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--against", "model", required=True, metavar="MODEL", help="What it was exported from.")
 @click.option("--drift", is_flag=True, help="Also run both: the drift after loading back must be the same.")
+@workers_option
 @json_option
-def verify(request: RunRequest, folder: Path, drift: bool, as_object: bool) -> int:
+def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | None, as_object: bool) -> int:
     """Check an export: every tensor's dtype and values as its recipe makes them of MODEL, bit for bit.
 
     Exit status 1 when anything differs.
@@ -81,7 +91,17 @@ def verify(request: RunRequest, folder: Path, drift: bool, as_object: bool) -> i
     options = request.options
     if options.device == "auto":  # the same sums on any machine
         options = dataclasses.replace(options, device="cpu")
-    report = check(folder, request.locate(), drift, options, _rate("comparing"))
+    source = request.locate()
+    if workers is None:
+        report = check(folder, source, drift, options, _rate("comparing"))
+    else:
+        from dtype_engine.evaluation.work import comparing
+        from dtype_engine.evaluation.workers import Workers
+
+        with Workers(workers, lambda sentence: note([sentence])) as started:
+            threads = started.threads(options.threads, _TENSOR_BYTES)
+            compare = comparing(started.pool(_TENSOR_BYTES), threads, folder, source, options)
+            report = check(folder, source, drift, options, _rate("comparing"), elsewhere=compare)
     say("")
     if as_object:
         print_json(as_json(report) | {"same": report.same})
@@ -98,7 +118,7 @@ def _rate(what: str) -> Callable[[int, int], None]:
         if throttle.due(last=done == total):
             seconds = time.perf_counter() - started
             speed = human_bytes(done / seconds) if seconds > 0 else "0 B"
-            say(f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
+            say_share(what, done, total, f"{what}: {human_bytes(done)} of {human_bytes(total)}, {speed}/s")
 
     return tell
 

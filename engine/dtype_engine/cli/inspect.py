@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import print_json, say
+from dtype_engine.cli.program import print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.recipe import make_plan, require_matches
 from dtype_engine.results.as_json import as_json
@@ -62,7 +62,7 @@ def weights(request: RunRequest, as_object: bool) -> None:
     from dtype_engine.runtime.measure.weight_errors import round_trips, round_trips_of_live, skipped
 
     def on_progress(done: int, total: int) -> None:
-        say(f"weights: {done} of {total}")
+        say_share("weights", done, total, f"weights: {done} of {total}")
 
     if source.kind == "python":
         from dtype_engine.runtime.model.load import load

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 _FILE = click.Path(path_type=Path)
 
@@ -20,6 +22,8 @@ force_option = click.option("--force", is_flag=True, help="Replace a file that i
 
 def _paths(context: click.Context, parameter: click.Parameter, begun: str) -> list[CompletionItem]:
     """What a shell offers for MODEL: its own completion of paths."""
+    from click.shell_completion import CompletionItem
+
     return [CompletionItem(begun, type="file")]
 
 
@@ -86,6 +90,13 @@ _RUNNING = (
         show_default=True,
         help="Floating inputs as they are, or cast to the dtype of the model's first weight.",
     ),
+    click.Option(
+        ["--quantize-activations"],
+        type=click.Choice(["none", "weights"]),
+        default="none",
+        show_default=True,
+        help="weights: round the input of a matrix product in the format of its weight, as runtimes do in W8A8 and W4A4.",
+    ),
 )
 
 
@@ -134,6 +145,14 @@ _MEASURING = (
         default="auto",
         show_default=True,
         help="The drift of the reference against itself. auto: where a reading is near it; in the app, while nothing else runs.",
+    ),
+    click.Option(
+        ["--modules"],
+        type=click.Choice(["sampled", "exact"]),
+        default="sampled",
+        show_default=True,
+        help="Compare a sample of the rows (tokens) of modules' outputs, ± one standard error, or all rows. The main output is "
+        "always compared in full.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],

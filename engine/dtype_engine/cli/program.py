@@ -14,7 +14,9 @@ import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import time_left
 
 BAD_INPUT = 2
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
@@ -39,9 +41,26 @@ def note(sentences: Iterable[str]) -> None:
         click.echo(f"dtype-engine: note: {sentence}", err=True)
 
 
+_BAR = 20
+_pace = JobPace()
+
+
+def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -> None:
+    """How much of a job is done: `said` (by default `what`), a bar, and the time left as soon as that can be guessed.
+
+    job: where `what` is one of its parts, and `done` and `total` are of all of them.
+    """
+    share = min(1.0, max(0.0, done / total)) if total else 0.0
+    _pace.follow(job or what, share)
+    left = _pace.seconds_left
+    filled = round(_BAR * share)
+    shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"
+    say(shown + (f" {time_left(left)} left" if left is not None else ""))
+
+
 def say_progress(run: str, done: int, total: int) -> None:
     """How much of a measurement is done, and in which of its passes it is."""
-    say(f"measuring: {run} {100 * done // max(1, total)} %")
+    say_share(f"measuring: {run}", done, total, job="measuring")
 
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:

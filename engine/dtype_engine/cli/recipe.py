@@ -15,6 +15,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, left_out_as_json, target_named
 from dtype_engine.results.as_json import as_json
 
@@ -87,14 +88,25 @@ def _left_out_lines(written: Conversion) -> list[str]:
 
 @recipe.command(cls=ModelCommand, rules=False, runs=False)
 @file_argument
-@click.option("--for", "target", required=True, type=target_names, help="The tool whose matcher to try.")
+@click.option(
+    "--for",
+    "target",
+    required=True,
+    type=click.Choice((*TARGET_SUFFIXES, *RUNTIMES)),
+    help="The tool whose matcher to try, or the runtime that is to load an export.",
+)
 @model_option
 @json_option
 def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
-    """What a recipe's patterns, as they stand, would take in another tool. Exit status 1 when that differs."""
+    """What a recipe's patterns, as they stand, would take in another tool; for vllm and sglang, what these would do with an export.
+
+    Exit status 1 when that differs, or something is refused, changed or slow there.
+    """
     from dtype_engine.recipe.lint import lint as read_as
 
     context = _from_file(file, request)
+    if target in RUNTIMES:
+        return _lint_serving(context, file, target, as_object)
     reading = read_as(context, target_named(target))
     if as_object:
         print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
@@ -102,6 +114,17 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
         for line in _lint_lines(reading):
             click.echo(line)
     return DIFFERS if reading.differs else 0
+
+
+def _lint_serving(context: Context, file: Path, target: str, as_object: bool) -> int:
+    runtime = next(name for name in RUNTIMES if name == target)
+    reading = lint_serving(context, runtime, context.activations)
+    if as_object:
+        print_json({"model": context.title, "loads": reading.loads} | as_json(reading))
+    else:
+        for line in serving_lines(reading, lambda names: _some(tuple(names))):
+            click.echo(line)
+    return DIFFERS if reading.findings else 0
 
 
 def _lint_object(reading: Lint) -> dict[str, Any]:
@@ -180,11 +203,13 @@ def _from_file(file: Path, request: RunRequest) -> Context:
     from dtype_engine.recipe.file import read_recipe_file
 
     given = read_recipe_file(file)
-    if request.model is not None:
-        return _context(dataclasses.replace(request, recipe=given.recipe))
-    if given.model is None:
+    if request.model is None and given.model is None:
         raise UserError(f"{file} does not say what model it is for: add --model")
-    return _context(dataclasses.replace(request, recipe=given.recipe, model=given.model), python_only_by="--model")
+    by = "--model" if request.model is None else None
+    found = _context(dataclasses.replace(request, recipe=given.recipe, model=request.model or given.model), by)
+    return (
+        found if given.settings is None else dataclasses.replace(found, activations=given.settings.quantize_activations)
+    )
 
 
 def _context(request: RunRequest, python_only_by: str | None = None) -> Context:

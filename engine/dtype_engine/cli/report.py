@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import note, print_json, say, say_progress
+from dtype_engine.cli.program import note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
@@ -80,7 +80,7 @@ def _losses(known: Planned) -> tuple[ValueLoss, ...] | None:
     from dtype_engine.runtime.measure.stored_losses import losses_in_files
 
     def progress(done: int, total: int) -> None:
-        say(f"looking for values that the casts lose: {done} of {total}")
+        say_share("looking for values that the casts lose", done, total)
 
     try:
         return losses_in_files(known.checkpoint, known.tree, known.plan.dtypes, on_progress=progress)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from dtype_engine.cli.program import say
-from dtype_engine.core import dtypes
+from dtype_engine.cli.program import say_share
+from dtype_engine.core import dtypes, opening_progress
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
 from dtype_engine.core.options import Options, RunSettings
@@ -102,14 +103,16 @@ class RunRequest:
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.opening import open_session
 
-        session = open_session(source, self.options, on_step=say)
+        modules = opening_progress.WITHOUT if source.kind == "python" else opening_progress.WITH_TRANSFORMERS
+        with opening_progress.OpeningProgress(partial(say_share, job="opening"), modules) as on_step:
+            session = open_session(source, self.options, on_step=on_step)
         title = session.model.title
         if self.made_for is not None and self.made_for != title:
             made_for = printable(self.made_for)
             click.echo(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}", err=True)
         recipe = self.with_preset(session.tree)
         require_matches(session.tree, recipe)
-        session.apply(recipe)
+        session.apply(recipe, on_progress=lambda done, total: say_share(f"casting {total:,} tensors", done, total))
         return session
 
     def plan(self, source: Source) -> Planned:
@@ -155,5 +158,7 @@ def _options(values: Mapping[str, Any], runs: bool) -> Options:
     cast = _AUTOCAST.get(dtypes.parse_target(autocast)) if autocast is not None else None
     if autocast is not None and cast is None:
         raise UserError(f"--autocast {autocast}: torch.autocast knows bfloat16 and float16")
-    options = Options(**given, settings=RunSettings(compute, cast, values["float_inputs"]))
+    options = Options(
+        **given, settings=RunSettings(compute, cast, values["float_inputs"], values["quantize_activations"])
+    )
     return options

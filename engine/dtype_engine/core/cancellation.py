@@ -26,8 +26,8 @@ class CancelToken:
 
     def __call__(self) -> bool:
         """Whether to stop; waits while paused."""
-        while not self._cancelled.is_set() and not self._unpaused.wait(_POLL_S):
-            pass
+        while not self._unpaused.is_set() and not self._cancelled.is_set():
+            self._unpaused.wait(_POLL_S)
         return self._cancelled.is_set()
 
     @property

@@ -16,6 +16,7 @@ from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
 
 MOST_PARTS = 200
@@ -297,6 +298,11 @@ class Tree:
             node = stack.pop()
             yield node
             stack.extend(reversed(node.children.values()))
+
+    @cached_property
+    def fused_groups(self) -> tuple[tuple[str, ...], ...]:
+        """The weights that runtimes multiply as one, by name."""
+        return fused_groups(self.tensors)
 
     @cached_property
     def names(self) -> tuple[list[str], list[str]]:

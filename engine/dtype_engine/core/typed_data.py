@@ -57,6 +57,7 @@ def path_of(kind: type, value: object) -> Path:
 
 
 def _path_text(value: object) -> str:
+    """msgspec's `enc_hook`, which has to raise this very error for what it does not know."""
     if not isinstance(value, Path):
         raise NotImplementedError
     return str(value.expanduser().absolute())

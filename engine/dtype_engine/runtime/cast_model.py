@@ -6,7 +6,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -16,7 +15,6 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_match, make_plan
-from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.scan import Prediction, ScanReport
@@ -229,39 +227,6 @@ class CastModel:
             ()
         """
         return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
-
-    def export(
-        self,
-        folder: str | Path,
-        max_shard_size: int | str = "5GB",
-        on_bytes: OnProgress = lambda done, total: None,
-        cancelled: IsCancelled = never,
-        force: bool = False,
-    ) -> ExportReport:
-        """Write a checkpoint in the dtypes of the recipe in force; the source is not changed.
-
-        Args:
-            folder: A new folder.
-            max_shard_size: The most bytes in one file of weights, as a number or as "5GB".
-            on_bytes: Called with the bytes written and all there are.
-            cancelled: Asked between pieces; nothing is left behind then.
-            force: Replace a folder that holds something, when all is written.
-
-        Returns:
-            What was written, in bytes and seconds.
-
-        Raises:
-            UserError: The folder can't be written, holds something, or there is no room.
-            Cancelled: `cancelled()` was true.
-
-        Example:
-            >>> report = session.export(folder / "export")
-            >>> model = de.load_pretrained(folder / "export")
-        """
-        from dtype_engine.runtime.export import export, of_live
-
-        contents = of_live(self.model, self.recipe, self._plan.dtypes)
-        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
 
     def predict(self, recipe: Recipe | None = None) -> Prediction:
         """Predict the drift of a recipe by the last scan: the sum of its weights' scores.

@@ -29,6 +29,17 @@ def threads_each(threads: int | None, processes: int) -> int:
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 
+def use_threads(threads: int | None) -> None:
+    """Let torch compute with so many threads; None leaves it as it is."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def gpu_count() -> int:
+    """The GPUs that CUDA sees."""
+    return torch.cuda.device_count()
+
+
 def open_session(
     model: str | Source | nn.Module | None = None,
     options: Options | None = None,
@@ -51,8 +62,7 @@ def open_session(
         UserError: Anything else that is wrong with the model, the options or the inputs.
     """
     options = options or Options()
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    use_threads(options.threads)
     given = from_values(inputs, "inputs") if inputs is not None else None
     if isinstance(model, nn.Module):
         device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))

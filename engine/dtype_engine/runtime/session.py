@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import Options
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
@@ -18,13 +18,14 @@ from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.runs import Generation, SpeedReport
 from dtype_engine.results.scan import ScanReport, SearchReport
-from dtype_engine.runtime.cast_model import CastModel, reading_weights
+from dtype_engine.runtime.cast_model import reading_weights
+from dtype_engine.runtime.exportable import ExportableModel
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.comparison import OnModules
-from dtype_engine.runtime.measure.drift import DriftMeter, OnProgress, OnReading, Precision, budget_for
+from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for
 from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import aggregate
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -41,17 +42,15 @@ from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
 
 
-class Session(CastModel):
+class Session(ExportableModel):
     """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
 
     Methods that read weights raise UserError where the model's files are no longer those that were opened.
     """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
-        super().__init__(model)
+        super().__init__(model, options.settings)
         self.options = options
-        self.settings: RunSettings = options.settings
-        self.no_forward: str | None = None
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, NoiseFloor] | None = None
@@ -70,6 +69,7 @@ class Session(CastModel):
         cancelled: IsCancelled = never,
         on_reading: OnReading = lambda reading: None,
         precision: Precision | None = None,
+        modules_in_full: InFull | None = None,
     ) -> DriftReport:
         """Run reference and candidate over the inputs and compare their outputs.
 
@@ -78,8 +78,8 @@ class Session(CastModel):
             on_modules: Called with the drift of the modules compared so far.
             cancelled: Asked between module calls.
             on_reading: Called after every sequence: its `measurement()` has the figures so far.
-            precision: Asked after every sequence for the relative error that is enough, None for all inputs; by default that of
-                the options.
+            precision: Asked after every sequence for the relative error that is enough; None: all inputs. By default the options'.
+            modules_in_full: Asked as often whether all rows of modules are compared, not a sample; by default as in the options.
 
         Returns:
             Figures of the main output and of every module, memory in bytes, times in seconds; `sequences` says over how much.
@@ -95,13 +95,12 @@ class Session(CastModel):
             True
         """
         if self._meter is None:
-            self._meter = DriftMeter(self.model, self._need_inputs(), budget=budget_for(self.options.reference_bytes))
+            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget_for(self.options.reference_bytes))
         meter, wanted = self._meter, precision or (lambda: self.options.precision)
-        meter.settings = self.settings
+        in_full = modules_in_full or (lambda: self.options.modules == "exact")
+        meter.settings, told = self.settings, (on_progress, on_modules, cancelled, on_reading)
         reset_peaks(self.model.device)
-        measurement = meter.measure(
-            on_progress, on_modules, cancelled, on_reading, lambda extent: extent.is_within(wanted())
-        )
+        measurement = meter.measure(*told, lambda extent: extent.is_within(wanted()), in_full)
         return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
 
     @reading_weights
@@ -123,7 +122,7 @@ class Session(CastModel):
             ['mlp', 'mlp', 'mlp']
         """
         rules = tuple(map(str, self.recipe.rules))
-        return Attribution(self.model, self._need_inputs(), self.settings, rules).report(on_progress, cancelled)
+        return Attribution(self.model, self.need_inputs(), self.settings, rules).report(on_progress, cancelled)
 
     @reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
@@ -140,7 +139,7 @@ class Session(CastModel):
             >>> session.floor() is session.floor()
             True
         """
-        inputs = self._need_inputs()
+        inputs = self.need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
             self._floor = inputs, measure_noise_floor(self.model, inputs, on_progress, cancelled)
         return self._floor[1]
@@ -214,7 +213,7 @@ class Session(CastModel):
             True
         """
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return aggregate(runner.implicit_casts(self._need_inputs().batches[0]))
+            return aggregate(runner.implicit_casts(self.need_inputs().batches[0]))
 
     @reading_weights
     def generate(
@@ -235,7 +234,7 @@ class Session(CastModel):
             False
         """
         with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return generate(runner, self._need_inputs(), tokens, on_tokens)
+            return generate(runner, self.need_inputs(), tokens, on_tokens)
 
     @reading_weights
     def speed(
@@ -259,7 +258,7 @@ class Session(CastModel):
             ['reference', 'candidate']
         """
         with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
-            return measure_speed(runner, self._need_inputs(), self.plan, on_passes, repeats)
+            return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
 
     @reading_weights
     def scan(
@@ -306,7 +305,7 @@ class Session(CastModel):
             >>> session.scan_task(["bfloat16"], None, False, None).pending()
             [0]
         """
-        return self._scan.get(self.model, self._need_inputs(), self.settings.compute, dtypes, draws, exact, save)
+        return self._scan.get(self.model, self.need_inputs(), self.settings, dtypes, draws, exact, save)
 
     def search(
         self,
@@ -393,8 +392,3 @@ class Session(CastModel):
         >>> de.open().kept_outputs  # nothing is measured
         """
         return None if self._meter is None else (self._meter.kept_bytes, self._meter.budget)
-
-    def _need_inputs(self) -> Inputs:
-        if self.inputs is None:
-            raise NoForward(self.no_forward or "the model can't be run")
-        return self.inputs

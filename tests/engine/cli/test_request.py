@@ -78,6 +78,8 @@ def test_a_setting_said_on_the_command_line_wins_over_the_file(recipe: Path) -> 
     # Even where it says what is the default: it was said.
     said = request_of("--recipe", str(recipe), "--compute", "float32").options.settings
     assert said == RunSettings("float32", "float16")
+    quantised = request_of("--recipe", str(recipe), "--quantize-activations", "weights").options.settings
+    assert quantised == RunSettings("bfloat16", "float16", quantize_activations="weights")
 
 
 def test_a_request_is_made_of_values_alone() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from dtype_engine.checkpoint import Checkpoint, FileIdentity
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
+from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.runtime.formats.tensors import finite_amax
 from dtype_engine.runtime.model.hf_private import float32_patterns
 from dtype_engine.runtime.model.torch_private import own_tensors
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
@@ -49,19 +51,39 @@ class Weight:
     """The cast data, while a reference pass runs with the original in the module."""
     stored_scale: torch.Tensor | None = None
     """The scales that a weight stored in a storage-only dtype came with; such a weight is never cast."""
+    shares: tuple[str, ...] = ()
+    """The weights whose tensor scale it shares now, its own name among them (NVFP4's fused siblings)."""
+    _amax: float | None = None
 
     @property
     def changed(self) -> bool:
         """Whether it is in another dtype than stored."""
         return self.dtype != self.info.dtype
 
-    def cast_to(self, dtype: str) -> None:
-        """Cast it to `dtype`, from the stored values."""
+    @property
+    def form(self) -> str:
+        """What its values follow from beside what is stored: the dtype, and with whom it shares a scale."""
+        return " ".join((self.dtype, *self.shares))
+
+    @property
+    def amax(self) -> float:
+        """The largest finite |value| as stored."""
+        if self._amax is None:
+            self._amax = finite_amax(self.original)
+        return self._amax
+
+    def cast_to(self, dtype: str, sharing: Sequence[Weight] = ()) -> None:
+        """Cast it to `dtype`, from the stored values. sharing: the weights that share its tensor scale, itself among them."""
+        amax = max((weight.amax for weight in sharing), default=None)
+        shares = tuple(weight.info.name for weight in sharing)
+        if shares != self.shares:
+            self.losses.pop(dtype, None)
+        self.shares = shares
         if dtype == self.info.dtype:
             self.tensor.data = self.original.to(self.tensor.device)
             self.scale = self.stored_scale
         else:
-            data, scale = cast_or_quantize(self.original.to(self.tensor.device), dtype)
+            data, scale = cast_or_quantize(self.original.to(self.tensor.device), dtype, amax)
             self.tensor.data, self.scale = data, scale
         self.dtype = dtype
 
@@ -81,6 +103,13 @@ class Weight:
         """Bytes it takes now, the scales included."""
         held = self.tensor if self.stashed is None else self.stashed
         return held.nbytes + (self.scale.nbytes if self.scale is not None else 0)
+
+
+def sharing(weights: Mapping[str, Weight], name: str, dtype: str) -> list[Weight]:
+    """The weights that one shares a scale with when all that it is fused with is in `dtype`, itself among them; else none."""
+    group = [weights[member] for member in whole_scale_group(name, dtype, weights)]
+    castable = [weight for weight in group if not weight.info.quantized]
+    return castable if len(castable) > 1 else []
 
 
 @dataclass
@@ -171,19 +200,28 @@ class LiveModel:
         on_progress: Callable[[int, int], None] | None = None,
         cancelled: IsCancelled = never,
     ) -> None:
-        """Bring every tensor into its planned dtype; those that already are stay untouched.
+        """Bring every tensor into its planned dtype; those that already are stay untouched, but for fused siblings that share a
+        scale with others than before.
 
         Needs memory for the new tensors only: each replaces the one before it at once. Raises Cancelled between
         two tensors; calling again with any plan goes on from there.
         """
-        pending = [weight for name, weight in self.weights.items() if weight.dtype != planned[name]]
+        shared = scale_groups(
+            {name: planned[name] for name, weight in self.weights.items() if not weight.info.quantized}
+        )
+        pending = [
+            weight
+            for name, weight in self.weights.items()
+            if weight.dtype != planned[name] or weight.shares != shared.get(name, ())
+        ]
         # Those that go back to the mapped data come first: that frees memory before any is needed.
         pending.sort(key=lambda weight: planned[weight.info.name] != weight.info.dtype)
         try:
             for done, weight in enumerate(pending):
                 if cancelled():
                     raise Cancelled
-                weight.cast_to(planned[weight.info.name])
+                name = weight.info.name
+                weight.cast_to(planned[name], [self.weights[other] for other in shared.get(name, ())])
                 if on_progress is not None:
                     on_progress(done + 1, len(pending))
         finally:

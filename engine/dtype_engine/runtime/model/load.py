@@ -184,7 +184,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     notices = [*checkpoint.notices, *chosen.notices]
     if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
-    parts = {part.name for weight in checkpoint.quantized.values() for part in weight.parts.values()}
+    parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
     if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - parts):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 from torch._C import DisableTorchFunction
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dtype_engine.core.tree import Kind
 
 __all__ = [
     "TO_COPY",
     "TorchDispatchMode",
+    "WeakIdKeyDictionary",
     "WithoutModes",
     "base_of",
     "forward_hook_ids",

@@ -1,0 +1,49 @@
+"""What a file of weights is: by its name, or by its first bytes where the name does not say (`net.pth.tar`, a file of a cache)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Literal
+
+from dtype_engine.checkpoint.weight_files import PICKLES
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.regular_files import open_regular
+
+FileKind = Literal["safetensors", "pickle", "gguf"]
+_LONGEST_HEADER = 100_000_000
+"""Bytes of the longest header that safetensors reads."""
+_LEGACY_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""torch's magic number 0x1950a86a20f9469cfc6c, pickled, with which files begin that torch wrote before its version 1.6."""
+
+
+def kind_of(path: Path) -> FileKind | None:
+    """The kind of a file; None for one of another kind, and for what is no plain file or can't be read."""
+    suffix = path.suffix
+    if suffix == ".safetensors":
+        return "safetensors"
+    if suffix == ".gguf":
+        return "gguf"
+    return "pickle" if suffix in PICKLES else _by_content(path)
+
+
+def _by_content(path: Path) -> FileKind | None:
+    try:
+        with open_regular(path) as file:
+            start = file.read(1024)
+            size = os.fstat(file.fileno()).st_size
+    except (OSError, UserError):
+        return None
+    if start.startswith(b"GGUF"):
+        return "gguf"
+    if start.startswith(_LEGACY_PICKLE) or (
+        start.startswith(b"PK\x03\x04") and _first_name(start).endswith(b"/data.pkl")
+    ):
+        return "pickle"
+    header = int.from_bytes(start[:8], "little")
+    return "safetensors" if start[8:9] == b"{" and 8 + header <= size and header <= _LONGEST_HEADER else None
+
+
+def _first_name(archive: bytes) -> bytes:
+    """The name of a zip archive's first file (PKWARE's APPNOTE, 4.3.7): torch.save writes the pickle first."""
+    return archive[30 : 30 + int.from_bytes(archive[26:28], "little")]

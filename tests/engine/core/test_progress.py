@@ -1,0 +1,54 @@
+"""How far a job is: the time left by its pace, and the imports that opening a model waits for."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import types
+
+import pytest
+
+from dtype_engine.core.job_pace import JobPace
+from dtype_engine.core.opening_progress import OpeningProgress
+
+
+def test_the_time_left_begins_anew_with_every_job() -> None:
+    seconds = [0.0]
+    pace = JobPace(lambda: seconds[0])
+    pace.follow("scan", 0.5)
+    seconds[0] = 10.0
+    pace.follow("scan", 0.75)
+    assert pace.seconds_left == pytest.approx(10.0)
+    pace.follow("export", 0.75)
+    assert pace.seconds_left is None
+    seconds[0] = 20.0
+    pace.follow("export", 0.25)  # another export
+    assert pace.seconds_left is None
+
+
+def test_opening_tells_of_modules_as_they_are_imported_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[tuple[str, int, int]] = []
+    heard = threading.Event()
+
+    def tell(step: str, done: int, total: int) -> None:
+        told.append((step, done, total))
+        if done > told[0][1]:
+            heard.set()
+
+    total = 2 * len(sys.modules)
+    with OpeningProgress(tell, total) as on_step:
+        on_step("importing")
+        for number in range(5):
+            monkeypatch.setitem(sys.modules, f"made_for_this_test_{number}", types.ModuleType("made_for_this_test"))
+        assert heard.wait(30)
+        for number in range(total):
+            monkeypatch.setitem(sys.modules, f"made_for_this_test_{number}", types.ModuleType("made_for_this_test"))
+        on_step("making the model")
+    assert (told[0][0], told[-1][0]) == ("importing", "making the model")
+    shares = [done / of for _, done, of in told]
+    assert all(before <= after for before, after in itertools.pairwise(shares))
+    assert 0.9 < shares[-1] < 1, "the model is yet to be made"
+    count = len(told)
+    on_step("late")
+    assert len(told) == count
