@@ -150,7 +150,7 @@ class MainScreen(Screen[None]):
         """Show a line, if it says anything new: what is drawn again goes over the wire again."""
         line = self.query_one(id, Static)
         if line.content != words:
-            line.update(words)
+            line.update(words, layout=False)  # one line high, whatever it says
 
     def _draw_soon(self) -> None:
         """Draw once for all that the engine tells meanwhile."""
@@ -170,7 +170,7 @@ class MainScreen(Screen[None]):
             window.refresh()  # a window below another keeps a picture of what is below itself
 
     def say(self, text: str, severity: Severity) -> None:
-        """Show a sentence for a few seconds."""
+        """Show a sentence until it has been read."""
         self.notify(printable(text, 500), severity=severity, markup=False)
 
     # -- what the engine tells -----------------------------------------------------------------------------------
@@ -328,7 +328,10 @@ class MainScreen(Screen[None]):
     # -- what is shown -------------------------------------------------------------------------------------------
 
     def action_stop(self) -> None:
-        if self.tree_view.filter_text:
+        left_open = next((prompt for prompt in self.query(BottomPrompt) if prompt.is_open), None)
+        if left_open is not None:  # a click on the tree took the keys from it
+            left_open.action_cancel()
+        elif self.tree_view.filter_text:
             self.tree_view.set_filter("")
             self.show_all()
         else:

@@ -65,7 +65,7 @@ class Windows:
                 self._controller.go_back_to(measured)
             on_close()
 
-        self._push(MeasurementsScreen(self._experiment), left)
+        self._push(MeasurementsScreen(self._experiment, self._controller.measure_recipes), left)
 
     def causes(self) -> None:
         """Drift over depth, and the modules that it arises in."""
@@ -131,12 +131,13 @@ class Windows:
             words = f"the Pareto front comes from a scan, and none can be made: {experiment.no_forward}"
             controller.notify(words, "warning")
             return
-        if experiment.scan.report is None or experiment.scan_is_of_other_inputs:
+        if experiment.scan.report is None or experiment.why_scan_is_stale:
             controller.notify("the Pareto front comes from a scan: s starts one", "information")
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 
-        self._push(OptimiseScreen(experiment, controller.put_in_force, controller.undo), lambda _: on_close())
+        screen = OptimiseScreen(experiment, controller.put_in_force, controller.measure_recipes, controller.undo)
+        self._push(screen, lambda _: on_close())
 
     def save(self) -> None:
         """What to leave with; the engine writes it."""

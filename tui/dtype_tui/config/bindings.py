@@ -76,6 +76,7 @@ FRONT_KEYS: list[BindingType] = [
     Binding("plus,equals_sign", "zoom(2)", "Zoom in, around the point"),
     Binding("minus", "zoom(0.5)", "Zoom out"),
     Binding("c", "compare", "Compare the point with the recipe in force"),
+    Binding("m", "measure", "Measure the point and those around it"),
     Binding("u", "undo", "Undo"),
     Binding("escape,q", "leave", "Close"),
 ]

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.core.units import decibels, human_bytes
+from dtype_engine.core.units import human_bytes
+from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
+from dtype_engine.reports.text_drift import is_sampled, module_text
 from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
@@ -39,7 +41,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if reading is not None:
             grid.add_row(
                 "drift",
-                f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}",
+                f"SQNR {module_text(reading)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
+                + (" in the sample of rows that was compared" if is_sampled((reading,)) else ""),
             )
     tensor = experiment.tensor(node) if module is None else None
     if tensor is not None:
@@ -59,6 +62,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if words := dtypes.block_words(planned_dtype):
             shorter = "; the last ones are shorter" if dtypes.padded(tensor.shape, planned_dtype) else ""
             grid.add_row("blocks", words + shorter)
+        if words := fused_with(tensor.name, experiment.plan.dtypes):
+            grid.add_row("fused", words)
         if not tensor.castable:
             grid.add_row(
                 "never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype that one computes in"

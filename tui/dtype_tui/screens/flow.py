@@ -28,7 +28,7 @@ def flow_screen(casts: Sequence[ImplicitCastStats], width: int) -> Overlay:
     for cast in casts:
         change = Text(f"{dtypes.short_name(cast.source)} → ")
         change.append(dtypes.short_name(cast.target), style="bold" if cast.target == "float64" else "")
-        raises = Text("raises", style="bold") if cast.torch_raises else Text("promotes", style="dim")
+        raises = Text(cast.in_torch, style="bold" if cast.in_torch == "raises" else "dim")
         times = [Text(str(cast.count))] if repeated else []
         rows.append([Text(cast.operation), change, Text(human_count(cast.elements)), *times, raises])
     widths = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -12,6 +13,7 @@ from textual.widgets import DataTable, Static
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
+from dtype_engine.recipe import Recipe
 from dtype_engine.results.meaning import Meaning, meaning
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import short_bytes, truncate
@@ -19,7 +21,7 @@ from dtype_tui.rendering.loss_text import loss_mark
 from dtype_tui.screens.comparison import comparison_screen, side_of
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin
+from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin, without_figures
 
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
@@ -44,21 +46,25 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         Binding(
             "P", "compare_all", "Compare all that is measured with it: in the tree and the panes; again: no longer"
         ),
+        Binding("m", "measure", "Measure all of them on the inputs and with the settings in use"),
         Binding("j", "move(1)", "Down", show=False),
         Binding("k", "move(-1)", "Up", show=False),
         Binding("escape,q,H", "leave", "Close"),
     ]
 
-    def __init__(self, experiment: Experiment) -> None:
+    def __init__(self, experiment: Experiment, measure: Callable[[Sequence[Recipe]], None]) -> None:
+        """measure: measures recipes, whatever recipe is in force."""
         super().__init__()
         self._experiment = experiment
+        self._measure = measure
+        self._seen: list[MeasuredRecipe] = []
         self._chosen: int | None = None
         self._order: list[int] = []
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
             box.border_title = "Measured recipes"
-            box.border_subtitle = "Enter goes back  p pins  c compares two  P with all  Esc closes"
+            box.border_subtitle = "Enter goes back  p pins  c compares  P all  m measures  Esc closes"
             yield DataTable(cursor_type="row", zebra_stripes=False)
             yield Static(id="rules", markup=False)
             yield Static(id="plot", markup=False)
@@ -67,6 +73,13 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.query_one(DataTable).focus()
         self._fill(len(self._experiment.measured) - 1)
 
+    def on_engine_event(self) -> None:
+        """Show what was measured meanwhile; the cursor stays."""
+        if self.is_mounted and self._seen != self._entries:
+            at = self._entries[self._at].key if self._at < len(self._entries) else None
+            keys = [entry.key for entry in self._entries]
+            self._fill(keys.index(at) if at in keys else len(keys) - 1)
+
     @property
     def _entries(self) -> list[MeasuredRecipe]:
         return self._experiment.measured
@@ -74,6 +87,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def _fill(self, at: int) -> None:
         """Rebuild the rows, pinned ones first, else newest first; the cursor goes to the measurement with index `at`."""
         entries = self._entries
+        self._seen = list(entries)
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         table = self.query_one(DataTable)
         table.clear(columns=True)
@@ -148,6 +162,12 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
 
     def action_go_back(self) -> None:
         self.dismiss(self._entries[self._at])
+
+    def action_measure(self) -> None:
+        recipes = without_figures(self._entries, str(self._experiment.settings), self._experiment.inputs)
+        if not recipes:
+            self.notify("all are measured on these inputs, with these settings", severity="information")
+        self._measure(recipes)
 
     def action_pin(self) -> None:
         at = self._at

@@ -34,6 +34,8 @@ from dtype_tui.widgets.line_input import LineInput
 
 _RESTS_S = 0.05
 _MOST_ZOOM = 64
+_AROUND = 2
+"""Points on either side that are measured with one."""
 _UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"), (1, "B"))
 
 
@@ -55,12 +57,19 @@ class OptimiseScreen(ModalScreen[None]):
     BINDINGS: ClassVar[list[BindingType]] = FRONT_KEYS
 
     def __init__(
-        self, experiment: Experiment, put_in_force: Callable[[Recipe], bool], undo: Callable[[], None]
+        self,
+        experiment: Experiment,
+        put_in_force: Callable[[Recipe], bool],
+        measure: Callable[[Sequence[Recipe]], None],
+        undo: Callable[[], None],
     ) -> None:
-        """`put_in_force` puts a recipe in force and has it measured; it returns False for the recipe that is in force."""
+        """`put_in_force` puts a recipe in force and has it measured; it returns False for the recipe that is in force. `measure`
+        measures recipes, whatever recipe is in force.
+        """
         super().__init__()
         self.experiment = experiment
         self._put_in_force = put_in_force
+        self._measure = measure
         self._undo = undo
         self.view = experiment.scan
         self.front: ParetoFront | None = None
@@ -168,7 +177,7 @@ class OptimiseScreen(ModalScreen[None]):
             title.append("  best within the budget", style="bold")
         title.append(f"  {limits}", style="dim")
         self.query_one("#front-title", Static).update(title)
-        keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  u undo  Esc closes"
+        keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  m measures  Esc closes"
         self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
         self._find_rules()
         self._plot()
@@ -292,6 +301,21 @@ class OptimiseScreen(ModalScreen[None]):
         here = side_of_recipe(self.experiment, recipe, "here")
         in_force = side_of_recipe(self.experiment, self.experiment.recipe, "in force")
         self.app.push_screen(comparison_screen(self.experiment, here, in_force))
+
+    def action_measure(self) -> None:
+        """Measure this point and those around it, which takes the time of as many measurements, or less with several workers."""
+        front, here = self.front, self.solution
+        if front is None or here is None:
+            return
+        first = max(0, min(self.index - _AROUND, len(front.points) - 1 - 2 * _AROUND))
+        near = [front.solution_at(index) for index in range(first, min(len(front.points), first + 2 * _AROUND + 1))]
+        solutions = [here, *(solution for solution in near if solution != here)]
+
+        def find() -> None:
+            recipes = [minimize(self.experiment.tree, solution.dtypes) for solution in solutions]
+            self.app.call_from_thread(self._measure, recipes)
+
+        self.run_worker(find, thread=True)
 
     def action_undo(self) -> None:
         self._undo()

@@ -101,7 +101,7 @@ class ScanScreen(ModalScreen[str | None]):
             return
         shown = "all dtypes" if self._all else dtypes.short_name(self.view.dtype)
         state = "" if self.view.finished else "  scanning" if self.view.running else "  stopped: s goes on"
-        state = "  ended: s scans anew" if self.view.lost else state
+        state = "  ended: s goes on" if self.view.lost else state
         state = "  paused: Space goes on" if self.view.paused else state
         title = Text(no_wrap=True, overflow="ellipsis")
         title.append(" Sensitivity ", style="bold")

@@ -1,4 +1,4 @@
-"""The settings of a run: three choices, each with its meaning."""
+"""The settings of a run: four choices, each with its meaning."""
 
 from __future__ import annotations
 
@@ -28,6 +28,13 @@ CHOICES: tuple[tuple[str, str, tuple[tuple[object, str], ...], str], ...] = (
         (("given", "as given"), ("model", "follow the model")),
         "Pictures and sounds come in float32. Follow the model casts them to the dtype of its first weight, as "
         "inputs.to(model.dtype) does. Token ids are not touched.",
+    ),
+    (
+        "quantize_activations",
+        "activations",
+        (("none", "as they are"), ("weights", "as weights")),
+        "As weights: the input of a matrix product is rounded in the format of its weight, as runtimes do that serve W8A8 and "
+        "W4A4. As they are: a reading is for weights only.",
     ),
     (
         "compute",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
+from dtype_engine.core.text import printable
 from dtype_engine.core.units import seconds_text
 from dtype_engine.results.runs import SpeedReport
 from dtype_tui.rendering.plain_table import PlainTable
@@ -24,12 +25,14 @@ def speed_screen(report: SpeedReport) -> Overlay:
         rate = f"{row.tokens_per_second:,.0f}" if row.tokens_per_second is not None else ""
         ratio = f"{first.seconds / row.seconds:.2f} x" if first is not None and row.seconds else ""
         spread = f"{seconds_text(row.fastest)} to {seconds_text(row.slowest)}"
-        grid.add_row(Text(row.what, style="bold"), row.dtypes, seconds_text(row.seconds), spread, rate, ratio)
-    words = Text(f"\nafter a warm-up; {report.inputs}; {report.device}, {report.threads} threads", style="dim")
+        what = Text(printable(row.what, 200), style="bold")
+        grid.add_row(what, printable(row.dtypes, 200), seconds_text(row.seconds), spread, rate, ratio)
+    where = printable(f"{report.inputs}; {report.device}, {report.threads} threads", 500)
+    words = Text(f"\nafter a warm-up; {where}", style="dim")
     if any(row.under_rules for row in report.rows):
         words.append("\nThis mix does not run in plain torch: its time holds what the rules for mixed dtypes take.")
     for notice in report.notices:
-        words.append(f"\n{notice}")
+        words.append(f"\n{printable(notice, 1000)}")
     whole = PlainTable.grid()
     whole.add_row(grid)
     whole.add_row(words)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from dtype_engine.core.job_pace import JobPace
+from dtype_engine.core.text import printable
 from dtype_engine.worker import events
 from dtype_tui.rendering.job_names import WORDS, queue_words
 
@@ -17,11 +19,6 @@ Progress = (
     | events.Jobs
     | events.Idle
 )
-
-
-_PACE_S = 2.0
-_PACE_SHARE = 0.02
-"""The pace of a job is told once it ran so long and did so much."""
 
 
 class Activity:
@@ -44,8 +41,7 @@ class Activity:
         """The jobs that wait behind it."""
         self.saving = False
         """Something is being written."""
-        self._begun: tuple[float, float] | None = None
-        """When the share of what runs was first known, and what it was."""
+        self._pace = JobPace(self._clock)
 
     def now(self) -> tuple[str, float | None]:
         """What the engine does ("" while nothing), and how much of it is done."""
@@ -54,13 +50,7 @@ class Activity:
     @property
     def seconds_left(self) -> float | None:
         """How long what runs will go on at the pace so far; None while that can't be told."""
-        if not self.busy or self._begun is None or self.share is None:
-            return None
-        since, first = self._begun
-        gone, done = self._clock() - since, self.share - first
-        if gone < _PACE_S or done < _PACE_SHARE:
-            return None
-        return gone * (1 - self.share) / done
+        return self._pace.seconds_left if self.busy else None
 
     def waits(self, job: str) -> bool:
         """Whether the engine was asked for this and has not begun."""
@@ -78,19 +68,18 @@ class Activity:
         elif job not in self.waiting:
             self.waiting += (job,)
 
-    def begin(self, what: str, share: float | None = None) -> None:
-        """This is under way now."""
-        if share is None:
-            self._begun = None
-        elif self._begun is None or _job_of(what) != _job_of(self.what) or share < (self.share or 0.0):
-            self._begun = self._clock(), share
-        self.busy, self.what, self.share = True, what, share
+    def begin(self, what: str, share: float | None = None, job: str = "") -> None:
+        """This is under way now, as a part of `job`: by default what is before the colon, since a measurement's passes take turns,
+        and their shares are of the whole.
+        """
+        self._pace.follow(job or what.partition(":")[0], share)
+        self.busy, self.what, self.share = True, printable(what), share  # it may be a name of an engine's elsewhere
 
     def follow(self, event: Progress) -> None:
         """The engine tells how far it is."""
         match event:
             case events.LoadingProgress():
-                self.begin(event.step)
+                self.begin(event.step, _share(event.done, event.total), "opening")
             case events.CastingProgress():
                 self.begin(f"casting {event.total:,} tensors", _share(event.done, event.total))
             case events.MeasuringProgress():
@@ -103,13 +92,9 @@ class Activity:
             case events.Jobs():
                 self.running, self.waiting = event.running, event.waiting
             case events.Idle():
-                self.busy, self.share, self.saving, self._begun = False, None, False, None
+                self.busy, self.share, self.saving = False, None, False
+                self._pace.follow("", None)
                 self.running, self.waiting = "", ()
-
-
-def _job_of(what: str) -> str:
-    """`measuring` of `measuring: candidate`: its passes take turns, and their shares are of the whole."""
-    return what.partition(":")[0]
 
 
 def _share(done: int, total: int | None) -> float | None:

@@ -5,14 +5,24 @@ The main screen calls its methods for keys and commands, hands it the engine's e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core.errors import PatternError, UserError
 from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import Command, FollowRecipe, Measure, Pause, Scan, SetInputs, SetRecipe, SetSettings
+from dtype_engine.worker.commands import (
+    Command,
+    FollowRecipe,
+    Measure,
+    MeasureRecipes,
+    Pause,
+    Scan,
+    SetInputs,
+    SetRecipe,
+    SetSettings,
+)
 from dtype_engine.worker.engine import Engine
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state import measurement_log
@@ -29,7 +39,7 @@ if TYPE_CHECKING:
 class Controller:
     """One experiment and the engine that runs it.
 
-    notify: shows a sentence for a few seconds. changed: draws what is there now; called when a method other than `handle` has
+    notify: shows a sentence until it has been read. changed: draws what is there now; called when a method other than `handle` has
     changed something.
     """
 
@@ -69,6 +79,8 @@ class Controller:
                 self.experiment.take(event)
             case events.EngineEnded() | events.EngineLost() | events.EngineBack():
                 self.life.follow_connection(event)
+            case events.Noticed():
+                self.notify(event.message, "warning")
             case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
                 self._handle_end(event)
             case _:
@@ -128,6 +140,7 @@ class Controller:
         if saved is not None:
             self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
             self.experiment.measured[:] = saved.valid_measurements
+            self.experiment.scan.asked = saved.scanned  # the key for the scan goes on with it
             self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
         if self.experiment.push(recipe):
@@ -326,6 +339,11 @@ class Controller:
             self.open_error = None
             self._changed()
 
+    def measure_recipes(self, recipes: Sequence[Recipe]) -> None:
+        """Measure several recipes beside the one in force; each is in the history as it comes."""
+        if recipes:
+            self.ask(MeasureRecipes(tuple(dict.fromkeys(recipes))))
+
     # -- the scan ------------------------------------------------------------------------------------------------
 
     def next_of_scan(self) -> Literal["choose", "show", "wait"]:
@@ -336,8 +354,8 @@ class Controller:
         if experiment.no_forward:
             self.notify(experiment.no_forward, "warning")
             return "wait"
-        if experiment.scan_is_of_other_inputs:
-            self.notify("the inputs are others than those of the scan: scan anew", "information")
+        if why := experiment.why_scan_is_stale:
+            self.notify(f"{why}: scan anew", "information")
             scan.clear()
             return "choose"
         if self.resume_scan() or scan.report is not None:
@@ -365,7 +383,7 @@ class Controller:
         if dtypes != scan.asked:
             scan.clear()
         scan.begin(dtypes)
-        self.ask(Scan(dtypes))
+        self.ask(Scan(dtypes, keep=True))
 
     def pause_scan(self) -> None:
         """Let a scan wait where it is, or go on."""

@@ -88,7 +88,7 @@ class EngineLife:
         """What was under way is over; sentences on what of it is lost."""
         lost = ["what it was writing is not there"] if self.activity.saving else []
         if self._scan.lose():
-            lost.append("s scans anew")
+            lost.append("s goes on with the scan")
         self.error = error
         self.activity.begin_anew()
         self._stopping, self._stop_is_overdue, self.quit_asked, self.lost = None, False, False, False

@@ -27,6 +27,7 @@ from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
 from dtype_tui.state.measurement_log import ModuleLog, measured, measured_in_part, remember
+from dtype_tui.state.preview import Preview, preview
 from dtype_tui.state.scan import ScanState, figure
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that name the recipe they were asked for with, and count whatever recipe is in force by now."""
-PREVIEW_S = 0.5
-"""How long a pattern may take to match while it is typed."""
 
 
 @dataclass
@@ -165,6 +164,8 @@ class Experiment:
                 self.set_partial(event.reading)
             case events.Measured():
                 self.set_report(event.report)
+            case events.RecipeMeasured():
+                self._keep(make_plan(self.tree, Recipe.of(map(Rule.parse, event.report.rules))), event.report)
             case events.NonfiniteFound():
                 self.nonfinite = event.found
             case events.AttributionReady():
@@ -184,10 +185,13 @@ class Experiment:
         """The recipe in force is measured."""
         self.report, self.partial_drift = report, None
         self.modules = {reading.name: reading for reading in report.modules}
-        self.scan.note_measured(self.tree, self.plan, report)
-        entry = measured(report, self.plan.planned_bytes)
-        remember(self.measured, entry)
-        self.module_log.keep(entry, self.modules)
+        self._keep(self.plan, report)
+
+    def _keep(self, plan: Plan, report: DriftReport) -> None:
+        """A recipe is measured, in force or not, on any inputs."""
+        if plan is self.plan or (report.settings, report.inputs) == (str(self.settings), self.inputs):
+            self.scan.note_measured(self.tree, plan, report)
+        self.module_log.keep_report(remember(self.measured, measured(report, plan.planned_bytes)), report)
 
     def compare_with(self, entry: MeasuredRecipe) -> None:
         """Compare with a measured recipe from now on; with the same once more, with none."""
@@ -239,15 +243,20 @@ class Experiment:
         return self.nonfinite is None or self.nonfinite.remedy is None
 
     @property
-    def scan_is_of_other_inputs(self) -> bool:
-        """Whether the model runs on other inputs now than the scan did."""
+    def why_scan_is_stale(self) -> str:
+        """Why the scan says nothing of what is run now, as the beginning of a sentence; "" where it does."""
         report = self.scan.report
-        return report is not None and report.inputs != self.inputs
+        if report is not None and report.inputs != self.inputs:
+            return "the inputs are others than those of the scan"
+        if report is not None and report.activations != self.settings.quantize_activations:
+            were = "as they are" if report.activations == "none" else "quantised"
+            return f"activations were {were} in the scan, and are not now"
+        return ""
 
     def predicted(self) -> str:
         """`1.2e-03 nats per token`: the drift of the recipe by the sum of its weights' scores; "" where there is nothing to say."""
         prediction = self.scan.prediction(self.tree, self.plan)
-        if prediction is None or not self.recipe.rules or self.scan_is_of_other_inputs:
+        if prediction is None or not self.recipe.rules or self.why_scan_is_stale:
             return ""
         drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
         return f"{drift} {prediction.unit}" + ("" if self.scan.finished else ", scan under way")
@@ -329,19 +338,7 @@ class Experiment:
 
     def preview(self, rule: Rule) -> Preview:
         """What a rule would take, and the bytes of that before and after. Raises TooSlow rather than hold up the keys."""
-        taken = select(self.tree, rule.pattern, PREVIEW_S)
-        tensors = [self.tree.tensors[name] for name in taken.tensors]
-        before = sum(self.planned_bytes(tensor) for tensor in tensors)
-        after = sum(tensor_bytes(tensor, rule.dtype) for tensor in tensors)
-        return Preview(
-            rule,
-            taken.modules,
-            frozenset(taken.tensors),
-            sum(tensor.numel for tensor in tensors),
-            before,
-            after,
-            taken.uncastable_count,
-        )
+        return preview(self.tree, self.plan.dtypes, rule)
 
     def refusal(self, rule: Rule) -> str | None:
         """Why a rule is not put in force: it takes nothing in this model. None where it does, or where that is not known yet.
@@ -372,16 +369,3 @@ class Experiment:
                 for tensor in module.tensors.values()
             )
         ]
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What a rule that is being typed would do."""
-
-    rule: Rule
-    modules: frozenset[str]
-    tensors: frozenset[str]
-    elements: int
-    bytes_before: int
-    bytes_after: int
-    uncastable_count: int

@@ -79,6 +79,10 @@ class ModuleLog:
         while len(self._kept) > 1 and sum(map(len, self._kept.values())) > self.MOST:
             del self._kept[next(iter(self._kept))]
 
+    def keep_report(self, entry: MeasuredRecipe, report: DriftReport) -> None:
+        """As `keep`, of all modules of a report."""
+        self.keep(entry, {reading.name: reading for reading in report.modules})
+
     def of(self, entry: MeasuredRecipe) -> Mapping[str, ModuleDrift] | None:
         """By module; None where they were not kept."""
         return self._kept.get(entry.key)
@@ -123,18 +127,27 @@ def measured_in_part(
     )
 
 
-def remember(history: list[MeasuredRecipe], new: MeasuredRecipe) -> None:
+def remember(history: list[MeasuredRecipe], new: MeasuredRecipe) -> MeasuredRecipe:
     """Add a measurement; one of the same recipe, settings and inputs takes the place of the earlier, unless that was over more of
-    the inputs, and keeps its pin and, where it was timed only in part, its time.
+    the inputs, and keeps its pin and, where it was timed only in part, its time. Returns `new`.
     """
     for index, earlier in enumerate(history):
         if earlier.key == new.key:
             if new.in_part and (not earlier.in_part or earlier.sequences > new.sequences):
-                return
+                return new
             seconds = earlier.seconds if new.seconds is None else new.seconds
             history[index] = dataclasses.replace(new, pinned=earlier.pinned, seconds=seconds)
-            return
+            return new
     history.append(new)
+    return new
+
+
+def without_figures(history: list[MeasuredRecipe], settings: str, inputs: str) -> list[Recipe]:
+    """Recipes that were measured, but not with these settings over all of these inputs; each once."""
+    known = {
+        entry.rules for entry in history if (entry.settings, entry.inputs) == (settings, inputs) and not entry.in_part
+    }
+    return list(dict.fromkeys(entry.recipe for entry in history if entry.rules not in known))
 
 
 def toggle_pin(history: list[MeasuredRecipe], index: int) -> None:

@@ -45,7 +45,7 @@ class ScanState:
     finished: bool = False
     paused: bool = False
     lost: bool = False
-    """It is of an engine that is gone, and was not finished: another begins anew."""
+    """It is of an engine that is gone, and was not finished: the next one goes on with what was kept."""
     dtype: str = ""
     _limits: SearchConstraints | None = None
     measured: list[Point] = field(default_factory=list)
@@ -89,7 +89,7 @@ class ScanState:
         self.asked, self.running, self.finished, self.lost = dtypes, True, False, False
 
     def lose(self) -> bool:
-        """The engine that scans is gone: what there is stays to be seen, and cannot be gone on with. True where that is news."""
+        """The engine that scans is gone: what there is stays to be seen. True where that is news."""
         self.running = self.paused = False
         news = bool(self.asked) and not self.finished and not self.lost
         self.lost = self.lost or news

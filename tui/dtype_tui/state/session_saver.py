@@ -16,6 +16,7 @@ from dtype_tui.state.session_store import SavedSession, SessionFile, canonical_m
 if TYPE_CHECKING:
     from dtype_engine.recipe import RecipeHistory
     from dtype_tui.state.measurement_log import MeasuredRecipe
+    from dtype_tui.state.scan import ScanState
 
 _REST_S = 1.0
 """The least time between two saves of what is lost cheaply: where the cursor stands."""
@@ -28,6 +29,7 @@ class SessionState(Protocol):
     history: RecipeHistory
     settings: RunSettings
     measured: list[MeasuredRecipe]
+    scan: ScanState
 
 
 class SessionSaver:
@@ -53,7 +55,13 @@ class SessionSaver:
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
         measured = tuple(experiment.measured)
         session = dataclasses.replace(
-            self._about, options=options, recipes=recipes, at=at, cursor=cursor, measured=measured
+            self._about,
+            options=options,
+            recipes=recipes,
+            at=at,
+            cursor=cursor,
+            measured=measured,
+            scanned=experiment.scan.asked,
         )
         if session == self._now or self._trouble is not None:
             if self._trouble:

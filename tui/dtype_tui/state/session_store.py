@@ -21,6 +21,7 @@ import msgspec
 
 from dtype_engine.checkpoint.source import is_python
 from dtype_engine.core.atomic_write import write_text_atomic
+from dtype_engine.core.dtypes import parse_target
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
@@ -51,7 +52,7 @@ class SavedSession:
 
     model: what to open it by, None for the demo. path: the files behind it, where there are some. folder: where the program
     was started. recipes: those gone through, the one in force at index `at`. cursor: the node it stood on. measured: the
-    history of what was measured.
+    history of what was measured. scanned: the dtypes of the scan that was begun, or finished.
     """
 
     model: str | None
@@ -63,6 +64,7 @@ class SavedSession:
     at: int = 0
     cursor: str = ""
     measured: tuple[MeasuredRecipe, ...] = ()
+    scanned: tuple[str, ...] = ()
     saved: datetime = field(default_factory=lambda: datetime.now(UTC))
     own: bool = True
     """Whether nobody but the user and this program can have written it: only then may it name Python code to run."""
@@ -257,6 +259,7 @@ class _File(msgspec.Struct):
     at: int
     cursor: str
     measured: tuple[MeasuredRecipe, ...]
+    scanned: tuple[str, ...] = ()
 
 
 def _encoded(session: SavedSession) -> dict[str, Any]:
@@ -275,10 +278,14 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         at=session.at - first,
         cursor=session.cursor,
         measured=session.measured,
+        scanned=session.scanned,
     )
+    plain = as_plain(file)
+    if not session.scanned:
+        del plain["scanned"]
     return {
         "version": VERSION,
-        **as_plain(file),
+        **plain,
         "saved": session.saved.isoformat(),
         "options": {name: options[name] for name in _OPTIONS},
     }
@@ -305,5 +312,11 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         at=file.at,
         cursor=file.cursor,
         measured=file.measured,
+        scanned=_dtypes(file.scanned),
         saved=file.saved,
     )
+
+
+def _dtypes(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Dtypes to scan in. Raises UserError for what is none."""
+    return tuple(parse_target(name) for name in names)

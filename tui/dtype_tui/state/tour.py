@@ -52,11 +52,8 @@ def _is_scanned(experiment: Experiment) -> bool:
 _RUNS = "The model runs in float32 and as it is cast. The Drift pane compares what comes out."
 STEPS = (
     Step(
-        "{move-next} and {move-previous} move. A line is a module or a tensor: dtype, parameters, bytes, drift.",
-        ("move-next", "move-previous"),
-    ),
-    Step(
-        "Go to one of the layers with {move-next}; {open} opens it, {close} closes it.",
+        "A line is a module or a tensor: dtype, parameters, bytes, drift. Go to a layer with {move-next} and {move-previous}; "
+        "{open} opens it, {close} closes it.",
         ("open", "open-or-close"),
     ),
     Step(
@@ -68,13 +65,10 @@ STEPS = (
         meanwhile=_RUNS,
     ),
     Step(
-        "SQNR: the error of the output in dB; more is closer. KL: how far the tokens' probabilities moved. "
-        "{causes} shows it over depth.",
-        ("causes",),
-        opens="CausesScreen",
+        "Drift: the first line says what it means. SQNR is the output's error in dB; more is closer. {worst} goes to the module "
+        "that drifts most.",
+        ("worst",),
     ),
-    Step("Each point is a module, the deeper the further right. Esc closes the window.", window="CausesScreen"),
-    Step("{worst} goes to the module that drifts most; once more, to the next.", ("worst",)),
     Step("{undo} takes the cast back, {redo} makes it again.", ("undo",)),
     Step(
         "{cast} casts all that a pattern takes. The prompt begins with the node's name.", ("cast",), opens="CastPrompt"
@@ -83,8 +77,6 @@ STEPS = (
         "Tab makes the pattern more general; the tree lights up what it takes. Enter casts that.",
         window="CastPrompt",
         done=_is_cast,
-        until=_is_measured,
-        meanwhile=_RUNS,
     ),
     Step(
         "{scan} scans: how much every weight matters in every dtype, estimated from a few passes.",
@@ -93,32 +85,32 @@ STEPS = (
         unless=_scan_has_begun,
     ),
     Step(
-        "Enter scans in the dtypes that are marked.",
-        window="ScanSetup",
-        done=_scan_has_begun,
-        until=_is_scanned,
-        meanwhile="The status line says how far the scan is. All keys work meanwhile.",
-        unless=_is_scanned,
+        "Enter scans in the dtypes that are marked.", window="ScanSetup", done=_scan_has_begun, unless=_scan_has_begun
     ),
     Step(
-        "{optimise} opens the front: for each size the recipe with the least predicted drift.",
+        "The model is scanned; all keys work meanwhile. {help} shows every key.",
+        ("help",),
+        opens="HelpScreen",
+        until=_is_scanned,
+        meanwhile="Esc closes the help. The status line says how far the scan is; it goes on.",
+    ),
+    Step(
+        "Esc closes the help. {optimise} opens the front: for each size the recipe with the least predicted drift.",
         ("optimise",),
         opens="OptimiseScreen",
     ),
     Step(
-        "Left and Right walk along the front: to less memory, or to less drift.",
-        ("walk-previous", "walk-next"),
-        window="OptimiseScreen",
-    ),
-    Step(
-        "Enter puts the point in force, with the rules that are listed, and measures it.",
+        "Left and Right walk along the front. Enter puts the point in force, with the rules that are listed, and measures it.",
         ("apply",),
         window="OptimiseScreen",
         until=_is_measured,
         meanwhile="Measured and predicted drift will stand side by side.",
     ),
-    Step("Esc closes the front. The rules stay in force.", window="OptimiseScreen"),
-    Step("{leave-with} leaves with something: a checkpoint, a recipe, a report.", ("leave-with",), opens="SaveScreen"),
+    Step(
+        "Esc closes the front; the rules stay in force. {leave-with} leaves with something: a checkpoint, a recipe, a report.",
+        ("leave-with",),
+        opens="SaveScreen",
+    ),
     Step(
         "Down chooses the recipe, Enter writes it here: the rules, and what was measured. Esc writes nothing.",
         window="SaveScreen",

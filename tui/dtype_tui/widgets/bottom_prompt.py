@@ -16,11 +16,11 @@ from textual.widgets import Static
 from dtype_tui.widgets.line_input import LineInput
 
 if TYPE_CHECKING:
-    from dtype_tui.state.experiment import Preview
+    from dtype_tui.state.preview import Preview
 
 
 class BottomPrompt(Vertical):
-    """A docked line with a hint below it: what the text would do. Hidden until it is opened.
+    """A docked line with a hint below it: what the text would do. Hidden until it is opened; of several, one is open at a time.
 
     A subclass says in `typed` and `entered` what follows.
     """
@@ -66,7 +66,12 @@ class BottomPrompt(Vertical):
         return self.has_class("open")
 
     def show_with(self, text: str) -> None:
-        """Show the prompt with `text` in its line; keys go there."""
+        """Show the prompt with `text` in its line; keys go there. Another one that is open closes: both would stand in one place,
+        and keys would go from one that closes to the other.
+        """
+        for other in self.screen.query(BottomPrompt):
+            if other is not self and other.is_open:
+                other.close()
         if not self.is_open:
             self._focused_before = self.screen.focused
         self.add_class("open")
@@ -75,7 +80,7 @@ class BottomPrompt(Vertical):
 
     def hint(self, words: Text) -> None:
         """Replace the line below."""
-        self.query_one(f"#{self.id}-hint", Static).update(words)
+        self.query_one(f"#{self.id}-hint", Static).update(words, layout=False)
 
     def close(self) -> None:
         """Hide the prompt, and what it lit up in the tree; keys go where they went before."""

@@ -12,7 +12,8 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
 from dtype_tui.state.commands import WITH_PATHS, Command, Completer, parse
-from dtype_tui.state.experiment import Experiment, Preview
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.preview import Preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.prompts import preview_words
 

@@ -44,7 +44,8 @@ from dtype_tui.widgets.tree_rows import (
 )
 
 if TYPE_CHECKING:
-    from dtype_tui.state.experiment import Experiment, Preview
+    from dtype_tui.state.experiment import Experiment
+    from dtype_tui.state.preview import Preview
 
 __all__ = ["COLUMNS", "MOST_MATCHES", "MOST_OPENED", "ORDERS", "ModuleTree"]
 
@@ -117,7 +118,7 @@ class ModuleTree(ScrollView, can_focus=True):
             name = name.rpartition(".")[0]
         self.cursor = index_of.get(name, 0)
         self.virtual_size = Size(0, len(self.rows) + 1)
-        self.refresh()
+        self.refresh_changed()
         self._show_cursor()
 
     def sort_by(self, order: str) -> None:
@@ -149,7 +150,7 @@ class ModuleTree(ScrollView, can_focus=True):
     def show_preview(self, preview: Preview | None) -> None:
         """Light up what a rule would take."""
         self.preview = preview
-        self.refresh()
+        self.refresh_changed()
 
     def new_tree(self) -> None:
         """Show another tree of the same model: what was open stays open."""

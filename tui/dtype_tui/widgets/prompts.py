@@ -15,7 +15,8 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes, human_count
 from dtype_engine.recipe import Rule, generalisations
-from dtype_tui.state.experiment import Experiment, Preview
+from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.preview import Preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import MOST_MATCHES
 
@@ -27,7 +28,10 @@ class CastPrompt(BottomPrompt):
     lights that up.
     """
 
-    HELP = "Tab walks from the node itself to its kind: model.layers.3.mlp, model.layers.*.mlp, *.mlp, type:LlamaMLP."
+    HELP = (
+        "Tab completes the name of a format that was begun; else it walks from the node itself to its kind: model.layers.3.mlp, "
+        "model.layers.*.mlp, *.mlp, type:LlamaMLP."
+    )
 
     DEFAULT_CSS = "CastPrompt { height: 3; }"
 
@@ -46,6 +50,9 @@ class CastPrompt(BottomPrompt):
         self._step = 0
         self._dtype = "bf16"
         self._timer: Timer | None = None
+        self._completions: list[str] = []
+        self._completion = ""
+        """The line with the completion that stands in it."""
 
     def compose(self) -> ComposeResult:
         yield Static(Text(" cast PATTERN=DTYPE   Tab: more general   Enter: cast   Esc: close", style="dim"))
@@ -73,11 +80,28 @@ class CastPrompt(BottomPrompt):
         return f"{self._steps[self._step]}={self._dtype}"
 
     def action_generalise(self, step: int) -> None:
+        if self._complete(step):
+            return
         _, equals, dtype = self.field.value.rpartition("=")
         if equals and dtype.strip():
             self._dtype = dtype.strip()
         self._step = (self._step + step) % len(self._steps)
         self.field.put(self._rule_text)
+
+    def _complete(self, step: int) -> bool:
+        """Put the name of a format that was begun behind `=`, or the next one; False where none was."""
+        pattern, equals, begun = self.field.value.rpartition("=")
+        if self.field.value == self._completion and len(self._completions) > 1:
+            index = (self._completions.index(begun) + step) % len(self._completions)
+        else:
+            self._completions = dtypes.completions(begun) if equals and begun.strip() else []
+            index = 0 if step > 0 else -1
+            if not self._completions or begun.strip().lower() in self._completions or _is_target(begun):
+                self._completions = []
+                return False
+        self._completion = f"{pattern}={self._completions[index]}"
+        self.field.put(self._completion)
+        return True
 
     def typed(self, line: str) -> None:
         if self._timer is not None:
@@ -91,7 +115,10 @@ class CastPrompt(BottomPrompt):
         try:
             preview = self.experiment.preview(Rule.parse(self.field.value))
         except UserError as error:
-            self.hint(Text(f" {error}", style="bold"))
+            begun = self.field.value.rpartition("=")[2].strip()
+            names = dtypes.completions(begun) if begun and not _is_target(begun) else []
+            words = f"Tab: {'  '.join(names)}" if names else str(error)
+            self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=True, overflow="ellipsis"))
         else:
             self.hint(Text(f" {preview_words(preview)}"))
         self.post_message(self.Previewed(preview))
@@ -112,6 +139,14 @@ class CastPrompt(BottomPrompt):
         self._cast(rule)
 
 
+def _is_target(text: str) -> bool:
+    try:
+        dtypes.parse_target(text)
+    except UserError:
+        return False
+    return True
+
+
 def preview_words(preview: Preview) -> str:
     """`takes 12 tensors · 3.2 M parameters · 12.80 MiB → 6.40 MiB`."""
     if not preview.tensors:
@@ -119,9 +154,10 @@ def preview_words(preview: Preview) -> str:
             return f"takes nothing: its {preview.uncastable_count} tensors are never cast (integers, or buffers that are not saved)"
         return "takes nothing in this model"
     count = len(preview.tensors)
+    fused = f" · {preview.fused}" if preview.fused else ""
     return (
         f"takes {count:,} tensor{'s' if count != 1 else ''} · {human_count(preview.elements)} parameters · "
-        f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}"
+        f"{human_bytes(preview.bytes_before)} → {human_bytes(preview.bytes_after)}{fused}"
     )
 
 

@@ -12,6 +12,7 @@ from textual.strip import Strip
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count
+from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
 from dtype_tui.widgets.tree_rows import Row
@@ -87,7 +88,8 @@ def heading(columns: Columns, scan: str = "") -> Strip:
     if columns.compared:
         text += f"{'P dB':>6}{'change':>8} "
     if columns.scan:
-        text += f"{scan:>{columns.scan - 4}}"
+        apart = "" if columns.drift else " "  # that column ends in blanks, the one of bytes does not
+        text += f"{apart + truncate(scan, columns.scan - 1):>{columns.scan - 4}}"
     return Strip([Segment(text, DIM)])
 
 
@@ -159,8 +161,10 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
 
 
 def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segment]:
-    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed."""
+    """The dtype column: a node's mix, or `f32→bf16` of a tensor that a rule changed, and with which layers it shares a scale."""
     pieces: list[tuple[str, str]]
+    weight = row.tensor if row.tensor is not None else row.module.tensors.get("weight")
+    shared = scale_shared_with(weight.name, experiment.plan.dtypes) if weight is not None else ""
     if row.tensor is None:
         pieces = mix_cell(experiment.totals[row.name], width - 1)
     else:
@@ -177,6 +181,10 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
         if mark is not None:
             left = width - 2 - sum(len(text) for text, _ in pieces)
             pieces.append((f" {mark}" if len(mark) <= left else " ⚠", _LOST_MARK))
+    if shared:
+        left = width - 1 - sum(len(text) for text, _ in pieces)
+        words = next((words for words in (f" scale with {shared}", f" with {shared}") if len(words) <= left), "")
+        pieces.append((words, ""))
     segments: list[Segment] = []
     used = 0
     for text, dtype in pieces:

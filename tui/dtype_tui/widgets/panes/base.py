@@ -48,8 +48,9 @@ class Pane(VerticalScroll, can_focus=False):
         console = self.app.console
         lines = console.render_lines(drawn, console.options.update(width=self.columns, height=None))
         if lines != self._shown:
+            as_high = len(lines) == len(self._shown)  # laying out the screen takes longer than drawing the text
             self._shown = lines
-            self.query_one(Static).update(drawn)
+            self.query_one(Static).update(drawn, layout=not as_high)
 
     def on_resize(self) -> None:
         self.show(*self._shown_for)

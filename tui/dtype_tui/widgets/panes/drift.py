@@ -18,6 +18,7 @@ from dtype_engine.reports.text_drift import (
     first_sentence,
     floor_text,
     kl_text,
+    module_text,
     sqnr_text,
     value_sentence,
 )
@@ -40,6 +41,7 @@ class DriftPane(Pane):
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is nats per position, ± its standard error; so far: how far that over all inputs may be. "
         "Same top: share of positions whose likeliest token is the same. "
+        "Of modules a sample of tokens is compared, ± one standard error; m compares all. "
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
         "two; a drift no larger is noise. "
         + HELP_MEANING
@@ -54,7 +56,9 @@ class DriftPane(Pane):
         if experiment.failure:
             return self._with_losses(Text(experiment.failure, style="bold"))
         if experiment.no_forward:
-            return self._with_losses(Text(f"No drift: {experiment.no_forward}"))
+            return self._with_losses(
+                Text(f"No drift: {printable(experiment.no_forward.removeprefix(f'{experiment.title}: '), 500)}")
+            )
         if experiment.report is None:
             if not experiment.live:
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
@@ -108,6 +112,8 @@ class DriftPane(Pane):
         self._add_figures(grid, output, report.sequences)
         if report.settings != str(RunSettings()):
             grid.add_row("settings", report.settings)
+        if report.weights_only:
+            grid.add_row("quantised", "weights only")
         grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
         if report.seconds.reference is not None and report.seconds.candidate is not None:
             partly = "the changed part: " if report.seconds.reused else ""
@@ -181,9 +187,9 @@ def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
 
 def _append_modules(text: Text, readings: list[ModuleDrift], width: int) -> None:
     for index, reading in enumerate(readings):
-        number = "not finite" if reading.nonfinite else decibels(reading.sqnr_db)
+        number = "not finite" if reading.nonfinite else module_text(reading)
         name = printable(reading.name, 300)
-        name_width = max(8, width - 11)
+        name_width = max(8, width - max(11, len(number) + 1))
         name = name if len(name) <= name_width else "…" + name[-(name_width - 1) :]
         text.append(("\n" if index else "") + f"{number:>10} ", style="bold" if reading.nonfinite else "")
         text.append(name, style="dim")
