@@ -17,6 +17,7 @@ from dtype_tui.state.first_start import note_start
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
 note_start()  # the line for who never started it is tested by itself
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles takes a C++ compiler
 # Started by nohup, or in the background of a script, a process ignores these, and so do the programs that it starts.
 for number, handler in ((signal.SIGHUP, signal.SIG_DFL), (signal.SIGINT, signal.default_int_handler)):
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -31,8 +32,8 @@ _MODEL_FIXTURES = {"make_llama", "tinynet", "recorded", "net"}
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """What `-n auto` is: one process more than there are cores, since the tests of the app wait for a screen half the time."""
-    return (os.cpu_count() or 1) + 1
+    """What `-n auto` is: two processes more than there are cores, since tests in a terminal mostly wait for a screen."""
+    return (os.cpu_count() or 1) + 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -26,15 +26,23 @@ import dtype_engine
 import dtype_tui
 from dtype_engine.core.cancellation import never
 
+from .crowded import crowded
 from .live import errors, live
 from .rows import Row
+from .simulated import simulated
+from .slow_line import slow_line
 from .starting import starting
 from .table import table
 from .watched import EMPTY_APP, first_paints, keys, p99
 from .weights import round_trips
+from .workers import workers
 
 if TYPE_CHECKING:
     from dtype_engine.runtime.measure.drift import DriftMeter
+
+
+BUSY_RUNS = 4
+"""One measurement has some 65 keys: its 99th percentile would be its slowest."""
 
 
 def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:
@@ -137,7 +145,7 @@ def measuring(folder: Path) -> list[Row]:
             meter.measure()
             ratios.append((time.perf_counter() - middle) / (middle - started))
         rows.append(
-            Row(f"measuring drift, all in {dtype} / a plain forward pass", statistics.median(ratios), "x", 1.15)
+            Row(f"measuring drift, all in {dtype} / a plain forward pass", statistics.median(ratios), "x", 1.10)
         )
 
     session.apply(Recipe())
@@ -294,19 +302,16 @@ def screen(folder: Path) -> list[Row]:
         (folder / name).write_bytes((DEMO / name).read_bytes())
     text = folder / "text.txt"
     text.write_text(Path(argparse.__file__).read_text(encoding="utf-8")[:40_000], encoding="utf-8")
-    opened = Terminal(str(folder), "--cast", "*.mlp=float32", "--text", str(text))
-    opened.wait_for("measuring", 120)
-    begun = time.perf_counter()
-    times, _ = keys(opened, 1000, until="measuring")
-    lasted = time.perf_counter() - begun
-    opened.close()
+    busy: list[float] = []
+    for _ in range(BUSY_RUNS):
+        opened = Terminal(str(folder), "--cast", "*.mlp=float32", "--text", str(text))
+        opened.wait_for("measuring", 120)
+        times, _ = keys(opened, 1000, until="measuring")
+        busy += times
+        opened.close()
     rows += [
-        Row(
-            f"key to first byte while measuring, p50 ({len(times)} keys in {lasted:.1f} s)",
-            1000 * statistics.median(times),
-            "ms",
-        ),
-        Row("key to first byte while measuring, p99", 1000 * p99(times), "ms", 50),
+        Row("key to first byte while measuring, p50", 1000 * statistics.median(busy), "ms"),
+        Row(f"the same, p99 of {len(busy)} keys in {BUSY_RUNS} measurements", 1000 * p99(busy), "ms", 20),
     ]
     return rows
 
@@ -382,7 +387,7 @@ def exporting(folder: Path) -> list[Row]:
     ]
 
 
-SECTIONS = {
+SECTIONS: dict[str, Callable[[Path], Iterable[Row]]] = {
     "casting": casting,
     "exporting": exporting,
     "reference": reference,
@@ -392,8 +397,12 @@ SECTIONS = {
     "weights": weights,
     "starting": starting,
     "screen": screen,
+    "crowded": crowded,
+    "slow line": slow_line,
     "giant": giant,
     "table": table,
+    "workers": workers,
+    "simulated": simulated,
 }
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "int8@tensor")
+BLOCKS = ("nvfp4", "mxfp4", "mxfp8", "int4@g128")
 ZOO = ("vit", "bert")
 BUDGETS = (0.28, 0.35, 0.45, 0.55, 0.75)
 RANDOM_RECIPES = 200
@@ -77,23 +78,24 @@ def _train(module: Any, batches: list[dict[str, Any]], steps: int = 10) -> None:
             optimizer.step()
 
 
-def accuracy(check: Checks, name: str, session: Any) -> None:
+def accuracy(check: Checks, name: str, session: Any, dtypes: tuple[str, ...] = DTYPES) -> None:
     """The scan with its default number of draws against measuring each alone."""
     from tests.helpers.rank_correlation import FLOOR, compared
 
-    scan = session.scan(DTYPES)
-    exact = session.scan(DTYPES, exact=True)
+    scan = session.scan(dtypes)
+    exact = session.scan(dtypes, exact=True)
     session.scanned = scan
+    print(f"        {scan.scan_seconds / scan.forward_seconds:.1f} forward passes")
     rank, ratio, count = compared(scan, exact)
     check(f"{name}: Spearman over {count} weights x dtypes", rank, low=0.99)
     check(f"{name}: median ratio to the truth", ratio, low=0.8, high=1.25)
-    for dtype in DTYPES:
+    for dtype in dtypes:
         rank, _, count = compared(scan, exact, dtype)
         check(f"{name}: Spearman within {dtype}, {count} weights", rank, low=0.95)
     found, truth = scan.scores(), exact.scores()
     for weight, tensor in session.tree.tensors.items():
         if tensor.aliases and tensor.castable:
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 if truth[weight, dtype] > FLOOR:
                     check(
                         f"{name}: tied {weight} in {dtype}, ratio",
@@ -101,6 +103,16 @@ def accuracy(check: Checks, name: str, session: Any) -> None:
                         0.8,
                         1.2,
                     )
+
+
+def blocks(check: Checks) -> None:
+    """Formats with blocks, for weights alone and with activations quantised too."""
+    import dtype_engine as de
+
+    for activations in ("none", "weights"):
+        session = de.open()
+        session.settings = de.RunSettings(quantize_activations=activations)
+        accuracy(check, f"demo, activations {activations}", session, BLOCKS)
 
 
 def experts(check: Checks) -> None:
@@ -270,6 +282,7 @@ def main() -> int:
         "prediction": lambda demo: prediction(check, demo),
         "search": lambda demo: searching(check, demo),
     }
+    steps["blocks"] = lambda demo: blocks(check)
     steps["experts"] = lambda demo: experts(check)
     asked = sys.argv[1:] or [*steps, *ZOO]
     demo = de.open()

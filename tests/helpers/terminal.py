@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import pty
@@ -48,21 +49,27 @@ class Terminal:
             (state / "tour-offered").touch()
         self.started = time.perf_counter()
         # Opened by hand and not by pty.fork, so that the terminal can still be asked after the program has ended.
-        self.keyboard, self._terminal = pty.openpty()
+        self.keyboard, self.slave = pty.openpty()
         fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
-        self.settings = termios.tcgetattr(self._terminal)
+        self.settings = termios.tcgetattr(self.slave)
+        self.screen.write_process_input = self._answer
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()
-            fcntl.ioctl(self._terminal, termios.TIOCSCTTY, 0)
+            fcntl.ioctl(self.slave, termios.TIOCSCTTY, 0)
             for number in (0, 1, 2):
-                os.dup2(self._terminal, number)
+                os.dup2(self.slave, number)
             # An environment of its own: readline, where the tests' process has it, exports COLUMNS behind Python's back.
             given = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
             # Nothing of this machine's: no configuration, no models in a cache, no sessions kept by earlier tests.
             own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
             own["XDG_STATE_HOME"] = self._state
             os.execve(PROGRAM, [PROGRAM, *arguments], given | own | (environment or {}))
+
+    def _answer(self, data: str) -> None:
+        """What a terminal that is asked where its cursor is says, as all that people use do."""
+        with contextlib.suppress(OSError):
+            os.write(self.keyboard, data.encode())
 
     def read(self, seconds: float = 0.05) -> int:
         """Take in what the program writes within `seconds`; the number of bytes."""
@@ -111,7 +118,7 @@ class Terminal:
 
     def is_restored(self) -> bool:
         """Whether the terminal is as it was: the same settings, the main screen, the cursor to be seen."""
-        same = termios.tcgetattr(self._terminal)[:4] == self.settings[:4]
+        same = termios.tcgetattr(self.slave)[:4] == self.settings[:4]
         left = self.raw.rfind(b"\x1b[?1049l") > self.raw.rfind(b"\x1b[?1049h")
         shown = self.raw.rfind(b"\x1b[?25h") > self.raw.rfind(b"\x1b[?25l")
         return same and left and shown
@@ -127,5 +134,5 @@ class Terminal:
                 continue
             break
         os.close(self.keyboard)
-        os.close(self._terminal)
+        os.close(self.slave)
         shutil.rmtree(self._state, ignore_errors=True)

@@ -34,6 +34,7 @@ REFUSED: dict[str, dict[str, str]] = {
     ".pth deflated": _NO_CONFIG,
     ".pth legacy": _NO_CONFIG,
     ".pth nested": _NO_CONFIG,
+    ".pth.tar": _NO_CONFIG,
     ".pth views": _NO_CONFIG,
     "whole module": {},
     "GGUF F16": _GGUF,

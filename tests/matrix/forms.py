@@ -129,7 +129,18 @@ def _lone(folder: Path, write: Callable[[Tensors, Path], None], suffix: str, rea
 
 def _torch_load(path: Path) -> Tensors:
     found = torch.load(path, weights_only=True)
+    found = found.get("model", found)
     return dict(found.get("state_dict", found))
+
+
+def _trainers(folder: Path) -> Made:
+    """As training scripts leave it: deeper nested, beside the optimizer's tensors, with a name that ends in no suffix of ours."""
+
+    def write(held: Tensors, path: Path) -> None:
+        moments = {number: {"exp_avg": torch.zeros(3), "step": 7} for number in range(40)}
+        torch.save({"epoch": 3, "optimizer": {"state": moments}, "model": {"args": {}, "state_dict": held}}, path)
+
+    return _lone(folder, write, ".pth.tar", _torch_load)
 
 
 def _deflated(tensors: Tensors, path: Path) -> None:
@@ -531,6 +542,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     ".pth deflated": lambda at: _pth(at, _deflated),
     ".pth legacy": lambda at: _pth(at, _save_old),
     ".pth nested": lambda at: _pth(at, lambda held, path: torch.save({"epoch": 3, "state_dict": held}, path)),
+    ".pth.tar": _trainers,
     ".pth views": lambda at: _pth(at, _views),
     "whole module": _whole_module,
     "GGUF F16": partial(_gguf, kind="f16"),

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from tests.helpers import slow_line
 from tests.helpers.terminal import Terminal
+
+from dtype_engine.worker.messages import PROTOCOL
 
 pytestmark = pytest.mark.slow
 ENGINE = str(Path(sys.executable).with_name("dtype-engine"))
@@ -90,7 +94,9 @@ os.execvp("sh", ["sh", "-c", words[words.index("--") + 2]])
         assert words in " ".join(refused.text.split())
 
 
-HELLO = r"""
+HELLO = (
+    f"PROTOCOL = {PROTOCOL}"
+    + r"""
 import sys, zlib, msgspec
 def put(*message):
     data = msgspec.msgpack.encode(message)
@@ -99,9 +105,10 @@ def write(data):
     sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 write(b"\0dtype-engine\0")
-put("Hello", 1, "x", [], 0, False)
+put("Hello", PROTOCOL, "x", [], 0, False)
 put("Opened", "m\x1b[2J\x1b]0;owned\x07", "")
 """
+)
 TREE = r"""
 put("TreePart", True, [["a\x1b[2J\x1b]0;owned\x07.weight", [2, 2], "float32"]], [["a\x1b[2J\x1b]0;owned\x07", "K\x1b[31m", None]])
 put("ModelReady", None, "C\x1b[2J", "d\x07", 1.0, "i\x1b[2J", ["n\x1b]0;owned\x07"], None)
@@ -136,3 +143,54 @@ def test_the_app_survives_whatever_tells_it_things(
     assert terminal.exit_status() == 0
     assert terminal.is_restored()
     assert not list((tmp_path / "work").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        (HELLO.replace('PROTOCOL, "x"', '99, "9.9\x1b]0;owned\x07"'), "has dtype-tui 9.9"),
+        ("while True: print('y' * 100_000, end='')", "no mark of dtype-engine"),
+        ("print('welcome')\nraise SystemExit(1)", "ended|no answer"),
+    ],
+    ids=["another version", "endless line", "a login that says goodbye"],
+)
+def test_what_says_no_hello_is_one_line_before_there_is_a_screen(
+    opened: Opener, tmp_path: Path, program: str, words: str
+) -> None:
+    script = tmp_path / "hostile.py"
+    script.write_text(program)
+    terminal = opened("--engine-command", shlex.join([sys.executable, str(script)]))
+    assert terminal.exit_status(60) == 2
+    assert re.search(words, " ".join(terminal.text.split())), terminal.text
+    assert b"owned\x07" not in terminal.raw
+    assert b"\x1b[?1049h" not in terminal.raw
+
+
+def test_a_bomb_behind_a_compressed_line_takes_no_memory(opened: Opener, tmp_path: Path) -> None:
+    """What comes over ssh is compressed: a kilobyte may stand for a megabyte, and the line goes on as long as it likes."""
+    script = tmp_path / "hostile.py"
+    script.write_text(f"""#!{sys.executable}
+import sys, zlib, msgspec
+PROTOCOL = {PROTOCOL}
+packer = zlib.compressobj()
+def put(*message):
+    data = msgspec.msgpack.encode(message)
+    write(len(data).to_bytes(4, "big") + data)
+def write(data):
+    sys.stdout.buffer.write(packer.compress(data) + packer.flush(zlib.Z_SYNC_FLUSH))
+    sys.stdout.buffer.flush()
+sys.stdout.buffer.write(b"\\0dtype-engine\\0")
+put("Hello", PROTOCOL, "x", [], 0, False)
+put("Opened", "m", "")
+sys.stdin.buffer.read(1)
+while True:
+    write(bytes(1 << 26))
+""")
+    script.chmod(0o755)
+    (tmp_path / "ssh").symlink_to(script)
+    terminal = opened("ssh://far/demo", environment={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    terminal.wait_for("understand", 60)
+    assert psutil.Process(terminal.pid).memory_info().rss < 400 << 20
+    terminal.press("q")
+    assert terminal.exit_status() == 0
+    assert terminal.is_restored()

@@ -58,12 +58,12 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     if ending == "the line goes dead":
         # As when sshd dies: the terminal is taken away, and the kernel hangs up on the session.
         os.close(terminal.keyboard)
-        os.close(terminal._terminal)
+        os.close(terminal.slave)
         until = time.monotonic() + 20
         while not os.waitpid(terminal.pid, os.WNOHANG)[0]:
             assert time.monotonic() < until, "the program outlived its terminal"
             time.sleep(0.05)
-        terminal.keyboard, terminal._terminal = os.openpty()
+        terminal.keyboard, terminal.slave = os.openpty()
     else:
         os.kill(terminal.pid, signal.Signals[ending])
         number = signal.Signals[ending]

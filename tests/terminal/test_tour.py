@@ -15,7 +15,7 @@ from dtype_tui.state.tour import STEPS
 
 DOWN, RIGHT, LEFT, ESCAPE, CTRL_T = "\x1b[B", "\x1b[C", "\x1b[D", "\x1b[27u", "\x14"
 KEYS = (
-    DOWN, DOWN * 4 + RIGHT, "2", "d", ESCAPE, "w", "u", "c", "\t\r", "s", "\r", "o", LEFT * 3, "\r", ESCAPE, "e", f"{DOWN}\r",
+    DOWN * 5 + RIGHT, "2", "w", "u", "c", "\t\r", "s", "\r", "?", f"{ESCAPE}o", f"{LEFT * 3}\r", f"{ESCAPE}e", f"{DOWN}\r",
 )  # fmt: skip
 """For each step but the last."""
 Opener = Callable[..., Terminal]

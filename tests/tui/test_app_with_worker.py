@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 import torch
 from tests.helpers.recorded_worker import WAYS, Way, make_engine
 from tests.helpers.screen_text import notices, screen, until
-from textual.pilot import Pilot
+from tests.helpers.slow_net import CODE, opened, slow
 
 from dtype_engine import Options
 from dtype_engine.checkpoint.source import locate
@@ -26,35 +24,7 @@ from dtype_tui.screens.save import SaveScreen
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
 
-LAYERS = 12
-# A model whose every layer takes as long as a file beside it says, so that a pass lasts as long as a test needs.
-CODE = f"""
-import time
-from pathlib import Path
-import torch
-from torch import nn
-
-SECONDS = Path(__file__).with_name("seconds")
-
-class Layer(nn.Linear):
-    def forward(self, x):
-        time.sleep(float(SECONDS.read_text()))
-        return super().forward(x)
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(64, 64) for _ in range({LAYERS}))
-        self.norm = nn.BatchNorm1d(64)
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x).relu()
-        return self.norm(x)
-
-def make():
-    return Net()
-"""
+pytestmark = pytest.mark.slow
 INPUTS = "\ndef example_inputs():\n    return (torch.linspace(-1, 1, 256).reshape(4, 64),)\n"
 
 
@@ -71,13 +41,6 @@ def net(tmp_path: Path) -> Path:
     path.write_text(CODE + INPUTS)
     slow(path, 0)
     return path
-
-
-def slow(net: Path, seconds: float = 0.15) -> None:
-    """Let each layer take so long, from the next pass at the latest."""
-    whole = net.with_name("seconds.new")
-    whole.write_text(str(seconds))
-    whole.replace(net.with_name("seconds"))
 
 
 def module_of(path: Path) -> Any:
@@ -99,14 +62,6 @@ def app_on(way: Way, model: str, options: Options | None = None, **more: Any) ->
     return DtypeApp(launch, lambda emit: make_engine(way, model, options, emit, read_headers=not whole))
 
 
-@asynccontextmanager
-async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
-    """The app with its model open, measured, and the engine at rest."""
-    async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.controller.experiment.live and not app.controller.activity.busy)
-        yield pilot
-
-
 # -- a model that has no headers -----------------------------------------------------------------------------------
 
 
@@ -117,7 +72,6 @@ def expected_of(path: Path) -> tuple[int, int]:
     return sum(p.numel() for p in module.parameters()), sum(t.numel() * t.element_size() for t in tensors)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["class", "function", "module", "weights", "no inputs", "cast", "resume"])
 async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
     kind: str, net: Path, monkeypatch: pytest.MonkeyPatch, way: Way
@@ -223,7 +177,6 @@ WINDOWS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOWS)
 async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")

@@ -96,6 +96,7 @@ def named(walk: Walk) -> str:
     return f"{walk.place}: {' '.join(step.key for step in walk.steps if isinstance(step, Key))}"[:60]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("walk", [*IN_MAIN, *OTHER_PLACES], ids=named)
 async def test_every_key_does_what_the_help_says(walk: Walk) -> None:
     await take(walk)

@@ -59,7 +59,7 @@ class Hostility:
     def check(self) -> None:
         """Nothing on the screen is a command to the terminal."""
         for line in lines(self._app):
-            assert printable(line, len(line)) == line
+            assert printable(line, len(line)) == line, "\n".join(lines(self._app))
 
 
 async def go_through(scene: str, seed: str, sequences: int, kind: type | None = None) -> None:

@@ -25,6 +25,7 @@ from dtype_tui.screens.overlay import Overlay
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.screens.weight_values import exponent_histogram, range_mark
 from dtype_tui.state.launch import Launch
+from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.drift import DriftPane
 from dtype_tui.widgets.panes.memory import MemoryPane
@@ -109,6 +110,28 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
         assert app.controller.experiment.recipe == Recipe()
         assert "nothing left to undo" in notices(app)[-1]
         assert [len(recipe) for recipe in engine(app).recipes] == [1, 2, 1, 2, 1, 2, 1, 0]
+
+
+async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> None:
+    async with running(app) as pilot:
+        tree_of(app).go_to("model.layers.3.mlp")
+        await pilot.press("c")
+        field = app.query_one("#cast-input", Input)
+        for _ in "bf16":
+            await pilot.press("backspace")
+        await pilot.press(*"nv", "tab")
+        assert field.value == "model.layers.3.mlp=nvfp4"
+        await pilot.press("tab")
+        assert field.value == "model.layers.*.mlp=nvfp4", "a whole name: the pattern is next"
+        for _ in "vfp4":
+            await pilot.press("backspace")
+        await pilot.press("backspace", *"int4")
+        await pilot.pause(0.1)
+        await until(pilot, lambda: "Tab: int4@g128  int4@g32  int4@g128a" in screen(app))
+        await pilot.press("tab", "tab")
+        assert field.value == "model.layers.*.mlp=int4@g32"
+        await pilot.press("shift+tab", "enter")
+        assert engine(app).recipes == [Recipe((Rule("model.layers.*.mlp", "int4@g128"),))]
 
 
 async def test_the_cast_prompt_walks_from_one_to_its_kind_and_previews(app: DtypeApp) -> None:
@@ -218,6 +241,19 @@ async def test_the_filter_shows_matches_and_what_is_above_them(app: DtypeApp) ->
         assert len(tree.rows) >= before
         await pilot.press("slash", *"q*.weight", "escape")
         assert tree.filter_text == ""
+
+
+async def test_one_prompt_is_open_at_a_time_and_escape_closes_it_from_the_tree_too(app: DtypeApp) -> None:
+    async with app.run_test(size=(100, 30)) as pilot:
+        await pilot.press("c")
+        await pilot.click(ModuleTree)
+        await pilot.press("slash")
+        assert [prompt.id for prompt in app.screen.query(BottomPrompt) if prompt.is_open] == ["filter"]
+        await pilot.click(ModuleTree)
+        assert app.focused is tree_of(app)
+        await pilot.press("escape")
+        assert not [prompt.id for prompt in app.screen.query(BottomPrompt) if prompt.is_open]
+        assert app.focused is tree_of(app)
 
 
 async def test_readings_of_another_recipe_are_never_shown(app: DtypeApp) -> None:

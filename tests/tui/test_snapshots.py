@@ -15,6 +15,8 @@ from textual.pilot import Pilot
 from dtype_tui.app import DtypeApp
 from dtype_tui.config.config import Config
 
+pytestmark = pytest.mark.slow
+
 Compare = Callable[..., bool]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
 from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, screen
@@ -16,6 +17,8 @@ from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
 from dtype_tui.state.measurement_log import ModuleLog, measured
 from dtype_tui.widgets.module_tree import ModuleTree
+
+pytestmark = pytest.mark.slow
 
 MLP = "model.layers.4.mlp"
 LAYER = "model.layers.4"

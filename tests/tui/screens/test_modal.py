@@ -42,6 +42,7 @@ async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> 
         assert len(app.controller.experiment.recipe) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", WINDOW_KEYS)
 async def test_two_keys_in_one_burst_open_one_window(first: str) -> None:
     """The second is the window's own, although it was pressed before the window was there."""

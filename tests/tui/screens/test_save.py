@@ -140,10 +140,10 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         await pilot.press("enter")
         assert engine(app).saves == [ExportRequest(Path("demo-cast"))]
         assert "writing" in screen(app)
-        engine(app).emit(events.SavingProgress(Recipe(), "exporting, 310.00 MiB/s", 30, 100))
+        engine(app).emit(events.SavingProgress(Recipe(), "exporting: 310.00 MiB/s", 30, 100))
         await pilot.pause()
         await pilot.pause()
-        await until(pilot, lambda: "exporting, 310.00 MiB/s  30 %" in screen(app))
+        await until(pilot, lambda: "exporting: 310.00 MiB/s  30 %" in screen(app))
         await pilot.press("escape")
         assert engine(app).commands[-1] == "cancel"
         await pilot.press("q")
@@ -171,6 +171,7 @@ async def test_a_refused_export_says_why(app: DtypeApp) -> None:
         assert engine(app).saves == []
 
 
+@pytest.mark.slow
 async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from dtype_engine.core.units import time_left
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_tui.rendering.cells import time_left
 from dtype_tui.rendering.progress import progress_words
 from dtype_tui.state.activity import Activity
 

@@ -133,7 +133,7 @@ def test_its_end_is_told_with_what_is_lost_and_what_is_asked_then_is_refused(mea
     measuring.scan.begin(("int8",))
     measuring.follow_connection(events.EngineEnded("the engine ended: killed (SIGKILL)"))
     assert measuring.said == [
-        "the engine ended: killed (SIGKILL); what it was writing is not there; s scans anew; R starts it again"
+        "the engine ended: killed (SIGKILL); what it was writing is not there; s goes on with the scan; R starts it again"
     ]
     assert measuring.current_activity() == ("", None, "")
     assert measuring.idle_words(False) == measuring.no_engine_words == "no engine: R starts it again"
@@ -164,7 +164,7 @@ def test_a_finished_scan_outlives_the_engine_and_one_that_is_not_is_lost_once(li
     life.follow_connection(events.EngineEnded("the engine ended"))
     life.restart()
     life.follow_connection(events.EngineEnded("the engine ended"))
-    assert ["s scans anew" in words for words in life.said] == [False, True, False]
+    assert ["s goes on with the scan" in words for words in life.said] == [False, True, False]
     assert life.scan.lost
 
 

@@ -80,7 +80,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
         folder=tmp_path,
         options=Options(
             device="cpu", prompts=("one\n\u202e", "two"), texts=(tmp_path / "a.txt",), weights=tmp_path / "w.pth",
-            reference_bytes=17, threads=2, settings=RunSettings("bfloat16", "float16", "model"),
+            reference_bytes=17, threads=2, settings=RunSettings("bfloat16", "float16", "model", "weights"),
         ),
         recipes=(Recipe(), recipe("*=bf16"), recipe("*=bf16", "re:a=b=fp8@tensor", "x.{0..3}=stored")),
         at=1,
@@ -119,8 +119,9 @@ def test_a_file_of_an_earlier_program_reads_the_same_and_is_written_the_same() -
     )  # fmt: skip
     (written,) = save(0, session)
     new = json.loads(written.read_text())
-    since = {name: new["options"].pop(name) for name in ("precision", "floor")}
-    assert since == {"precision": None, "floor": "auto"}
+    since = {name: new["options"].pop(name) for name in ("precision", "floor", "modules", "workers")}
+    assert since == {"precision": None, "floor": "auto", "modules": "sampled", "workers": None}
+    assert new["settings"].pop("quantize_activations") == "none"
     for figures in new["measured"]:
         assert (figures.pop("sequences"), figures.pop("all_sequences")) == (0, 0)
     assert new == json.loads(old.read_text())

@@ -163,3 +163,20 @@ async def test_the_line_of_keys_says_what_comes_next() -> None:
         assert "w worst module" in screen(app)
         await pilot.press("slash", *"proj", "enter")
         await until(pilot, lambda: "n next match" in screen(app))
+
+
+async def test_members_of_a_group_that_share_a_scale_say_with_whom() -> None:
+    app = make_app()
+    async with app.run_test(size=(140, 40)) as pilot:
+        tree = tree_of(app)
+        controller = app.controller
+        assert controller.experiment.tree is not None
+        controller.add_rule(Rule("*.layers.0.self_attn.[qk]_proj", "nvfp4"))
+        controller.add_rule(Rule("*.layers.0.mlp.*_proj", "mxfp4"))
+        tree.go_to("model.layers.0.self_attn.q_proj.weight")
+        await until(pilot, lambda: "nvfp4 scale with k" in screen(app))
+        lines = screen(app).splitlines()
+        found = {name: line for line in lines for name in line.split()[:3] if " with " in line and "_proj" in name}
+        assert set(found) == {"q_proj", "k_proj"}, "nothing of v_proj or the MLP"
+        assert "nvfp4 scale with q" in found["k_proj"]
+        assert any("weight  [96 × 96]" in line and "f32→nvfp4 scale with k" in line for line in lines)
