@@ -64,7 +64,10 @@ class Film:
 
     def save(self, file: Path) -> None:
         """Write the film."""
-        images = [Image.open(io.BytesIO(as_png(svg, SCALE))).convert("RGB") for svg in self._svgs]
+        # Drawn in full and made smaller: drawn small, letters are set off from their cells.
+        drawn = [Image.open(io.BytesIO(as_png(svg))).convert("RGB") for svg in self._svgs]
+        size = round(drawn[0].width * SCALE), round(drawn[0].height * SCALE)
+        images = [image.resize(size, Image.Resampling.LANCZOS) for image in drawn]
         images[0].save(
             file, save_all=True, append_images=images[1:], duration=self._stands_ms, loop=0, lossless=True, method=6,
             minimize_size=True,

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import html
+import os
 import re
 import subprocess
 import sys
@@ -32,6 +34,10 @@ from dtype_tui.state.launch import Launch
 HERE = Path(__file__).parent
 FONTS = "'DejaVu Sans Mono', Menlo, Consolas, monospace"
 WAIT_S = 300
+_CELL_WIDTH, _CELL_HEIGHT = 12.2, 24.4
+"""Of a Textual picture, in its units."""
+_BRAILLE_DOTS = ((0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2), (0, 3), (1, 3))
+"""(column, row) of each bit."""
 AS_STORED = Recipe()
 MIXED = Recipe(
     (Rule("*", "bfloat16"), Rule("type:LlamaRMSNorm", "float32"), Rule("model.layers.{4..5}.mlp", "float8_e4m3fn"))
@@ -152,26 +158,30 @@ class View:
 
 SIZES = tuple(View(size) for size in ((60, 15), (80, 24), (120, 36), (200, 50)))
 SHADES = (View((120, 36), "textual-light", "light"), View((120, 36), "ansi-dark", "16-colours"))
+NO_COLOUR = (View((80, 24), note="no-colour"),)
 ASCII = (View((80, 24), note="ascii", ascii="always"),)
 JOBS: dict[str, tuple[tuple[Scene, Recipe], tuple[View, ...]]] = {
     "mix": ((mix, MIXED), (*SIZES, *SHADES)),
     "cast": ((cast, AS_STORED), SIZES),
     "details": ((details, MIXED), SIZES),
-    "flow": ((flow, MIXED), SIZES),
+    **{f"flow {view.size[0]}": ((flow, MIXED), (view,)) for view in SIZES},
     "scan": ((scan, AS_STORED), (*SIZES, *SHADES)),
     "optimise": ((optimise, AS_STORED), (*SIZES, *SHADES)),
     "help": ((help_, MIXED), SIZES),
     "tour": ((tour, AS_STORED), SIZES),
     **{f"measuring {view.size[0]}": ((measuring, MIXED), (view,)) for view in SIZES},
+    "mix no-colour": ((mix, MIXED), NO_COLOUR),
     **{f"{name} ascii": (scene, ASCII) for name, scene in (("mix", (mix, MIXED)), ("optimise", (optimise, AS_STORED)))},
 }
-"""What one process draws, by a name: a scene, and the terminals it is drawn in one after the other. What passes by is drawn
-once."""
+"""What one process draws, by a name: a scene, and the terminals it is drawn in one after the other. What passes by, and
+what is laid out as it is opened, is drawn in one terminal."""
 
 
 async def draw(name: str, png: bool) -> None:
     """Bring a scene up and draw it in each of its terminals."""
     (scene, recipe), views = JOBS[name]
+    if views == NO_COLOUR:
+        os.environ["NO_COLOR"] = "1"
     first = views[0]
     app = demo_app(recipe, Config(first.theme, first.ascii), begins_tour=scene is tour)
     async with app.run_test(size=(120, 36) if len(views) > 1 else first.size) as pilot:
@@ -201,10 +211,24 @@ def as_png(picture: str, scale: float = 1.0) -> bytes:
     """An SVG as PNG."""
     import cairosvg
 
-    # It does not stretch text to its length, and this font is narrower than the cells.
-    spaced = picture.replace("<text ", '<text letter-spacing="0.16" ')
+    # It does not stretch text to its length, and this font is narrower than the cells. It takes no second font either, for braille.
+    spaced = re.sub(r'<text class="([^"]*)" x="([^"]*)" y="([^"]*)"[^>]*>([^<]*)</text>', _with_dots, picture)
+    spaced = spaced.replace("<text ", '<text letter-spacing="0.16" ')
     drawn: bytes = cairosvg.svg2png(bytestring=spaced.encode(), scale=scale)
     return drawn
+
+
+def _with_dots(text: re.Match[str]) -> str:
+    """A text element with its braille as circles, eight to a cell."""
+    dots = ""
+    for index, character in enumerate(html.unescape(text[4])):
+        bits = ord(character) - 0x2800 if 0x2800 < ord(character) < 0x2900 else 0
+        for bit, (column, row) in enumerate(_BRAILLE_DOTS):
+            if bits >> bit & 1:
+                x = float(text[2]) + index * _CELL_WIDTH + (0.25 + 0.5 * column) * _CELL_WIDTH
+                y = float(text[3]) - 0.75 * _CELL_HEIGHT + (0.125 + 0.25 * row) * _CELL_HEIGHT
+                dots += f'<circle class="{text[1]}" cx="{x:.1f}" cy="{y:.1f}" r="1.6"/>'
+    return re.sub("[\u2801-\u28ff]", "\xa0", text[0]) + dots
 
 
 def main() -> None:
