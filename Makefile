@@ -25,9 +25,9 @@ lint: $(VENV)/.tests
 unit: $(VENV)/.tests
 	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal
 
-# Under a minute: the rooms without torch and the app, but for what is marked slow.
+# Under a minute: the rooms without torch and the app, but for what is marked slow. The app's tests wait more than they work.
 quick: $(VENV)/.tests
-	$(BIN)/pytest -n auto --maxprocesses 4 --dist worksteal -m "not slow" $(QUICK)
+	$(BIN)/pytest -n 4 --dist worksteal -m "not slow" $(QUICK)
 
 # All tests once more, with the lines that none of them reaches: about half as long again on Python 3.11.
 coverage: $(VENV)/.tests
