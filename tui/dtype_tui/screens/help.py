@@ -40,6 +40,8 @@ Section = tuple[str, list[tuple[str, str]]]
 _NARROWEST = 35
 _KEYS_WIDTH = 8
 """Cells for keys in a column; where they are longer, their words come after them."""
+_WINDOWS_KEYS_WIDTH = 20
+"""The same for the keys of windows, which are below each other, and have the page's width."""
 
 
 class HelpScreen(ModalScreen[None]):
@@ -105,7 +107,7 @@ class HelpScreen(ModalScreen[None]):
         page.append_text(in_columns(key_blocks(self._chosen), width, _NARROWEST))
         for title, rows in self._sections[2:]:
             page.append("\n\n")
-            page.append_text(Text("\n").join(_block(title, rows)))
+            page.append_text(Text("\n").join(_block(title, rows, _WINDOWS_KEYS_WIDTH)))
         for title, text in self._words:
             page.append(f"\n\n{title}", style="bold")
             for line in textwrap.wrap(text, width):
@@ -135,7 +137,7 @@ def sections(
     chosen: Mapping[str, str], words: Iterable[tuple[str, str]]
 ) -> tuple[list[Section], list[tuple[str, str]]]:
     """(title, its keys) of every screen and prompt, the main screen's first and the tree's second; and (title, text) of every word
-    explained. `chosen` as in `described`.
+    explained. `chosen` as in `described`. A line of the help begins small, as a palette's entry does not.
     """
     places: tuple[tuple[str, Iterable[BindingType]], ...] = (
         ("Casting and measuring", KEYS),
@@ -157,7 +159,10 @@ def sections(
         ("In a box of text", Overlay.BINDINGS),
     )
     explained = [*words, ("Inputs", InputsScreen.HELP), ("Sensitivity", ScanScreen.HELP)]
-    return [(title, list(described(bindings, chosen))) for title, bindings in places], explained
+    return [
+        (title, [(keys, text[:1].lower() + text[1:]) for keys, text in described(bindings, chosen)])
+        for title, bindings in places
+    ], explained
 
 
 def keys_here(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
@@ -194,9 +199,9 @@ def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
     return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
-def _block(title: str, rows: Iterable[tuple[str, str]]) -> list[Text]:
+def _block(title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH) -> list[Text]:
     listed = list(rows)
-    width = min(_KEYS_WIDTH, max(len(keys) for keys, _ in listed))
+    width = min(widest, max(len(keys) for keys, _ in listed))
     return [
         Text(title, style="bold"),
         *(Text.assemble((f"{keys:<{width}}  ", ""), (words, "dim")) for keys, words in listed),
