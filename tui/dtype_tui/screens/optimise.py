@@ -178,6 +178,8 @@ class OptimiseScreen(ModalScreen[None]):
         title.append(f"  {limits}", style="dim")
         self.query_one("#front-title", Static).update(title)
         keys = " ←→ walk  Enter applies  / limit  + - zoom  c compares  m measures  Esc closes"
+        if self.size.width < len(keys):
+            keys = " ←→  Enter applies  / limit  + -  c compares  m measures"
         self.query_one("#front-keys", Static).update(Text(keys, style="dim", no_wrap=True, overflow="ellipsis"))
         self._find_rules()
         self._plot()
@@ -199,12 +201,17 @@ class OptimiseScreen(ModalScreen[None]):
         series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", "magenta"))
         line = budget / scale if budget is not None else None
         widget.update(plot(series, axes, max(20, widget.size.width), max(6, widget.size.height), line))
-        legend = Text(f" across: {unit} planned, up: {self.view.report.unit}   ", style="dim", no_wrap=True)
-        legend.append("⠒ predicted  ", style="cyan")
-        legend.append("O here  ", style="magenta")
-        legend.append("x measured", style="red")
+        marks = [("⠒ predicted", "cyan"), ("O here", "magenta"), ("x measured", "red")]
         if budget is not None:
-            legend.append("  | budget", style="yellow")
+            marks.append(("| budget", "yellow"))
+        length = sum(len(mark) for mark, _ in marks)
+        words = f" across: {unit} planned, up: {self.view.report.unit} "
+        if self.size.width < len(words) + length + 2 * len(marks):
+            words = f" {unit}, {self.view.report.unit}"
+        gap = "  " if self.size.width >= len(words) + length + 2 * len(marks) else " "
+        legend = Text(words, style="dim", no_wrap=True)
+        for mark, style in marks:
+            legend.append(gap).append(mark, style=style)
         self.query_one("#front-legend", Static).update(legend)
 
     @property

@@ -19,9 +19,10 @@ def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:
     own = [item.name for item in items if item.has_scales and not item.portable]
     if not own:
         return ()
+    count = f"{printable(own[0])} is" if len(own) == 1 else f"{len(own)} weights, first {printable(own[0])}, are"
     return (
-        f"{len(own)} weights are stored with scales in a layout that only dtype-engine reads, first {printable(own[0])}: other "
-        "formats have it for the weights of linear layers alone, in float8_e4m3fn, int8, and blocks that divide their rows",
+        f"{count} stored with scales in a layout that only dtype-engine reads: others have scales for the weights of linear layers "
+        "alone, in float8_e4m3fn, int8, and blocks that divide their rows",
     )
 
 
