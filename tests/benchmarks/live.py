@@ -129,12 +129,12 @@ def _after_a_cast(name: str, model: Path) -> list[Row]:
 
 
 def _command(name: str, model: Path, hand: list[dict[str, float]]) -> list[Row]:
-    """The whole command, and the memory of its process at its peak."""
+    """The whole command with the candidate in bfloat16, as by hand, and the memory of its process at its peak."""
     ratios, peaks = [], []
     for by_hand in hand:
         started = time.perf_counter()
         told = subprocess.run(
-            [str(Path(sys.executable).parent / "dtype-engine"), "drift", str(model), "--cast", "*.mlp=f16", "--json"],
+            [str(Path(sys.executable).parent / "dtype-engine"), "drift", str(model), "--cast", "*=bf16", "--json"],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         ratios.append((time.perf_counter() - started) / (by_hand["opened"] + by_hand["all"]))
@@ -222,37 +222,15 @@ def random_recipe(session: Any, chooser: random.Random) -> Recipe:
 
 def gpt2(folder: Path, steps: int = 250) -> Path:
     """A GPT-2 of 0.6 M parameters, trained for a minute on Python's standard library, with the demo's tokenizer."""
-    import sysconfig
-
     import torch
     import transformers
-    from tokenizers import Tokenizer
 
-    from dtype_engine.checkpoint.source import DEMO
-    from train_demo import as_tokens, read_library
+    from .training import save_with_tokenizer, train
 
-    tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
-    training, _ = read_library(Path(sysconfig.get_paths()["stdlib"]))
-    random.Random(0).shuffle(training)
-    tokens = as_tokens(tokenizer, training[:150])
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=1024, n_embd=96, n_layer=4, n_head=4, n_positions=512, bos_token_id=0, eos_token_id=0
     )
-    model = transformers.GPT2LMHeadModel(config).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.98))
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 3e-3, total_steps=steps)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        starts = torch.randint(0, len(tokens) - 128, (16,), generator=generator).tolist()
-        ids = torch.stack([tokens[start : start + 128] for start in starts])
-        loss = model(input_ids=ids, labels=ids).loss
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-    model.eval().save_pretrained(folder)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(DEMO / name, folder / name)
-    return folder
+    model = transformers.GPT2LMHeadModel(config)
+    train(model, steps)
+    return save_with_tokenizer(model, folder)

@@ -120,11 +120,12 @@ def experts(check: Checks) -> None:
     changes its expert is chance and the truth is not the same on other text: where the truth on half of it agrees less
     with that on the other half than is asked of the scan, the scan is to agree with the truth better than that.
     """
-    from experts import DECIDED, decided_session, halves, trained_session
     from scipy.stats import spearmanr
     from tests.helpers.rank_correlation import FLOOR
 
     from dtype_engine.runtime.chunks import single_intraop_thread
+
+    from .experts import DECIDED, decided_session, halves, trained_session
 
     with single_intraop_thread():  # such small models are slower on two
         for name in DECIDED:

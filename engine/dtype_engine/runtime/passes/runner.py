@@ -246,7 +246,7 @@ class ForwardRunner:
             except Exception:
                 model.requires_mixed_mode.add("reference")
                 raise RetryUnderRules from None
-        return self._run(call, ReferenceMode(model.by_id, model.device), observer, None, {})
+        return self._run(call, ReferenceMode(model.by_id, model.device, shares_memory=True), observer, None, {})
 
     def run_partial(
         self,
