@@ -44,6 +44,7 @@ async def test_it_is_one_sentence_and_a_status_that_is_not_0(
         assert said.startswith("dtype-tui: unexpected ScreenlessError: no screen")
 
 
+@pytest.mark.slow
 async def test_nothing_that_a_closed_window_has_drawn_is_kept() -> None:
     app = make_app()
     async with app.run_test(size=(120, 36)) as pilot:

@@ -187,6 +187,7 @@ WORDS: dict[str, tuple[Look, Any]] = {
 }
 
 
+@pytest.mark.slow
 async def test_every_command_with_words_does_something() -> None:
     assert [line.split()[0] for line in WORDS] == [command.name for command in WITH_ARGUMENTS]
     app = make_app()

@@ -112,6 +112,7 @@ async def test_undo_redo_and_dropping(app: DtypeApp) -> None:
         assert [len(recipe) for recipe in engine(app).recipes] == [1, 2, 1, 2, 1, 2, 1, 0]
 
 
+@pytest.mark.slow
 async def test_the_cast_prompt_completes_the_names_of_formats(app: DtypeApp) -> None:
     async with running(app) as pilot:
         tree_of(app).go_to("model.layers.3.mlp")
@@ -444,6 +445,7 @@ async def test_details_of_a_tensor(app: DtypeApp) -> None:
             assert words in text
 
 
+@pytest.mark.slow
 async def test_the_palette_offers_every_action(app: DtypeApp) -> None:
     async with running(app) as pilot:
         titles = {command.title for command in app.get_system_commands(app.screen)}

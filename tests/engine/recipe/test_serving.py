@@ -128,6 +128,7 @@ def test_mx_formats_are_measured_with_activations() -> None:
     assert read("*.self_attn=nvfp4", activations="none").findings == (), "served as W4A16, too"
 
 
+@pytest.mark.slow
 def test_the_command_says_no_by_its_exit_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text('version: 1\nrules:\n  - {pattern: "*.q_proj", dtype: "nvfp4"}\n')

@@ -199,6 +199,7 @@ async def test_what_is_there_already_is_never_written_over(tmp_path: Path) -> No
         assert engine(app).saves == []
 
 
+@pytest.mark.slow
 async def test_a_preset_is_put_in_force_or_says_why_not() -> None:
     app = make_app()
     async with app.run_test(size=(80, 24)) as pilot:
