@@ -143,6 +143,11 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
                 hits = [key for key in entries if key == module or re.fullmatch(key.removeprefix("re:"), module)]
             if hits:
                 data = entries[hits[0]]["_data"]
+                if entries[hits[0]]["_type"] == "IntxWeightOnlyConfig":
+                    assert data["mapping_type"]["_data"] == "SYMMETRIC"
+                    size = data["granularity"]["_data"]["group_size"]
+                    found[tensor.name] = f"{data['weight_dtype']['_data']}@g{size}"
+                    continue
                 low = data["weight_dtype"]["_data"] if "weight_dtype" in data else "int8"
                 found[tensor.name] = low + ("@tensor" if data["granularity"]["_type"] == "PerTensor" else "")
     return found

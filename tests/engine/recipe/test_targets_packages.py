@@ -14,10 +14,12 @@ import yaml
 from torch import nn
 
 from dtype_engine import Recipe, Rule
+from dtype_engine.core import dtypes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.targets import Context, Conversion, target_named, torchao
 from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
 from dtype_engine.runtime.model.live import tree_of
+from dtype_engine.runtime.numerics.quantize import values_in
 
 
 class Block(nn.Module):
@@ -95,6 +97,31 @@ def test_torchao_writes_what_we_write_without_it() -> None:
     default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
     assert torchao._by_hand(list(written.patterns)) == default
     assert not any("not installed" in note for note in written.notes)
+
+
+@pytest.mark.parametrize("dtype", torchao.GROUPED)
+def test_torchao_has_our_integers_in_groups(dtype: str) -> None:
+    """Its own JSON is ours, and its values are, but for the digits of its scales: in files they are in bfloat16. A value that lies
+    near the middle of two codes may be the other one for that.
+    """
+    quantization = pytest.importorskip("torchao.quantization")
+    from torchao.core.config import config_from_dict
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 64, bias=False), nn.Embedding(16, 128))
+    stored = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    context, written = converted("torchao", model, Rule("*", dtype))
+    assert written.left_out == ()
+    default = json.loads(written.text)["quantization_config"]["quant_type"]["default"]
+    assert torchao._by_hand(list(written.patterns)) == default
+    quantization.quantize_(model, config_from_dict(default), filter_fn=None)
+    for name, parameter in model.named_parameters():
+        ours = values_in(stored[name], dtype, torch.float32)
+        apart = (parameter.dequantize() - ours).abs()
+        width = dtypes.BY_NAME[dtype].blocks.columns  # type: ignore[union-attr]
+        assert (apart > 2**-8 * ours.abs() + 1e-7).float().mean() < (0.02 if dtype.startswith("int4") else 0.15), name
+        assert (apart <= 1.01 * parameter.scale.repeat_interleave(width, 1)).all(), name
+        assert context.plan.dtypes[name] == dtype
 
 
 def test_transformers_reads_the_torchao_config(make_llama: Callable[..., Path]) -> None:

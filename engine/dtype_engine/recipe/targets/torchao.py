@@ -29,12 +29,14 @@ from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
+GROUPED = ("int4@g128", "int4@g32", "int8@g128")
+"""torchao's `IntxWeightOnlyConfig`: symmetric; a scale is the largest |value| of its group by 7.5 or 127.5, as here."""
 MADE_AS = "0.18"
 """The torchao release whose JSON is written where torchao itself is not installed; a test compares the two."""
 
 
 def convert(context: Context) -> Conversion:
-    parts = split(context, NAME, dtypes.WHOLE_SCALE_DTYPES, KINDS)
+    parts = split(context, NAME, (*dtypes.WHOLE_SCALE_DTYPES, *GROUPED), KINDS)
     universe = context.all_names()
     patterns = [
         (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
@@ -73,6 +75,9 @@ def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
 
     def one(dtype: str) -> Any:
         row = dtypes.info(dtype)
+        if row.blocks is not None:
+            group = granularity.PerGroup(row.blocks.columns)
+            return api.IntxWeightOnlyConfig(weight_dtype=getattr(torch, _integers(dtype)), granularity=group)
         scale = granularity.PerTensor() if row.per_tensor else granularity.PerRow()
         if row.torch_name == "int8":
             return api.Int8WeightOnlyConfig(granularity=scale)
@@ -91,8 +96,23 @@ def _by_hand(patterns: list[tuple[str, str]]) -> dict[str, Any]:
     }
 
 
+def _integers(dtype: str) -> str:
+    """torch's name for the codes of a format in groups."""
+    return dtype.partition("@")[0]
+
+
 def _config(dtype: str) -> dict[str, Any]:
     row = dtypes.info(dtype)
+    if row.blocks is not None:
+        data = {
+            "weight_dtype": {"_type": "torch.dtype", "_data": _integers(dtype)},
+            "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": row.blocks.columns}},
+            "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
+            "scale_dtype": None,
+            "intx_packing_format": {"_type": "IntxPackingFormat", "_data": "UNPACKED_TO_INT8"},
+            "intx_choose_qparams_algorithm": {"_type": "IntxChooseQParamsAlgorithm", "_data": "AFFINE"},
+        }
+        return {"_type": "IntxWeightOnlyConfig", "_version": 2, "_data": data}
     scale: dict[str, Any] = (
         {"_type": "PerTensor", "_version": 1, "_data": {}}
         if row.per_tensor
