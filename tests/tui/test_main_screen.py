@@ -469,6 +469,15 @@ async def test_esc_stops_the_engine_and_m_measures_again(app: DtypeApp) -> None:
         assert engine(app).commands[-1] == "measure"
 
 
+async def test_leaving_before_the_first_paint_is_over_is_no_error() -> None:
+    app = make_app()
+    async with app.run_test():
+        app.exit()
+    app.main._prompts = None  # as when q was faster than what follows the first paint
+    await app._begin()
+    assert app.main._prompts is None
+
+
 async def test_leaving_closes_the_engine(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("q")

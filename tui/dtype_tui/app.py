@@ -98,6 +98,8 @@ class DtypeApp(BaseApp[None]):
         self.call_after_refresh(self._begin)
 
     async def _begin(self) -> None:
+        if self.return_code is not None:
+            return  # q came before the first paint was over, and nothing can be mounted any more
         await self.main.ensure_prompts()
         if self.launch.saver is not None:
             from dtype_tui.process.terminal import exit_on_terminal_loss
@@ -105,6 +107,8 @@ class DtypeApp(BaseApp[None]):
             exit_on_terminal_loss(self.on_unmount)
             self.saver = await asyncio.to_thread(self.launch.saver)  # its imports hold up no key
             self.saver.say = lambda trouble: self.main.say(trouble, "warning")
+        if self.return_code is not None:
+            return
         pause_gc()
         # An engine may never get so far that `MainScreen` resumes it.
         asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
