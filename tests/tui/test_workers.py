@@ -18,6 +18,7 @@ from tests.helpers.slow_net import CODE, opened, slow
 import dtype_engine as de
 from dtype_engine import Options
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.runtime.chunks import single_intraop_thread
 from dtype_engine.worker.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen
@@ -31,10 +32,8 @@ SEQUENCES = 6
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with single_intraop_thread():
+        yield
 
 
 @pytest.fixture

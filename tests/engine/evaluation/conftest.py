@@ -16,12 +16,10 @@ from dtype_engine.evaluation.specs import Opened
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    import torch
+    from dtype_engine.runtime.chunks import single_intraop_thread
 
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with single_intraop_thread():
+        yield
 
 
 @pytest.fixture
