@@ -64,7 +64,9 @@ def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
 
 def same(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have the same bytes."""
-    return torch.equal(*(each.contiguous().reshape(-1).view(torch.uint8) for each in (one, other)))
+    return torch.equal(
+        *(each.reshape(-1).clone(memory_format=torch.contiguous_format).view(torch.uint8) for each in (one, other))
+    )
 
 
 _MX = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": torch.uint8}
@@ -86,8 +88,18 @@ COMPRESSED_TENSORS = {
 }  # fmt: skip
 
 
+def padded(weight: torch.Tensor, dtype: str) -> torch.Tensor:
+    """A matrix with zeros below and beside it, so that whole blocks fill it."""
+    blocks = dtypes.BY_NAME[dtype].blocks
+    assert blocks is not None
+    down, across = (-size % block for size, block in zip(weight.shape, (blocks.rows, blocks.columns), strict=True))
+    return torch.nn.functional.pad(weight, (0, across, 0, down))
+
+
 def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
-    """What compressed-tensors writes for a float32 weight, by suffix."""
+    """What compressed-tensors writes for a float32 matrix, by suffix. One that no block divides is quantised with zeros beside it,
+    and its codes are those of its own elements.
+    """
     pytest.importorskip("compressed_tensors", "0.20")
     from compressed_tensors.compressors.mx_utils import compress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
@@ -98,6 +110,7 @@ def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.T
 
     arguments = COMPRESSED_TENSORS[dtype]
     args = QuantizationArgs(**arguments)
+    (rows, width), weight = weight.shape, padded(weight, dtype)
     overall = generate_gparam(weight.min(), weight.max()) if dtype == "nvfp4" else None
     if "block_structure" in arguments:
         blocks = weight.unflatten(0, (-1, 128)).unflatten(2, (-1, 128))
@@ -106,7 +119,7 @@ def by_compressed_tensors(weight: torch.Tensor, dtype: str) -> dict[str, torch.T
         blocks = weight.unflatten(1, (-1, arguments["group_size"]))
         low, high = blocks.amin(-1), blocks.amax(-1)
     scale, zero = calculate_qparams(low, high, args, global_scale=overall)
-    codes = quantize(weight, scale, None if args.symmetric else zero, args, global_scale=overall)
+    codes = quantize(weight, scale, None if args.symmetric else zero, args, global_scale=overall)[:rows, :width]
     if dtype.startswith("int"):
         found = {CODES: pack_to_int32(codes.to(torch.int8), args.num_bits), SCALE: scale.bfloat16()}
         if not args.symmetric:
@@ -133,6 +146,28 @@ def test_so_they_are_for_values_without_all_of_their_bits(dtype: str) -> None:
     assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
 
 
+@pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
+@pytest.mark.parametrize("shape", [(130, 200), (6, 6), (1, 130), (257, 16), (5, 384)])
+@pytest.mark.parametrize("size", [0.02, 1e-39, 1e25])
+def test_so_they_are_where_no_block_divides(dtype: str, shape: tuple[int, int], size: float) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(2)) * size
+    found, expected = ours(weight, dtype), by_compressed_tensors(weight, dtype)
+    assert [suffix for suffix in expected if not same(found[suffix], expected[suffix])] == []
+
+
+@pytest.mark.parametrize("dtype", COMPRESSED_TENSORS)
+def test_several_matrices_are_each_as_one_alone(dtype: str) -> None:
+    """[3, 70, 200] are three matrices, of which no block reaches into the next; they share what is of the whole tensor."""
+    weight = torch.randn(3, 70, 200, generator=torch.Generator().manual_seed(3))
+    weight[:, 0, 0] = 9.0  # the largest of each, for the scale of the tensor
+    found, each = ours(weight, dtype), [by_compressed_tensors(matrix, dtype) for matrix in weight]
+    for suffix, whole in found.items():
+        if suffix == ZERO_POINT:
+            continue  # packed along the rows of all
+        expected = each[0][suffix] if suffix == TENSOR_SCALE else torch.cat([one[suffix] for one in each])
+        assert same(whole, expected), suffix
+
+
 @KINDS
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 @pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
@@ -143,6 +178,56 @@ def test_other_rules_for_mx_scales_are_those_of_torchao(element: str, rule: str,
     found = ours(WEIGHTS[kind], f"{element}:{rule}")
     assert same(found[SCALE], scale)
     assert same(found[CODES], codes)
+
+
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
+@pytest.mark.parametrize("element", ["mxfp8", "mxfp4"])
+def test_so_are_those_where_no_block_divides(element: str, rule: str) -> None:
+    mx = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    target = torch.float8_e4m3fn if element == "mxfp8" else torch.float4_e2m1fn_x2
+    for shape in ((130, 200), (6, 6), (1, 130)):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+        scale, codes = mx.to_mx(padded(weight, element), target, 32, mx.ScaleCalculationMode(rule))
+        found = ours(weight, f"{element}:{rule}")
+        width = shape[1] if element == "mxfp8" else shape[1] // 2
+        assert same(found[SCALE], scale)
+        assert same(found[CODES], codes[:, :width])
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
+def test_nvfp4_is_that_of_torchao(kind: str) -> None:
+    """But for tensors whose largest |value| is 0 or subnormal: its scale of the tensor is 0 then, and ours is 1."""
+    nvfp4 = pytest.importorskip("torchao.prototype.mx_formats.nvfp4_tensor")
+    weight = WEIGHTS[kind]
+    of_tensor = nvfp4.per_tensor_amax_to_scale(weight.abs().max())
+    scale, codes = nvfp4.nvfp4_quantize(weight, 16, of_tensor)
+    found = ours(weight, "nvfp4")
+    assert same(found[SCALE], scale)
+    assert same(found[CODES], codes)
+    assert float(found[TENSOR_SCALE]) == pytest.approx(1 / float(of_tensor), rel=3e-7)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHTS if kind != "zero"])
+@pytest.mark.parametrize("dtype", ["int4@g128", "int4@g32", "int4@g128a", "int8@g128"])
+def test_grouped_integers_are_those_of_torchao(dtype: str, kind: str) -> None:
+    """It multiplies by the scale's reciprocal where we divide, so of values half-way between two codes it may take the other."""
+    primitives = pytest.importorskip("torchao.quantization.quant_primitives")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    arguments, weight = COMPRESSED_TENSORS[dtype], WEIGHTS[kind]
+    bits, symmetric = arguments["num_bits"], arguments.get("symmetric", True)
+    least = -(2 ** (bits - 1)) if symmetric else 0
+    given = (1, arguments["group_size"]), torch.int8, least, least + 2**bits - 1
+    mapping = primitives.MappingType.SYMMETRIC if symmetric else primitives.MappingType.ASYMMETRIC
+    scale, zero = primitives.choose_qparams_affine(
+        weight, mapping, *given, eps=float(torch.finfo(torch.float32).tiny), scale_dtype=torch.bfloat16
+    )
+    codes = primitives.quantize_affine(weight, given[0], scale.float(), zero, *given[1:])
+    found = ours(weight, dtype)
+    packed = unpack_from_int32(found[CODES], bits, weight.shape).int() + (0 if symmetric else 8)
+    assert same(found[SCALE], scale)
+    assert int((packed - codes).abs().max()) <= 1
+    assert float((packed != codes).float().mean()) < 0.002
 
 
 @KINDS
@@ -221,6 +306,40 @@ def test_mx_is_its_definition_by_ml_dtypes(name: str, kind: str) -> None:
     from dtype_engine.runtime.numerics.quantize import values_in
 
     assert np.array_equal(values_in(weight, name, torch.float32).numpy().reshape(-1, 32), np.array(expected))
+
+
+@KINDS
+def test_nvfp4_is_its_definition_by_ml_dtypes(kind: str) -> None:
+    """Each step of numpy in float32: 2688 / amax of the tensor, amax / 6 of a block by that in e4m3, elements in e2m1."""
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    blocks = WEIGHTS[kind].numpy().reshape(-1, 16)
+    amax = np.abs(blocks).max()
+    of_tensor = np.float32(1) / amax * np.float32(2688) if amax else np.float32(1)
+    scale = np.minimum(np.abs(blocks).max(1) / np.float32(6) * of_tensor, 448).astype(ml_dtypes.float8_e4m3fn)
+    scale = np.where(scale == 0, np.float32(0.125), scale.astype(np.float32))
+    codes = np.clip(blocks / (scale / of_tensor)[:, None], -6, 6).astype(ml_dtypes.float4_e2m1fn)
+    found = ours(WEIGHTS[kind], "nvfp4")
+    assert float(found[TENSOR_SCALE]) == of_tensor
+    assert np.array_equal(found[SCALE].float().numpy().ravel(), scale)
+    nibbles = codes.view(np.uint8).reshape(-1, 2)
+    assert np.array_equal(found[CODES].numpy().reshape(-1), nibbles[:, 0] | nibbles[:, 1] << 4)
+
+
+@KINDS
+@pytest.mark.parametrize("dtype", ["int4@g128", "int4@g32", "int8@g128"])
+def test_grouped_integers_are_their_definition_by_numpy(dtype: str, kind: str) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
+
+    bits, group = COMPRESSED_TENSORS[dtype]["num_bits"], COMPRESSED_TENSORS[dtype]["group_size"]
+    groups = WEIGHTS[kind].numpy().reshape(-1, group)
+    scale = (np.abs(groups).max(1) / np.float32((2**bits - 1) / 2)).astype(ml_dtypes.bfloat16)
+    scale = np.where(scale == 0, ml_dtypes.finfo(ml_dtypes.bfloat16).eps, scale)
+    codes = np.rint(groups / scale.astype(np.float32)[:, None]).clip(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
+    found = ours(WEIGHTS[kind], dtype)
+    assert np.array_equal(found[SCALE].float().numpy().ravel(), scale.astype(np.float32))
+    packed = unpack_from_int32(found[CODES], bits, WEIGHTS[kind].shape)
+    assert np.array_equal(packed.numpy().reshape(-1, group), codes.astype(np.int8))
 
 
 SHAPES = [(6, 5), (4, 3, 2), (9,), (), (0, 4), (4, 0), (130, 200), (3, 130, 140), (2, 64, 3, 3)]
