@@ -1,4 +1,6 @@
-"""The default prompts: prose, code, figures and dialogue, so that a model meets more than one kind of text."""
+"""The default prompts: prose, code, figures and dialogue, so that a model meets more than one kind of text. One is a third as long
+as the others: it is run first, so that there is a figure soon.
+"""
 
 DEFAULT_PROMPTS: tuple[str, ...] = (
     '''import os
@@ -42,9 +44,7 @@ def main(argv=None):
     "A floating-point number has a sign, an exponent and a fraction. When the exponent has fewer bits, large values overflow "
     "to infinity and small ones vanish to zero; when the fraction has fewer bits, neighbouring values become the same. "
     "Which of the two matters more depends on the numbers that a model really uses, and that can only be measured.",
-    "Question: A train leaves at 9:40 and arrives at 13:05. It stops three times for four minutes each. How long does it move?\n"
-    "Answer: From 9:40 to 13:05 it is 3 hours and 25 minutes, which are 205 minutes. The stops take 12 minutes, so it moves "
-    "for 193 minutes, that is 3 hours and 13 minutes.",
+    "Question: A train leaves at 9:40 and arrives at 13:05. How long does it take?\nAnswer: 3 hours and 25 minutes.",
     '''class Node(object):
     """One node of a tree. Children are kept in the order in which they were added."""
 
