@@ -223,7 +223,7 @@ class Session(ExportableModel):
 
         Args:
             tokens: The most tokens to write.
-            on_tokens: Called with the run ("reference", "candidate"), tokens written, and the most there will be.
+            on_tokens: Called with the run ("reference", "candidate"), tokens written, and the most that all runs will write.
             cancelled: Asked after every token.
 
         Returns:

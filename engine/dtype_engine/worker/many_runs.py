@@ -47,6 +47,7 @@ class ManyRuns:
         def on_estimate(report: ScanReport) -> None:
             self._emit(events.ScanUpdated(report, report.sequences == report.all_sequences))
 
+        self._emit(events.WorkingProgress(recipe, "scan", 0, 1))  # the reference runs before the first of its passes
         task = session.scan_task(command.dtypes, None, False, None)
         assert isinstance(task, ScanInParts)
         if command.keep:

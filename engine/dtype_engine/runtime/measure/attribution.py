@@ -102,6 +102,7 @@ class Attribution:
         if self.settings.autocast is not None:
             raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
         started = time.perf_counter()
+        on_progress(0, MOST_PASSES)
         with self._runner(cancelled) as runner:
             self._run_reference(runner)
             unit, whole, _ = self._alone(runner, lambda name: True, 0, None)

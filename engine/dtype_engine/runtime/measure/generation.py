@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 
 PROMPT_TOKENS = 32
 OnTokens = Callable[[str, int, int], None]
-"""`on_tokens("reference" | "candidate", done, limit)`: tokens written so far, and the most there will be."""
+"""`on_tokens("reference" | "candidate", done, most)`: tokens written so far, and the most that both will write for all prompts. A
+text that ends sooner counts as whole.
+"""
 
 
 def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTokens) -> tuple[Generation, ...]:
@@ -33,13 +36,20 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
         )
     tokenizer = inputs.tokenizer or tokenizer_of(runner.model)
     batches = inputs.batches if inputs.prompts else inputs.batches[:1]
+    most = 2 * len(batches) * tokens
     generations = []
-    for batch in batches:
-        prompt = _prompt(batch, inputs)
-        reference = _write(runner, "reference", runner.reference_batch(prompt), tokenizer, tokens, on_tokens)
-        candidate = _write(runner, "candidate", runner.candidate_batch(prompt), tokenizer, tokens, on_tokens)
+    for number, batch in enumerate(batches):
+        prompt, before = _prompt(batch, inputs), 2 * number * tokens
+        of_reference = partial(_tell, on_tokens, "reference", before, most)
+        of_candidate = partial(_tell, on_tokens, "candidate", before + tokens, most)
+        reference = _write(runner, "reference", runner.reference_batch(prompt), tokenizer, tokens, of_reference)
+        candidate = _write(runner, "candidate", runner.candidate_batch(prompt), tokenizer, tokens, of_candidate)
         generations.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
     return tuple(generations)
+
+
+def _tell(on_tokens: OnTokens, run: str, before: int, most: int, done: int) -> None:
+    on_tokens(run, before + done, most)
 
 
 def _own_generate(module: Any) -> bool:
@@ -68,7 +78,9 @@ def _prompt(batch: Batch, inputs: Inputs) -> Batch:
     return Batch(batch.args, kwargs)
 
 
-def _write(runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: OnTokens) -> Written:
+def _write(
+    runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, tokens: int, on_tokens: Callable[[int], None]
+) -> Written:
     from transformers import StoppingCriteria, StoppingCriteriaList
 
     began: list[int] = []
@@ -81,7 +93,7 @@ def _write(runner: ForwardRunner, run: str, prompt: Batch, tokenizer: Any, token
                 raise Cancelled
             if not began:
                 began.append(input_ids.shape[1] - 1)
-            on_tokens(run, input_ids.shape[1] - began[0], tokens)
+            on_tokens(input_ids.shape[1] - began[0])
             return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
     module: Any = runner.model.module

@@ -6,6 +6,7 @@ no more than that can't be distinguished from the reference, whatever its figure
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 ENOUGH_POSITIONS = 256
 """Batches are taken until this many rows of output were compared: the floor needs no more text than that."""
 _SAME_ROWS = 1e-2
+_RUNS = 4
+"""Of each batch: the reference, the other attention, and two at once."""
 
 
 def measure_noise_floor(
@@ -36,17 +39,21 @@ def measure_noise_floor(
     cancelled: IsCancelled = never,
 ) -> NoiseFloor:
     """Run the reference as it is, with the other attention implementation (eager for sdpa), and with every input twice in
-    one batch, and compare. Variants that the model does not have are left out. Raises NoForward when the reference fails.
+    one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
+    input, as many as there seem to be. Raises NoForward when the reference fails.
     """
     comparisons: dict[str, OutputComparison] = {}
     positions = 0
     with ForwardRunner(model, RunSettings(), cancelled, watch=False) as runner:
-        for batch in inputs.batches:
-            on_progress(positions, ENOUGH_POSITIONS)
+        for number, batch in enumerate(inputs.batches):
+            expected = _expected(number, positions, len(inputs.batches))
+            on_progress(_RUNS * number, _RUNS * expected)
             name, reference = main_output(_run(runner, batch))
             reference = reference.detach().clone()
+            on_progress(_RUNS * number + 1, _RUNS * expected)
             needed_rules = set(model.requires_mixed_mode)
-            for variant, again in _variants(runner, batch, reference):
+            for run, (variant, again) in enumerate(_variants(runner, batch, reference), start=1):
+                on_progress(_RUNS * number + run + 1, _RUNS * expected)
                 if again is not None:
                     comparison = comparisons.setdefault(variant, OutputComparison(is_distribution(name, reference)))
                     comparison.add(reference, again)
@@ -56,6 +63,11 @@ def measure_noise_floor(
             if positions >= ENOUGH_POSITIONS:
                 break
     return _worst({variant: comparison.result() for variant, comparison in comparisons.items()}, positions)
+
+
+def _expected(done: int, positions: int, batches: int) -> int:
+    """How many batches will be run, guessed by the positions that those so far gave."""
+    return batches if not positions else min(batches, max(done + 1, math.ceil(ENOUGH_POSITIONS * done / positions)))
 
 
 def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:

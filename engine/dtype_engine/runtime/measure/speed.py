@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 
 import psutil
 import torch
@@ -19,7 +20,7 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 REPEATS = 5
 _LONG_ENOUGH_S = 30.0
 OnPasses = Callable[[str, int, int], None]
-"""`on_passes(what, done, total)`: what is timed, and passes."""
+"""`on_passes(what, done, total)`: what is timed, and passes of all that are to be timed; a row that takes fewer counts as whole."""
 
 
 def measure_speed(
@@ -40,14 +41,15 @@ def measure_speed(
     wanted += [("candidate", planned)]
     rows, notices = [], []
     try:
-        for label, casts in wanted:
+        for number, (label, casts) in enumerate(wanted):
             if label != "candidate" and (missing := _missing_bytes(model, casts)) > 0:
                 notices.append(
                     f"{label}: not timed, {missing:,} bytes of memory are missing to hold the model in {_mix(model, casts)}"
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)
-            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_passes, repeats))
+            told = partial(_tell, on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
+            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", told, repeats))
     finally:
         model.apply(planned)
     return SpeedReport(
@@ -61,10 +63,20 @@ def measure_speed(
     )
 
 
+def _tell(on_passes: OnPasses, label: str, before: int, total: int, done: int) -> None:
+    on_passes(label, before + done, total)
+
+
 def _timed(
-    runner: ForwardRunner, inputs: Inputs, label: str, mix: str, candidate: bool, on_passes: OnPasses, repeats: int
+    runner: ForwardRunner,
+    inputs: Inputs,
+    label: str,
+    mix: str,
+    candidate: bool,
+    on_passes: Callable[[int], None],
+    repeats: int,
 ) -> SpeedRow:
-    """One row. The reference and the stored model run without the candidate's settings."""
+    """One row; `on_passes(done)` counts its own. The reference and the stored model run without the candidate's settings."""
     timed = runner if candidate else runner.without_settings()
     batches = [timed.candidate_batch(batch) if candidate else runner.reference_batch(batch) for batch in inputs.batches]
 
@@ -76,13 +88,13 @@ def _timed(
             by_rules = by_rules or ruled
         return seconds, by_rules
 
-    on_passes(label, 0, repeats + 1)
+    on_passes(0)
     all_inputs()
     times: list[float] = []
     under_rules = False
     started = time.perf_counter()
     while len(times) < repeats and not (len(times) >= 3 and time.perf_counter() - started > _LONG_ENOUGH_S):
-        on_passes(label, len(times) + 1, repeats + 1)
+        on_passes(len(times) + 1)
         seconds, under_rules = all_inputs()
         times.append(seconds)
     tokens = sum(_tokens(batch) for batch in batches)

@@ -43,7 +43,8 @@ def test_a_mix_that_torch_refuses_writes_too_and_the_users_prompts_are_continued
     texts = session.generate(6, lambda *step: told.append(step))
     assert [text.prompt.replace("<s>", "") for text in texts] == [prompt, "import os"]
     assert all(len(text.candidate.ids) == 6 for text in texts)
-    assert ("candidate", 6, 6) in told
+    assert {told[0], told[-1]} == {("reference", 1, 24), ("candidate", 24, 24)}, "of both texts of both prompts"
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
 
 
 @pytest.mark.parametrize("name", ["blip", "t5", "mamba", "qwen3_moe", "llama"])

@@ -1,0 +1,100 @@
+"""Whatever takes long has a bar that fills, in a real pseudo-terminal: each job by the keys that ask for it."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.helpers.terminal import Terminal
+
+_BAR = re.compile(r"^ (?P<job>\S.*?) +(?P<percent>\d+) % (?P<bar>[█▏▎▍▌▋▊▉]*) ", re.MULTILINE)
+_READY = r"(?m)^ ready"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of 23 M parameters in bfloat16: each job takes a second or more."""
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=4000, hidden_size=384, intermediate_size=1152, num_hidden_layers=12, num_attention_heads=6,
+        num_key_value_heads=6, tie_word_embeddings=True, max_position_embeddings=512,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("bars") / "llama"
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def terminal(model: Path) -> Iterator[Terminal]:
+    opened = Terminal(str(model), "--cast", "*.mlp=float16", "--device", "cpu")
+    yield opened
+    opened.close()
+
+
+def bars_until(terminal: Terminal, pattern: str, seconds: float = 240) -> dict[str, list[int]]:
+    """The percentages of each job's bar in the order in which they were seen, until the screen matches."""
+    seen: dict[str, list[int]] = {}
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        terminal.read()
+        found = _BAR.search(terminal.text)
+        if found is not None:
+            shares = seen.setdefault(found["job"].partition(":")[0], [])
+            if not shares or shares[-1] != int(found["percent"]):
+                shares.append(int(found["percent"]))
+            filled = int(found["percent"]) >= 15
+            assert bool(found["bar"]) >= filled, f"no bar for {found['percent']} %"
+        elif re.search(pattern, terminal.text) and seen:
+            return seen
+    raise AssertionError(f"never saw {pattern!r} after a bar on this screen:\n{terminal.text}")
+
+
+def never_go_back(shares: list[int]) -> bool:
+    return shares == sorted(shares)
+
+
+def test_opening_and_the_first_measurement(terminal: Terminal) -> None:
+    seen = bars_until(terminal, _READY)
+    assert any("import" in job or "loading" in job for job in seen)
+    assert len(seen["measuring"]) > 5
+    assert never_go_back(seen["measuring"])
+    assert len(seen["the reference against itself"]) > 2
+    assert never_go_back(seen["the reference against itself"])
+
+
+@pytest.mark.parametrize(
+    ("keys", "job"),
+    [
+        ("m", "measuring"),
+        ("d", "running each module as cast by itself"),
+        ("g", "generating"),
+        ("t", "timing"),
+        ("s\r", "scan"),
+    ],
+)
+def test_each_job_has_one_that_fills(terminal: Terminal, keys: str, job: str) -> None:
+    terminal.wait_for(_READY)
+    terminal.press(keys[0])
+    if keys.endswith("\r"):
+        terminal.wait_for("Enter scans")
+        terminal.press("\r")
+    seen = bars_until(terminal, _READY)
+    _close_what_opened(terminal)
+    assert len(seen[job]) > 2, seen
+    assert never_go_back(seen[job]), seen[job]
+
+
+def _close_what_opened(terminal: Terminal) -> None:
+    until = time.perf_counter() + 60
+    while "Esc closes" not in terminal.text and time.perf_counter() < until and "╭─ Drift" not in terminal.text:
+        terminal.read()
+    while "Esc closes" in terminal.text and time.perf_counter() < until:
+        terminal.press("\x1b")
+        for _ in range(10):
+            terminal.read(0.1)
