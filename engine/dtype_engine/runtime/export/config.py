@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+from collections.abc import Iterable
 from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
 
 
 def export_dtype(contents: Contents) -> str:
@@ -66,7 +70,7 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
 
 def quantization_config(contents: Contents) -> dict[str, Any] | None:
     """What others read it by: a group of compressed-tensors for each storage-only dtype, with quantised inputs and without, its
-    modules by their exact names; or the layout of DeepSeek's fp8.
+    modules by their exact names (see `_targets` for experts); or the layout of DeepSeek's fp8.
 
     Every other linear module is named in `ignore`, so that no reader takes it for quantised or misses a group for it.
     """
@@ -86,7 +90,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             "activation_scheme": "dynamic",
             "weight_block_size": [blocks.rows, blocks.columns],
             "scale_fmt": "ue8m0",
-            "modules_to_not_convert": others,
+            "modules_to_not_convert": _without_experts(others, targeted),
         }
     formats = {dtype: layout(dtype) for dtype, _ in groups}
     return {
@@ -95,10 +99,10 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": others,
+        "ignore": _targets(others, targeted),
         "config_groups": {
             f"group_{index}": {
-                "targets": modules,
+                "targets": _targets(modules, {*others, *targeted}.difference(modules)),
                 "format": formats[dtype],
                 "weights": weight_scheme(dtype),
                 "input_activations": activation_scheme(dtype) if inputs else None,
@@ -107,3 +111,32 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             for index, ((dtype, inputs), modules) in enumerate(groups.items())
         },
     }
+
+
+def _targets(modules: Iterable[str], rest: Iterable[str]) -> list[str]:
+    """Modules by their exact names; the experts of a layer by one expression where all of them are among these and none in `rest`.
+
+    vLLM asks for the scheme of a layer's experts by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint
+    calls them, and transformers by an expression with `experts` in it.
+    """
+    split = {_layer(module) for module in rest}
+    return list(
+        dict.fromkeys(
+            rf"re:{re.escape(layer)}\.\d+\.\w+$" if (layer := _layer(module)) and layer not in split else module
+            for module in modules
+        )
+    )
+
+
+def _without_experts(modules: Iterable[str], targeted: Iterable[str]) -> list[str]:
+    """Modules by their exact names; the experts of a layer as one module where none of them is targeted."""
+    split = {_layer(module) for module in targeted}
+    return list(
+        dict.fromkeys(layer if (layer := _layer(module)) and layer not in split else module for module in modules)
+    )
+
+
+def _layer(module: str) -> str:
+    """The experts that an expert's linear layer belongs to, as in `model.layers.0.mlp.experts`; "" for another module."""
+    found = _EXPERT.fullmatch(module)
+    return found[1] if found else ""

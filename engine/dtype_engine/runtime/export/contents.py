@@ -26,9 +26,11 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import InputScale, activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
 from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
+from dtype_engine.runtime.export.packed import with_packed_scales
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
 from dtype_engine.runtime.export.shared_scales import SharedScale, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
@@ -63,9 +65,10 @@ class ExportTensor:
     has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
     data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
     `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
-    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale of the
-    tensor that it shares with fused siblings; None where it has its own. quantised_inputs: other programs are told to
-    quantise the inputs of its layer. input_scale: the scale of these, where a file has one.
+    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale that it
+    shares with fused siblings, or with other parts of what loading packs; None where it has its own. quantised_inputs: other
+    programs are told to quantise the inputs of its layer. input_scale: the scale of these, where a file has one. packed_into: the
+    weight of the live model that loading packs it into, with others; "" where it is one by itself.
     """
 
     name: str
@@ -81,6 +84,7 @@ class ExportTensor:
     shared: SharedScale | None = None
     quantised_inputs: bool = False
     input_scale: InputScale | None = None
+    packed_into: str = ""
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -201,6 +205,7 @@ def _placed_contents(
 ) -> Contents:
     """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
     items: list[ExportTensor] = []
+    linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
     written: dict[str, str] = {}
     tied: dict[str, str] = {}
     for name, tensor in checkpoint.weights.items():
@@ -215,19 +220,19 @@ def _placed_contents(
         dtype = planned[info.name] if info is not None and info.castable else stored
         if placement is not None and placement.part and info is not None and dtype == info.dtype:
             dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
-        if placement is not None and placement.part and dtype in dtypes.STORAGE_DTYPES and dtype != stored:
-            raise UserError(
-                f"{placement.name} is packed of several tensors of the checkpoint, first {printable(name)}, so it "
-                f"can't be exported in {dtype}: its scales would be others; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
-            )
         has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
-        items.append(_item(checkpoint, name, tensor, dtype, has_scales, _expressible(tree, info, name, dtype)))
+        shape = tensor.shape
+        is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
+        items.append(_item(checkpoint, name, tensor, dtype, has_scales, is_layer and _expressible(shape, dtype)))
+        if is_layer and placement is not None and placement.part:
+            linears.append(name.removesuffix(".weight"))
     canonical = {
-        name: each.name for name, place in placements.items() if (each := tree.canonical(place.name)) is not None
+        name: each.name
+        for name, place in placements.items()
+        if not place.part and (each := tree.canonical(place.name)) is not None
     }
-    items = with_shared_scales(items, canonical)
+    items = with_shared_scales(with_packed_scales(items, placements, tree), canonical)
     items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
-    linears = tuple(name for name, node in tree.modules.items() if node.class_name == "Linear")
     folder = checkpoint.path if checkpoint.path.is_dir() else None
     if folder is None and checkpoint.config is not None:
         folder = checkpoint.path.parent
@@ -240,7 +245,8 @@ def _placed_contents(
     of_tied = tied_notice(tied) if checkpoint.config is None else ()
     source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
     uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
-    of_items = (*layout_notice(items), *split_notice(items), *activation_notices(items, settings))
+    of_experts = experts_notices(items)
+    of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
     notices = (*source_notices, *of_items, *uncast, *of_tied, *layout.notices)
     return Contents(
         title,
@@ -248,7 +254,7 @@ def _placed_contents(
         recipe,
         checkpoint.config,
         folder,
-        linears,
+        tuple(linears),
         notices,
         files,
         layout,
@@ -283,19 +289,26 @@ def _item(
     )
 
 
-def _expressible(tree: Tree, info: TensorInfo | None, name: str, dtype: str) -> bool:
-    """Whether other programs read this weight: that of an `nn.Linear` of its own, under the name that the module has, whose rows
-    blocks divide.
+def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
+    """Whether a tensor of the files is the weight of a linear layer for other programs: that of an `nn.Linear` of its own, under
+    the name that the module has, or part of packed experts.
     """
-    if info is None or info.aliases or info.name != name or len(info.shape) != 2:
+    if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
         return False
+    kind = tree.modules[info.name.rpartition(".")[0]].class_name or ""
+    if placement is not None and placement.part:
+        return placement.place is not None and ("expert" in kind.lower() if len(info.shape) == 3 else kind == "Linear")
+    return info.name == name and kind == "Linear"
+
+
+def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether other programs have a layout for a linear layer's weight in this dtype: one that they name, and blocks that divide
+    its rows.
+    """
     blocks = dtypes.BY_NAME[dtype].blocks if dtype in dtypes.BY_NAME else None
     if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
         return False
-    if blocks is not None and blocks.rows == 1 and not divides(info.shape, blocks):
-        return False
-    module, _, local = name.rpartition(".")
-    return local == "weight" and tree.modules[module].class_name == "Linear"
+    return blocks is None or blocks.rows > 1 or divides(shape, blocks)
 
 
 def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:

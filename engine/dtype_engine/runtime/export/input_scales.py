@@ -41,7 +41,8 @@ def with_quantised_inputs(
     That is what `settings` say. Of a weight that stays as the source has it, it is so as well where the source says it, and its
     scale is kept. ranges: the largest |value| that met a weight, by its name. Fused siblings have the largest of theirs, as they
     have the same inputs; a layer that had none (an expert that no token was sent to) has the largest of the layers that are
-    named as it is but for numbers.
+    named as it is but for numbers. Of what loading packs into one weight no layer of the model has a part alone, so there is no
+    range of its inputs: where a file has a scale for these, they are not declared.
     """
     before = _declared(source.config)
     alike: dict[str, float] = {}
@@ -59,9 +60,13 @@ def with_quantised_inputs(
             continue
         scale = None
         if keeps_input_scale(item.dtype):
-            scale = (
-                _scale(item, ranges, alike) if kept is None or kept.input_scale is None else _stored(kept.input_scale)
-            )
+            if kept is not None and kept.input_scale is not None:
+                scale = _stored(kept.input_scale)
+            elif item.packed_into:
+                found.append(item)
+                continue
+            else:
+                scale = _scale(item, ranges, alike)
         found.append(dataclasses.replace(item, quantised_inputs=True, input_scale=scale))
     return found
 
@@ -119,6 +124,11 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
         notices.append(
             f"activations of weights in {', '.join(by_rule)} were measured with that rule for scales, and other programs quantise "
             "them with their own"
+        )
+    if undeclared := [item for item in written if keeps_input_scale(item.dtype) and not item.quantised_inputs]:
+        notices.append(
+            f"{len(undeclared)} weights in nvfp4, first {printable(undeclared[0].name)}, are for activations as they are, although "
+            "these were measured quantised: the model has them packed into one, and no range of the inputs of each"
         )
     if calibrated := [item for item in written if item.input_scale is not None]:
         notices.append(

@@ -14,6 +14,7 @@ from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
+from dtype_engine.runtime.export.experts import experts, misread
 from dtype_engine.runtime.export.loaders import section, short
 
 
@@ -104,6 +105,8 @@ def loading_text(contents: Contents) -> str:
     ours = f"load_pretrained gives these dtypes{f', those with scales as values in {wide}' if scaled else ''}."
     if any(not item.portable for item in scaled):
         return f"{ours} Plain from_pretrained can't load it: some scales are in a layout that only dtype-engine reads."
+    if misread(contents.items) is not None:
+        return f"{ours} Plain from_pretrained of transformers does not read its experts, which are in vLLM's layout."
     if scaled:
         package = "accelerate" if _in_fp8_layout(contents) else "compressed-tensors"
         return f"{ours} Plain from_pretrained needs the {package} package, and brings everything else into {wide}."
@@ -150,6 +153,11 @@ def _theirs(contents: Contents) -> list[str]:
             "Plain `from_pretrained` of transformers reads it where the accelerate package is installed: on a CPU as values in "
             f"{config_dtype}, on a GPU with fp8 as it is stored."
         )
+    elif (problem := misread(contents.items)) is not None:
+        lines.append(
+            f"Plain `from_pretrained` of transformers 5 does not read it: {problem}. The experts are in the layout that vLLM "
+            "reads: each has its own tensors under its name in the checkpoint, and `config.json` says which format they are in."
+        )
     elif any(item.portable for item in contents.items):
         rounded = (
             ""
@@ -160,6 +168,11 @@ def _theirs(contents: Contents) -> list[str]:
             "Plain `from_pretrained` of transformers reads it where the compressed-tensors package is installed. With "
             f"`quantization_config=CompressedTensorsConfig(dequantize=True)` the values are the same as above.{rounded}"
         )
+        if experts(contents.items):
+            lines.append(
+                "Experts, which transformers packs into one weight a layer, come in bfloat16 where their codes are of less than 8 "
+                "bits or in groups, so that values may differ in their last bits, and their activations are not quantised."
+            )
         if any(item.quantised_inputs for item in contents.items):
             lines.append(
                 "Activations are quantised as its `config.json` says: by runtimes that serve it, and by `from_pretrained` without "

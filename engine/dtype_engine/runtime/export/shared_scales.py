@@ -1,4 +1,4 @@
-"""Scales of a tensor that fused siblings share in an export (`core.fused`)."""
+"""Scales that several tensors of an export share: fused siblings (`core.fused`), and parts of what loading packs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SharedScale:
-    """What fused siblings share. names: those of the members, in the source.
+    """What tensors that are one for runtimes share. names: those of the members, in the source.
 
     `amax` reads all of them the first time that it is asked for, in any thread.
     """

@@ -155,7 +155,7 @@ def _write_values(
     if item.dtype in dtypes.BLOCK_FORMATS:
         _write_blocks(values, item, offsets, out, progress, counter)
     elif item.has_scales:
-        scale = _write_codes(values, item.dtype, out, offsets[0], progress, counter)
+        scale = _write_codes(values, item, out, offsets[0], progress, counter)
         _write_tensor(scale, scale.dtype, out, offsets[1], progress)
     else:
         _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], progress, counter)
@@ -222,7 +222,7 @@ def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> N
 
 def _write_codes(
     tensor: torch.Tensor | FileValues,
-    dtype: str,
+    item: ExportTensor,
     out: int,
     at: int,
     progress: Progress,
@@ -237,7 +237,12 @@ def _write_codes(
         _write(out, data.numpy().data, at + start)
         progress.wrote(len(data))
 
-    return quantize_in_blocks(tensor, dtype, write)
+    return quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item))
+
+
+def _shared_amax(item: ExportTensor) -> float | None:
+    """The largest |value| that an item's scale is for, where others share it."""
+    return item.shared.amax() if item.shared is not None else None
 
 
 def _write_blocks(
@@ -264,8 +269,7 @@ def _write_blocks(
         found[chunk.first_scale] = chunk.scales
         progress.wrote(len(data))
 
-    amax = item.shared.amax() if item.shared is not None else None
-    of_tensor = quantize_chunks(tensor, item.dtype, write, amax=amax)
+    of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
     rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
         _write_bytes(as_bytes(part), out, at, progress)

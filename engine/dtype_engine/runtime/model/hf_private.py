@@ -50,26 +50,78 @@ def with_dtypes(model_class: Any, dtypes_of: Callable[[nn.Module], Mapping[str, 
 
 def converted_names(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
-) -> dict[str, tuple[str, bool]]:
-    """The names in `live` of tensors that transformers renames or packs as it loads, and whether each is only a part there.
+) -> dict[str, tuple[str, bool, tuple[int | None, int] | None]]:
+    """The names in `live` of tensors that transformers renames or packs as it loads, whether each is only a part there, and where
+    in it: the index of its matrix along the first dimension (None where all is one matrix), and its place among the parts that lie
+    below each other in that matrix. None instead of the two where parts are put together in any other way.
 
     Without its functions for that: none.
     """
     try:
-        from transformers.conversion_mapping import get_model_conversion_mapping
-        from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-        mapping = get_model_conversion_mapping(module)
-        renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
-        converted = {}
-        for name in names:
-            new, converter = rename_source_key(name, renamings, converters, module.base_model_prefix, live)
-            if new in live:
-                converted[name] = new, converter is not None
-        return converted
+        renamed, converters = _renamed(module, names, live)
+        found = {name: (new, pattern) for name, (new, pattern) in renamed.items() if new in live}
+        places = _places(found, converters)
+        return {name: (new, pattern is not None, places.get(name)) for name, (new, pattern) in found.items()}
     except (ImportError, AttributeError, TypeError, ValueError):
         return {}
+
+
+def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """What transformers calls these tensors of the files while it loads them, as in its account of what it did not use.
+
+    Without its functions for that: the same names.
+    """
+    try:
+        return {new for new, _ in _renamed(module, names, module.state_dict())[0].values()}
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return set(names)
+
+
+def _renamed(
+    module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:
+    """The name that each gets as it is loaded, and the pattern of the converter that takes it; and all the converters."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(module)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    prefix = module.base_model_prefix
+    return {name: rename_source_key(name, renamings, converters, prefix, live) for name in names}, converters
+
+
+_STACKED = (("MergeModulelist", 0),)
+_STACKED_BELOW = (("MergeModulelist", 0), ("Concatenate", 1))
+_BELOW = (("Concatenate", 0),)
+"""What transformers does to parts: matrices behind each other, such of matrices below each other, matrices below each other."""
+
+
+def _places(
+    found: Mapping[str, tuple[str, str | None]], converters: Iterable[Any]
+) -> dict[str, tuple[int | None, int]]:
+    """Where each part lies, as `converted_names` has it. found: the live name of each, and the pattern that took it."""
+    kinds: dict[str, set[tuple[tuple[tuple[str, int | None], ...], tuple[str, ...]]]] = {}
+    for converter in converters:
+        done = tuple((type(step).__name__, getattr(step, "dim", None)) for step in converter.operations)
+        for pattern in converter.source_patterns:
+            kinds.setdefault(pattern, set()).add((done, tuple(converter.source_patterns)))
+    of_pattern: dict[tuple[str, str], list[str]] = {}
+    for name, (new, pattern) in found.items():
+        if pattern is not None:
+            of_pattern.setdefault((new, pattern), []).append(name)
+    places: dict[str, tuple[int | None, int]] = {}
+    for (new, pattern), parts in of_pattern.items():
+        if len(kinds.get(pattern, ())) != 1:
+            continue
+        ((done, patterns),) = kinds[pattern]
+        parts.sort(key=lambda name: [int(number) for number in re.findall(r"\d+", name)])
+        if done == _STACKED_BELOW or (done == _STACKED and len(patterns) == 1):
+            places |= {name: (index, patterns.index(pattern)) for index, name in enumerate(parts)}
+        elif done == _BELOW:
+            before = sum(len(of_pattern.get((new, other), ())) for other in patterns[: patterns.index(pattern)])
+            places |= {name: (None, before + index) for index, name in enumerate(parts)}
+    return places
 
 
 def implementation(config: Any, of: str) -> str | None:

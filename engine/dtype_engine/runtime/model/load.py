@@ -29,11 +29,12 @@ from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
-from dtype_engine.runtime.model.hf_private import with_dtypes
+from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors
 from dtype_engine.runtime.model.mapped_tensors import read_quantized, read_stored
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
+from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
 from dtype_engine.runtime.model.quiet import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
@@ -185,6 +186,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
     if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
         notices.append(f"{len(missing)} weights are not in the checkpoint and were made at random, first {missing[0]}")
     parts = {part.name for weight in checkpoint.quantized.values() for part in weight.tensors}
+    parts |= loading_names(module, parts)
     if unused := sorted(set(loading_info.get("unexpected_keys") or ()) - parts):
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
@@ -288,21 +290,30 @@ def _restore_quantized(
     module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]
 ) -> tuple[dict[str, tuple[str, torch.Tensor]], set[str]]:
     """The dtype and scales of the weights that an export stored with scales, by live name; and all names of those whose codes
-    were packed, which are put into the module here.
+    were packed, or that are packed of several themselves, which are put into the module here.
     """
     state = module.state_dict(keep_vars=True)
     quantized: dict[str, tuple[str, torch.Tensor]] = {}
     packed: set[str] = set()
+    parts: dict[str, dict[str, Placement]] = {}
     for name, weight in checkpoint.quantized.items():
         if name not in placements:
             continue
         live = placements[name].name
+        if placements[name].part:
+            parts.setdefault(live, {})[name] = placements[name]
+            continue
         codes, scale = read_quantized(weight)
         quantized[live] = (weight.dtype, scale)
         if _is_packed(weight.dtype):
             held = state[live]
             held.data = codes
             packed |= {other for other, tensor in state.items() if tensor is held}
+    for live, places in parts.items():
+        among = {name: checkpoint.quantized[name] for name in places}
+        dtype, state[live].data, scale = pack(live, among, places, tuple(state[live].shape))
+        quantized[live] = dtype, scale
+        packed.add(live)
     return quantized, packed
 
 

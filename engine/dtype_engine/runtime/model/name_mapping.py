@@ -21,10 +21,15 @@ from dtype_engine.runtime.numerics.quantize import torch_dtype
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The live tensor that a stored one becomes: its name there, and whether it is only a part of it."""
+    """The live tensor that a stored one becomes: its name there, and whether it is only a part of it.
+
+    place: where the part lies, (the index of its matrix along the first dimension, or None where all is one matrix; its place
+    among the parts below each other in that matrix). None where that is not known, since parts are turned or mixed, say.
+    """
 
     name: str
     part: bool
+    place: tuple[int | None, int] | None = None
 
 
 def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:

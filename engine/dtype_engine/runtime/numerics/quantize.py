@@ -79,19 +79,25 @@ def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: floa
 
 
 def quantize_in_blocks(
-    tensor: torch.Tensor | Values, dtype: str, on_block: Callable[[int, torch.Tensor], None]
+    tensor: torch.Tensor | Values,
+    dtype: str,
+    on_block: Callable[[int, torch.Tensor], None],
+    amax: float | None = None,
 ) -> torch.Tensor:
     """Quantize a tensor a few rows at a time; returns its scale, as `cast_or_quantize` has it. For dtypes without blocks.
 
     `on_block(start, codes)` gets the index in the flattened tensor at which a block begins, and its codes, flat, in memory that the
-    next block uses again. It is called in several threads, in no order.
+    next block uses again. It is called in several threads, in no order. amax: the largest |value| of all that shares one scale with
+    this tensor, every channel of it; None where scales are its own.
     """
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
     blocks = _blocks(rows)
     tensor_scale = None
-    if dtypes.BY_NAME[dtype].per_tensor:
+    if amax is not None:
+        tensor_scale = amax_to_scale(torch.tensor([amax], dtype=torch.float32, device=tensor.device), top)
+    elif dtypes.BY_NAME[dtype].per_tensor:
         largest = torch.zeros(1, device=tensor.device)
         for block in blocks:
             largest = torch.maximum(largest, finite_amax(rows[block].to(torch.float32)).amax())
@@ -110,7 +116,7 @@ def quantize_in_blocks(
             on_block(block.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
 
     _block_by_block(work, blocks, tensor.device)
-    return scales if tensor_scale is None else tensor_scale
+    return tensor_scale if tensor_scale is not None and dtypes.BY_NAME[dtype].per_tensor else scales
 
 
 def _blocks(rows: Rows | torch.Tensor) -> list[slice]:

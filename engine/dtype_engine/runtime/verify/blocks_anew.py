@@ -5,7 +5,6 @@ of `runtime/formats/`, sharing no code with it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,12 +17,10 @@ _AT_ONCE = 1 << 22
 """Elements that are worked out at once."""
 
 
-def blocks_anew(
-    values: torch.Tensor, dtype: str, sharing: Sequence[Callable[[], torch.Tensor]] = ()
-) -> tuple[torch.Tensor, ...]:
+def blocks_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -> tuple[torch.Tensor, ...]:
     """A tensor in a format with blocks: what a file has of it, in the order of `core.block_formats.parts`.
 
-    sharing: give all the tensors that share the scale of the tensor with it, itself among them; none where it has its own.
+    shared: the largest finite |value| of all the tensors that share the scale of the tensor; None where it has its own.
     """
     row = dtypes.BY_NAME[dtype]
     blocks = row.blocks
@@ -31,7 +28,9 @@ def blocks_anew(
     count, height, width = matrices(values.shape, blocks.columns)
     rows = values.reshape(count, height, width)
     step = max(1, _AT_ONCE // max(1, width * blocks.rows)) * blocks.rows
-    of_tensor = _tensor_scale(sharing or (lambda: values,)) if blocks.tensor_scale else np.float32(1)
+    of_tensor = (
+        _tensor_scale(finite_largest(values) if shared is None else shared) if blocks.tensor_scale else np.float32(1)
+    )
     codes, scales, zeros = [], [], []
     for matrix in rows if width else ():
         for start in range(0, height, step):
@@ -63,14 +62,15 @@ def blocks_anew(
     return tuple(found)
 
 
-def _tensor_scale(sharing: Sequence[Callable[[], torch.Tensor]]) -> Any:
-    largest = np.float32(0)
-    for read in sharing:
-        values = read()
-        finite = torch.where(torch.isfinite(values), values, 0).to(torch.float32).abs()
-        largest = max(largest, np.float32(finite.max().item()) if finite.numel() else np.float32(0))
+def finite_largest(values: torch.Tensor) -> float:
+    """The largest finite |value| of a tensor, 0 of an empty one."""
+    finite = torch.where(torch.isfinite(values), values, 0).to(torch.float32).abs()
+    return finite.max().item() if finite.numel() else 0.0
+
+
+def _tensor_scale(largest: float) -> Any:
     with np.errstate(over="ignore"):
-        scale = np.float32(1) / max(largest, np.finfo(np.float32).tiny) * np.float32(448 * 6)
+        scale = np.float32(1) / max(np.float32(largest), np.finfo(np.float32).tiny) * np.float32(448 * 6)
     return scale if np.isfinite(scale) else np.float32(1)
 
 

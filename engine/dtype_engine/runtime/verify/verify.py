@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -32,7 +32,7 @@ from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.opening import open_session
 from dtype_engine.runtime.session import Session
-from dtype_engine.runtime.verify.blocks_anew import blocks_anew
+from dtype_engine.runtime.verify.blocks_anew import blocks_anew, finite_largest
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
@@ -49,6 +49,8 @@ class OpenExport:
     contents: Contents
     source: SourceValues
     exported: ExportedValues
+    largest: dict[tuple[str, ...], float] = field(default_factory=dict)
+    """The largest |value| of tensors that share a scale, by their names: looked for once, however many share it."""
 
     def problems(self, indexes: Sequence[int], cancelled: IsCancelled = never) -> list[str | None]:
         """What is wrong with these items of the contents, None for nothing. Raises UserError, Cancelled."""
@@ -56,8 +58,18 @@ class OpenExport:
         for index in indexes:
             if cancelled():
                 raise Cancelled
-            found.append(_difference(self.contents.items[index], self.source, self.exported))
+            item = self.contents.items[index]
+            found.append(_difference(item, self.source, self.exported, partial(self._shared, item)))
         return found
+
+    def _shared(self, item: ExportTensor) -> float | None:
+        """The largest finite |value| of what shares an item's scale; None where it has its own."""
+        if item.shared is None:
+            return None
+        names = item.shared.names
+        if names not in self.largest:
+            self.largest[names] = max(finite_largest(self.source.read(name)) for name in names)
+        return self.largest[names]
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
@@ -207,8 +219,10 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
     return differences
 
 
-def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValues) -> str | None:
-    """What is wrong with one tensor, None for nothing."""
+def _difference(
+    item: ExportTensor, source: SourceValues, exported: ExportedValues, shared: Callable[[], float | None]
+) -> str | None:
+    """What is wrong with one tensor, None for nothing. shared: gives the largest |value| of all that share its scale."""
     for index, entry in enumerate(item.entries):
         if entry.name not in exported.handles:
             return "has no scales" if index else "is missing"
@@ -226,7 +240,7 @@ def _difference(item: ExportTensor, source: SourceValues, exported: ExportedValu
         if problem := _scale_problem(entries[-1], item, source, exported):
             return problem
         entries = entries[:-1]
-    for entry, expected in zip(entries, _expected(item, source), strict=True):
+    for entry, expected in zip(entries, _expected(item, source, shared), strict=True):
         if problem := _values_differ(entry, expected, exported.read(entry.name), item.stored != item.dtype):
             return problem
     return None
@@ -250,7 +264,7 @@ def _names_read(item: ExportTensor) -> tuple[str, ...]:
     return (item.name,)
 
 
-def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, ...]:
+def _expected(item: ExportTensor, source: SourceValues, shared: Callable[[], float | None]) -> tuple[torch.Tensor, ...]:
     """The tensors that an item should be in the file, worked out here."""
     values = tuple(map(source.read, _names_read(item)))
     if item.has_scales and item.dtype == item.stored:
@@ -258,16 +272,16 @@ def _expected(item: ExportTensor, source: SourceValues) -> tuple[torch.Tensor, .
     if not item.has_scales:
         return (values[0].to(torch_dtype(item.dtype)),)
     if item.dtype in dtypes.BLOCK_FORMATS:
-        names = item.shared.names if item.shared is not None else ()
-        return blocks_anew(values[0], item.dtype, [partial(source.read, name) for name in names])
-    return scaled_anew(values[0], item.dtype)
+        return blocks_anew(values[0], item.dtype, shared())
+    return scaled_anew(values[0], item.dtype, shared())
 
 
-def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """A tensor in a storage-only dtype, and its scales: the formula at the top of `numerics.quantize`, in plain torch.
 
     scale = amax |w| / (the dtype's largest value), a channel (dimension 0) or a tensor, over what is finite; 1 where all is
     zero; never below float32's smallest normal value. Codes are w / scale, clamped, rounded half to even; NaN is 0 in int8.
+    shared: the largest |w| of all that has one scale with this tensor; None where its scales are its own.
     """
     row = dtypes.BY_NAME[dtype]
     wide = values.to(torch.float32)
@@ -277,6 +291,7 @@ def scaled_anew(values: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.T
     if not wide.numel():
         return torch.empty(values.shape, dtype=torch_dtype(dtype)), torch.ones(count)
     largest = torch.where(torch.isfinite(rows), rows, 0.0).abs().amax(dim=1)
+    largest = largest if shared is None else torch.full_like(largest, shared)
     scale = torch.where(largest > 0, (largest / row.max).clamp(min=torch.finfo(torch.float32).tiny), 1.0)
     codes = (rows / scale[:, None]).clamp(-row.max, row.max)
     if row.kind == "int":

@@ -1,0 +1,119 @@
+"""Live weights that loading packs of several stored ones: where each part lies, and whether its scales are the packed weight's.
+
+A scale of the packed weight belongs to a block of a row, to a row of blocks, to a matrix (an expert), or to all of it; what lies
+in one part alone is the part's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from dtype_engine.checkpoint import QuantizedWeight
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.model.mapped_tensors import read_quantized
+from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.numerics.quantize import torch_dtype
+
+Shape = tuple[int, ...]
+Rows = list[list[str]]
+"""The names of a packed weight's parts: for each of its matrices those that lie below each other, from the first row on."""
+
+
+def in_rows(placements: Mapping[str, Placement], shapes: Mapping[str, Shape], packed: Shape) -> Rows | None:
+    """The parts of a weight of shape `packed`, in order; None where they are not whole rows of its matrices, one after the other.
+
+    placements, shapes: those of all its parts, by their names.
+    """
+    matrices: dict[int | None, list[str]] = {}
+    known = {name: place.place for name, place in placements.items() if place.place is not None}
+    for name in sorted(known, key=lambda name: (known[name][0] or 0, known[name][1])):
+        matrices.setdefault(known[name][0], []).append(name)
+    if len(packed) < 2 or any(len(shapes[name]) != 2 for name in placements):
+        return None
+    stacked = None not in matrices
+    whole = (len(matrices), *packed[1:]) if stacked else packed
+    heights = {sum(shapes[name][0] for name in names) for names in matrices.values()}
+    widths = {shapes[name][1:] for name in placements}
+    if (
+        len(known) < len(placements)
+        or len(packed) != (3 if stacked else 2)
+        or whole != packed
+        or heights != {packed[-2]}
+        or widths != {packed[-1:]}
+    ):
+        return None
+    return list(matrices.values())
+
+
+def other_scales(rows: Rows | None, shapes: Mapping[str, Shape], packed: Shape, dtype: str) -> str | None:
+    """Why the packed weight's scales in a storage dtype are no scales of its parts; None where they are."""
+    if rows is None:
+        return "loading puts its parts together in another way than one below the other"
+    blocks = dtypes.BY_NAME[dtype].blocks
+    if blocks is None:
+        return None
+    if len(packed) > 2 and packed[-1] < blocks.columns:
+        return f"its rows have {packed[-1]} values, fewer than a block, so blocks reach from one row to the next"
+    split = next((name for names in rows for name in names[:-1] if shapes[name][0] % blocks.rows), None)
+    if split is None:
+        return None
+    return (
+        f"its part {printable(split)} has {shapes[split][0]} rows, no multiple of {blocks.rows}, so blocks reach from one part "
+        "into the next"
+    )
+
+
+def sharing(rows: Rows, packed: Shape, dtype: str) -> list[list[str]]:
+    """The parts that share one scale, where the packed weight has one for several: of all of it, or of each matrix."""
+    row = dtypes.BY_NAME[dtype]
+    if row.per_tensor or (row.blocks is not None and row.blocks.tensor_scale):
+        return [[name for names in rows for name in names]]
+    return rows if dtypes.has_channel_scales(packed, dtype) and len(packed) > 2 else []
+
+
+def pack(
+    title: str, parts: Mapping[str, QuantizedWeight], placements: Mapping[str, Placement], packed: Shape
+) -> tuple[str, torch.Tensor, torch.Tensor]:
+    """The dtype, the codes and the scales of a weight whose parts were stored with scales, as `cast_or_quantize` gives them.
+
+    Raises NoForward where one such weight can't be what the parts are.
+    """
+    shapes = {name: part.shape for name, part in parts.items()}
+    (dtype, *others) = dict.fromkeys(part.dtype for part in parts.values())
+    why = f"its parts are in {' and '.join((dtype, *others))}" if others else None
+    rows = in_rows(placements, shapes, packed)
+    why = why or other_scales(rows, shapes, packed, dtype)
+    if why is not None or rows is None:
+        raise NoForward(f"{title}: no forward pass: {why}")
+    codes = torch.empty(packed, dtype=torch_dtype(dtype))
+    matrices = codes.view(len(rows), -1, packed[-1])
+    scales: list[torch.Tensor] = []
+    for matrix, names in zip(matrices, rows, strict=True):
+        at = 0
+        for name in names:
+            data, scale = read_quantized(parts[name])
+            matrix[at : at + len(data)].view(torch.uint8).copy_(data.view(torch.uint8))
+            at += len(data)
+            scales.append(scale)
+    return dtype, codes, _scale(title, scales, rows, packed, dtype)
+
+
+def _scale(title: str, scales: Sequence[torch.Tensor], rows: Rows, packed: Shape, dtype: str) -> torch.Tensor:
+    """The scales of the packed weight, of those of its parts in order."""
+    if dtypes.BY_NAME[dtype].blocks is not None:
+        return torch.cat(list(scales))
+    names = [name for each in rows for name in each]
+    own = dict(zip(names, scales, strict=True))
+    shared = sharing(rows, packed, dtype)
+    if not shared:
+        return torch.cat(list(scales))
+    found = [torch.cat([own[name] for name in among]) for among in shared]
+    if any(bool((each != each[0]).any()) for each in found):
+        raise NoForward(
+            f"{title}: no forward pass: its parts have several scales where it has one in {dtype} when it is packed"
+        )
+    return torch.stack([each[0] for each in found])
