@@ -57,7 +57,7 @@ def lint_serving(context: Context, runtime: Runtime, activations: Literal["none"
         if dtype in dtypes.STORAGE_DTYPES and context.tree.tensors[name].castable
     }  # fmt: skip
     rules: tuple[Callable[[Context, Runtime, dict[str, str]], Iterator[Finding]], ...] = (
-        _not_written, _routers, _split, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric,
+        _not_written, _routers, _split, _experts, _missing, _one_scale, _blocks_of_merged, _marlin, _whole_format, _asymmetric,
     )  # fmt: skip
     findings = [finding for rule in rules for finding in rule(context, runtime, quantised)]
     if activations == "none":
@@ -73,7 +73,7 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
     """What an export keeps in a layout of its own, since others have none for it."""
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
-        if (reason := no_layout(context.tree, name, dtype)) is not None:
+        if (reason := _unwritten(context.tree, name, dtype)) is not None:
             by_reason.setdefault(reason, []).append(name)
     source = _source(runtime, "compressed_tensors/compressed_tensors.py: get_quant_method")
     for reason, names in by_reason.items():
@@ -96,8 +96,31 @@ def no_layout(tree: Tree, name: str, dtype: str) -> str | None:
     return None
 
 
+def _unwritten(tree: Tree, name: str, dtype: str) -> str | None:
+    """`no_layout`, but for experts that the model packs: an export has each of them as a linear layer, as the files do."""
+    if not _packed_experts(tree, name):
+        return no_layout(tree, name, dtype)
+    if not _layout(dtype):
+        return f"no checkpoint layout has {dtypes.short_name(dtype)}"
+    blocks = dtypes.BY_NAME[dtype].blocks
+    if blocks is not None and blocks.rows == 1 and dtypes.padded(tree.tensors[name].shape, dtype):
+        return f"rows are no multiple of {blocks.columns} values"
+    return None
+
+
+def _packed_experts(tree: Tree, name: str) -> bool:
+    """Whether a weight is packed of the experts of a layer, which the files have one by one."""
+    tensor = tree.tensors[name]
+    return (
+        len(tensor.shape) == 3
+        and "expert" in (tree.modules[name.rpartition(".")[0]].class_name or "").lower()
+        and len(tensor.stored_as) > 1
+        and all(stored.endswith(".weight") for stored in tensor.stored_as)
+    )
+
+
 def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
-    return {name: dtype for name, dtype in quantised.items() if no_layout(context.tree, name, dtype) is None}
+    return {name: dtype for name, dtype in quantised.items() if _unwritten(context.tree, name, dtype) is None}
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
@@ -114,6 +137,20 @@ def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Ite
         formats = ", ".join(f"{_layer(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
         yield Finding("refused", f"fused into one layer, and in several formats: {formats}", source, group)
+
+
+def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
+    """`get_moe_method` asks for the scheme of each projection of a layer's experts, and raises where they have several."""
+    layers: dict[str, list[str]] = {}
+    for name in context.plan.dtypes:
+        if _packed_experts(context.tree, name):
+            layers.setdefault(name.rpartition(".")[0], []).append(name)
+    for names in layers.values():
+        planned = {name: context.plan.dtypes[name] for name in names}
+        if len(set(planned.values())) > 1 and not quantised.keys().isdisjoint(names):
+            formats = ", ".join(f"{_layer(name)} {dtypes.short_name(dtype)}" for name, dtype in planned.items())
+            source = _source(runtime, "compressed_tensors/compressed_tensors_moe.py: get_moe_method")
+            yield Finding("refused", f"the experts of a layer are in several formats: {formats}", source, tuple(names))
 
 
 def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
@@ -175,8 +212,8 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
     names = tuple(
         name
         for name in written
-        if sum(shapes[each].shape[0] for each in fused.get(name, (name,))) % _MARLIN_OUT
-        or shapes[name].shape[1] % _MARLIN_IN
+        if sum(shapes[each].shape[-2] for each in fused.get(name, (name,))) % _MARLIN_OUT
+        or shapes[name].shape[-1] % _MARLIN_IN
     )
     if names:
         why = f"Marlin takes outputs of a multiple of {_MARLIN_OUT} and inputs of {_MARLIN_IN}: another kernel, or none"

@@ -58,6 +58,31 @@ def test_a_plan_that_they_take_has_nothing_against_it() -> None:
         assert reading.quantised == 7
 
 
+def test_packed_experts_are_linear_layers_of_an_export_in_one_format() -> None:
+    names = {
+        "gate_up_proj": ((2, 512, 128), ("gate_proj", "up_proj")),
+        "down_proj": ((2, 128, 256), ("down_proj",)),
+    }
+    tensors = [
+        TensorInfo(
+            f"{AT}.mlp.experts.{name}", shape, "bfloat16",
+            stored_as=tuple(f"{AT}.mlp.experts.{expert}.{part}.weight" for part in parts for expert in range(2)),
+        )
+        for name, (shape, parts) in names.items()
+    ]  # fmt: skip
+    packed = Tree(tensors, {f"{AT}.mlp.experts": "MixtralExperts"})
+    assert found(read("*.experts=nvfp4", of=packed)) == []
+    assert found(read("*.experts=int4@g128", of=packed)) == []
+    assert found(read("*.experts=e5m2", of=packed)) == [("refused", "no checkpoint layout has fp8e5")]
+    assert found(read("*.down_proj=nvfp4", of=packed)) == [
+        ("refused", "the experts of a layer are in several formats: gate_up_proj bf16, down_proj nvfp4")
+    ]
+    stored_so = Tree([TensorInfo(tensors[0].name, (2, 512, 128), "bfloat16")], {f"{AT}.mlp.experts": "MixtralExperts"})
+    assert found(read("*.experts=nvfp4", of=stored_so)) == [
+        ("refused", "only the weights of linear layers are quantised")
+    ]
+
+
 @pytest.mark.parametrize("runtime", ["vllm", "sglang"])
 def test_fused_siblings_in_several_formats_are_refused(runtime: Runtime) -> None:
     reading = read("*.[qk]_proj=nvfp4", runtime=runtime)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
-import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
 from dtype_engine.runtime.export.contents import Contents
-
-_EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
+from dtype_engine.runtime.export.experts import all_experts, expert_layer
 
 
 def export_dtype(contents: Contents) -> str:
@@ -114,29 +112,16 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
 
 
 def _targets(modules: Iterable[str], rest: Iterable[str]) -> list[str]:
-    """Modules by their exact names; the experts of a layer by one expression where all of them are among these and none in `rest`.
-
-    vLLM asks for the scheme of a layer's experts by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint
-    calls them, and transformers by an expression with `experts` in it.
-    """
-    split = {_layer(module) for module in rest}
-    return list(
-        dict.fromkeys(
-            rf"re:{re.escape(layer)}\.\d+\.\w+$" if (layer := _layer(module)) and layer not in split else module
-            for module in modules
-        )
-    )
+    """Modules by their exact names; the experts of a layer by one expression where none of them is in `rest`."""
+    return _by_layer(modules, rest, all_experts)
 
 
 def _without_experts(modules: Iterable[str], targeted: Iterable[str]) -> list[str]:
     """Modules by their exact names; the experts of a layer as one module where none of them is targeted."""
-    split = {_layer(module) for module in targeted}
-    return list(
-        dict.fromkeys(layer if (layer := _layer(module)) and layer not in split else module for module in modules)
-    )
+    return _by_layer(modules, targeted, str)
 
 
-def _layer(module: str) -> str:
-    """The experts that an expert's linear layer belongs to, as in `model.layers.0.mlp.experts`; "" for another module."""
-    found = _EXPERT.fullmatch(module)
-    return found[1] if found else ""
+def _by_layer(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str]) -> list[str]:
+    split = {expert_layer(module) for module in rest}
+    named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
+    return list(dict.fromkeys(named))

@@ -5,6 +5,7 @@ Of transformers 5.23 with compressed-tensors 0.20 it was tried; of vLLM its sour
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -24,6 +25,24 @@ _READ = (
     "int8@g128",
 )
 """The formats that `CompressedTensorsDequantize` of transformers brings back as it packs experts."""
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.\d+\.\w+")
+
+
+def expert_layer(module: str) -> str:
+    """The experts that an expert's linear layer belongs to, as in `model.layers.0.mlp.experts`; "" for another module."""
+    found = _EXPERT.fullmatch(module)
+    return found[1] if found else ""
+
+
+def all_experts(layer: str) -> str:
+    """The linear layers of all the experts of a layer, as a target of compressed-tensors.
+
+    vLLM asks for their scheme by the names `0.gate_proj`, `0.up_proj` and `0.down_proj`, whatever the checkpoint calls them, and
+    transformers by an expression with `experts` in it.
+    """
+    return rf"re:{re.escape(layer)}\.\d+\.\w+$"
 
 
 def experts(items: Sequence[ExportTensor]) -> list[ExportTensor]:

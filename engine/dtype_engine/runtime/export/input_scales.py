@@ -16,6 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
+from dtype_engine.runtime.export.experts import all_experts, expert_layer
 from dtype_engine.runtime.formats.nvfp4 import tensor_scale
 from dtype_engine.runtime.model.mapped_tensors import read_mapped
 
@@ -52,7 +53,8 @@ def with_quantised_inputs(
     found = []
     for item in items:
         kept = source.quantized.get(item.name) if item.dtype == item.stored else None
-        said = kept is not None and item.name.removesuffix(".weight") in before
+        module = item.name.removesuffix(".weight")
+        said = kept is not None and (module in before or all_experts(expert_layer(module)) in before)
         if not item.portable or not dtypes.quantizes_activations(item.dtype) or not (
             said or settings.quantize_activations == "weights"
         ):  # fmt: skip

@@ -31,6 +31,8 @@ def with_packed_scales(
     for item in items:
         if item.packed_into and item.dtype in dtypes.STORAGE_DTYPES and item.dtype != item.stored:
             packed.setdefault(item.packed_into, {})[item.name] = item
+        elif not item.packed_into:
+            _refuse_turned(item, placements.get(item.name), tree)
     shared: dict[str, SharedScale] = {}
     for live, parts in packed.items():
         info = tree.canonical(live)
@@ -49,3 +51,14 @@ def with_packed_scales(
             of_all = SharedScale(tuple(among), [parts[name].values for name in among])
             shared |= dict.fromkeys(among, of_all)
     return [dataclasses.replace(item, shared=shared[item.name]) if item.name in shared else item for item in items]
+
+
+def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
+    """Raise UserError for a weight that gets scales and has another shape in the model: its rows are others there."""
+    info = tree.canonical(placement.name) if placement is not None else None
+    if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
+        return
+    raise UserError(
+        f"{printable(item.name)} is {list(item.shape)} in the checkpoint and {list(info.shape)} in the model, so it can't be "
+        f"exported in {item.dtype}, as it would have other scales; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
+    )

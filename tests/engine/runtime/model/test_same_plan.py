@@ -143,7 +143,7 @@ def test_every_command_plans_what_an_export_writes(
     name: str, make_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = models(make_llama, tmp_path, name)
-    preset = "norms-head-fp32" if name == "mixtral" else "fp8-linears"  # packed experts are not exported with scales
+    preset = "norms-head-fp32" if name == "mixtral" else "fp8-linears"  # scales of packed experts: see test_experts.py
     head = {"bert": "*decoder.weight", "blip": "*predictions.decoder", "python file": "lm_head"}.get(name, "lm_head")
     for index, (what, template) in enumerate(RECIPES.items()):
         rules = [text.replace("{head}", head).replace("{preset}", preset) for text in template]
