@@ -23,6 +23,7 @@ from dtype_engine.core.options import Options
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
+from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.hub import without_foreign_kernels
 from dtype_engine.runtime.model.live import collect_tensors
 from dtype_engine.runtime.model.name_mapping import map_names
@@ -251,13 +252,19 @@ def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> N
             f"in it, first {printable(strange[0])}; --architecture names another class"
         )
     shapes = {alias: tuple(tensors[info.name].shape) for info in infos for alias in info.names}
+    strange_shapes: dict[str, str] = {}
     for stored, placement in placements.items():
         tensor = checkpoint.weights[stored]
         plain = not placement.part and checkpoint.dtype(stored) in dtypes.COMPUTE_DTYPES and not tensor.packed
         if plain and placement.name in shapes and shapes[placement.name] != tensor.shape:
+            strange_shapes[stored] = placement.name
+    turned = turned_names(module, strange_shapes) if strange_shapes else set()
+    for stored, live in strange_shapes.items():
+        shape = checkpoint.weights[stored].shape
+        if stored not in turned or sorted(shape) != sorted(shapes[live]):
             raise NoForward(
-                f"{folder}: config.json makes {printable(stored)} {list(shapes[placement.name])}, and the files have "
-                f"{list(tensor.shape)}: these are not one model"
+                f"{folder}: config.json makes {printable(stored)} {list(shapes[live])}, and the files have "
+                f"{list(shape)}: these are not one model"
             )
     spare = sum(tensors[info.name].nbytes for info in infos if not filled.intersection(info.names))
     if spare > _SPARE_ALWAYS + _SPARE_PER_BYTE * checkpoint.stored_bytes:

@@ -77,6 +77,24 @@ def loading_names(module: nn.Module, names: Iterable[str]) -> set[str]:
         return set(names)
 
 
+def turned_names(module: nn.Module, names: Iterable[str]) -> set[str]:
+    """Those of these tensors of the files that transformers turns as it loads them: two of their dimensions are exchanged.
+
+    Without its functions for that: none.
+    """
+    try:
+        renamed, converters = _renamed(module, names, module.state_dict())
+    except (ImportError, AttributeError, TypeError, ValueError):
+        return set()
+    turning = {
+        pattern
+        for converter in converters
+        if any(type(step).__name__ == "Transpose" for step in converter.operations)
+        for pattern in converter.source_patterns
+    }
+    return {name for name, (_, pattern) in renamed.items() if pattern in turning}
+
+
 def _renamed(
     module: nn.Module, names: Iterable[str], live: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, tuple[str, str | None]], list[Any]]:

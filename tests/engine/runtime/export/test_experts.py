@@ -378,17 +378,3 @@ def test_parts_that_no_packed_weight_is_made_of_are_not_run(source: tuple[str, P
     save_file(tensors, file, metadata)
     with pytest.raises(NoForward, match="several scales where it has one in int8"):
         de.load_pretrained(out)
-
-
-def test_a_weight_that_loading_turns_is_refused(source: tuple[str, Path], tmp_path: Path) -> None:
-    """As the experts of Qwen3-VL may be stored."""
-    _, folder = source
-    turned = tmp_path / "turned"
-    turned.mkdir()
-    tensors = load_file(folder / "model.safetensors")
-    name = "model.layers.0.self_attn.k_proj.weight"
-    tensors[name] = tensors[name].t().contiguous()
-    save_file(tensors, turned / "model.safetensors", {"format": "pt"})
-    (turned / "config.json").write_text((folder / "config.json").read_text())
-    with pytest.raises(UserError, match=r"is \[128, 64\] in the checkpoint and \[64, 128\] in the model"):
-        export_checkpoint(open_checkpoint(turned), "moe", Recipe((Rule("*.k_proj", "mxfp4"),)), tmp_path / "out")
