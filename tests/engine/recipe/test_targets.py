@@ -143,6 +143,11 @@ def as_torchao(context: Context, written: Conversion) -> PresetEffect:
                 hits = [key for key in entries if key == module or re.fullmatch(key.removeprefix("re:"), module)]
             if hits:
                 data = entries[hits[0]]["_data"]
+                if entries[hits[0]]["_type"] == "NVFP4WeightOnlyConfig":
+                    assert node.class_name == "Linear"
+                    assert hits[0].removeprefix("re:") != name, "it is asked for by its module"
+                    found[tensor.name] = "nvfp4"
+                    continue
                 if entries[hits[0]]["_type"] == "IntxWeightOnlyConfig":
                     assert data["mapping_type"]["_data"] == "SYMMETRIC"
                     size = data["granularity"]["_data"]["group_size"]

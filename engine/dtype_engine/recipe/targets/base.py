@@ -157,12 +157,18 @@ class Split:
 
 
 def split(
-    context: Context, tool: str, formats: Collection[str], kinds: Collection[str], by_transformers: bool = True
+    context: Context,
+    tool: str,
+    formats: Collection[str],
+    kinds: Collection[str],
+    by_transformers: bool = True,
+    also: Callable[[Module, str], str | None] = lambda module, dtype: None,
 ) -> Split:
     """Which weights a quantiser can take as planned, and what is left out.
 
     Such tools quantise the `weight` of modules of certain classes, and load everything else in one dtype.
-    `by_transformers` says that transformers does that loading, which keeps in float32 what the model declares so.
+    `by_transformers` says that transformers does that loading, which keeps in float32 what the model declares so. `also` gives
+    why a tool does not take the weight of a module into a dtype that it has, None where it does.
     """
     planned = context.plan.dtypes
     losses = UnsupportedList()
@@ -172,6 +178,7 @@ def split(
         dtype = planned[tensor.name]
         if dtype in dtypes.STORAGE_DTYPES:
             why = _refusal(context, tensor, dtype, tool, formats, kinds)
+            why = why or also(context.module_of(tensor.name), dtype)
             if why is None:
                 low[tensor.name] = dtype
             else:
@@ -263,12 +270,16 @@ def loading_note(base: str) -> str:
     return f"load the model in {base}: that is what everything not listed is planned in"
 
 
-def wide_inputs_note(context: Context, tool: str) -> tuple[str, ...]:
-    """What a tool's recipe does not have of a run whose activations are quantised, where there are such weights."""
-    if context.activations == "none" or not any(map(dtypes.quantizes_activations, context.plan.dtypes.values())):
+def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ()) -> tuple[str, ...]:
+    """What a tool's recipe does not have of a run whose activations are quantised, where there are such weights. written: the
+    dtypes whose activations it has.
+    """
+    wide = {dtype for dtype in context.plan.dtypes.values() if dtypes.quantizes_activations(dtype)}
+    if context.activations == "none" or not (left := wide.difference(written)):
         return ()
+    of = f" of weights in {', '.join(map(dtypes.short_name, sorted(left)))}" if left != wide else ""
     return (
-        f"activations stay wide in this recipe for {tool}: only weights are written, and the recipe is for quantised ones",
+        f"activations{of} stay wide in this recipe for {tool}: only weights are written, and the recipe is for quantised ones",
     )
 
 

@@ -9,9 +9,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.tree import Module
 from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
@@ -31,20 +34,35 @@ NAME = "torchao"
 KINDS = frozenset({"Linear", "Embedding"})
 GROUPED = ("int4@g128", "int4@g32", "int8@g128")
 """torchao's `IntxWeightOnlyConfig`: symmetric; a scale is the largest |value| of its group by 7.5 or 127.5, as here."""
+SCALING = {
+    f"{element}{rule}": mode
+    for element, own in (("mxfp8", "RCEIL"), ("mxfp4", "EVEN"))
+    for rule, mode in (("", own), (":floor", "FLOOR"), (":rceil", "RCEIL"), (":even", "EVEN"))
+}
+"""MX formats, and torchao's `ScaleCalculationMode` for each. That of compressed-tensors is EVEN for mxfp4; for mxfp8 it is RCEIL
+but for blocks whose largest |value| is 1.75 times a power of two.
+"""
+BLOCKS = (*SCALING, "nvfp4")
+"""What torchao's prototype of block formats has, for linear layers alone; MX with quantised activations alone."""
 MADE_AS = "0.18"
 """The torchao release whose JSON is written where torchao itself is not installed; a test compares the two."""
 
 
 def convert(context: Context) -> Conversion:
-    parts = split(context, NAME, (*dtypes.WHOLE_SCALE_DTYPES, *GROUPED), KINDS)
+    quantised_inputs = context.activations == "weights"
+    parts = split(
+        context, NAME, (*dtypes.WHOLE_SCALE_DTYPES, *GROUPED, *BLOCKS), KINDS, also=partial(_refusal, quantised_inputs)
+    )
     universe = context.all_names()
     patterns = [
-        (f"re:{regex}", dtype) for dtype, names in parts.by_dtype().items() for regex in regexes(names, universe)
+        (f"re:{regex}", dtype)
+        for dtype, names in parts.by_dtype().items()
+        for regex in regexes(_asked_for(names, dtype), universe)
     ]
-    config = _by_torchao(patterns)
-    notes = [loading_note(parts.base), *wide_inputs_note(context, NAME)]
+    notes = [loading_note(parts.base), *wide_inputs_note(context, NAME, BLOCKS), *_block_notes(patterns, parts.base)]
+    config = _by_torchao(patterns, quantised_inputs)
     if config is None:
-        config = _by_hand(patterns)
+        config = _by_hand(patterns, quantised_inputs)
         notes.append(f"torchao is not installed here, so this is the form that torchao {MADE_AS} writes")
     # Without the last entry transformers would pass over the head.
     text = {
@@ -61,7 +79,39 @@ def convert(context: Context) -> Conversion:
     )
 
 
-def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
+def _asked_for(names: Iterable[str], dtype: str) -> list[str]:
+    """By which names torchao takes weights into a dtype: NVFP4 it has for modules and not for parameters (pytorch/ao#3252)."""
+    return [name.rpartition(".")[0] if dtype == "nvfp4" else name for name in names]
+
+
+def _refusal(quantised_inputs: bool, module: Module, dtype: str) -> str | None:
+    """Why torchao does not take a module's weight into a dtype that it has; None where it does."""
+    if dtype in BLOCKS and module.class_name != "Linear":
+        return f"{NAME} has {dtypes.short_name(dtype)} for Linear only"
+    if dtype in SCALING and not quantised_inputs:
+        return f"{NAME} has {dtypes.short_name(dtype)} with quantised activations only (--quantize-activations weights)"
+    return None
+
+
+def _block_notes(patterns: list[tuple[str, str]], base: str) -> list[str]:
+    written = {dtype for _, dtype in patterns}
+    notes = []
+    if written.intersection(BLOCKS):
+        notes.append("torchao's block formats are a prototype of it, torchao.prototype.mx_formats")
+    if written.intersection(SCALING) and base != "bfloat16":
+        notes.append(f"torchao takes MX formats of models in bfloat16 only, and this one is loaded in {base}")
+    if "nvfp4" in written:
+        notes.append(
+            "torchao gives each weight in nvfp4 a scale of its own: weights that share one here (q/k/v, gate/up) have others there"
+        )
+    if "mxfp8" in written:
+        notes.append(
+            "mxfp8 is written as RCEIL: a block whose largest |value| is exactly 1.75 times a power of two has half the scale there"
+        )
+    return notes
+
+
+def _by_torchao(patterns: list[tuple[str, str]], quantised_inputs: bool) -> dict[str, Any] | None:
     """The JSON as torchao writes it; None where it is not installed."""
     if importlib.util.find_spec("torchao") is None:
         return None
@@ -75,6 +125,15 @@ def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
 
     def one(dtype: str) -> Any:
         row = dtypes.info(dtype)
+        if dtype in BLOCKS:
+            mx: Any = importlib.import_module("torchao.prototype.mx_formats")
+            if dtype == "nvfp4":
+                return mx.NVFP4DynamicActivationNVFP4WeightConfig() if quantised_inputs else mx.NVFP4WeightOnlyConfig()
+            modes: Any = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
+            element = getattr(torch, _mx_element(dtype))
+            return mx.MXDynamicActivationMXWeightConfig(
+                activation_dtype=element, weight_dtype=element, scaling_mode=modes[SCALING[dtype]]
+            )
         if row.blocks is not None:
             group = granularity.PerGroup(row.blocks.columns)
             return api.IntxWeightOnlyConfig(weight_dtype=getattr(torch, _integers(dtype)), granularity=group)
@@ -83,12 +142,16 @@ def _by_torchao(patterns: list[tuple[str, str]]) -> dict[str, Any] | None:
             return api.Int8WeightOnlyConfig(granularity=scale)
         return api.Float8WeightOnlyConfig(weight_dtype=getattr(torch, row.torch_name), granularity=scale)
 
-    written: dict[str, Any] = config_to_dict(api.FqnToConfig({pattern: one(dtype) for pattern, dtype in patterns}))
+    try:
+        configs = {pattern: one(dtype) for pattern, dtype in patterns}
+    except (ImportError, AttributeError, KeyError):
+        return None  # a release without the prototype
+    written: dict[str, Any] = config_to_dict(api.FqnToConfig(configs))
     return written
 
 
-def _by_hand(patterns: list[tuple[str, str]]) -> dict[str, Any]:
-    configs = {pattern: _config(dtype) for pattern, dtype in patterns}
+def _by_hand(patterns: list[tuple[str, str]], quantised_inputs: bool = False) -> dict[str, Any]:
+    configs = {pattern: _config(dtype, quantised_inputs) for pattern, dtype in patterns}
     return {
         "_type": "FqnToConfig",
         "_version": 1,
@@ -101,8 +164,28 @@ def _integers(dtype: str) -> str:
     return dtype.partition("@")[0]
 
 
-def _config(dtype: str) -> dict[str, Any]:
+def _mx_element(dtype: str) -> str:
+    """torch's name for the elements of an MX format."""
+    return "float8_e4m3fn" if dtype.startswith("mxfp8") else "float4_e2m1fn_x2"
+
+
+def _config(dtype: str, quantised_inputs: bool) -> dict[str, Any]:
     row = dtypes.info(dtype)
+    if dtype in SCALING:
+        element = {"_type": "torch.dtype", "_data": _mx_element(dtype)}
+        data = {
+            "block_size": 32,
+            "activation_dtype": element,
+            "weight_dtype": element,
+            "kernel_preference": {"_type": "KernelPreference", "_data": "AUTO"},
+            "scaling_mode": {"_type": "ScaleCalculationMode", "_data": SCALING[dtype]},
+        }
+        return {"_type": "MXDynamicActivationMXWeightConfig", "_version": 1, "_data": data}
+    if dtype == "nvfp4" and quantised_inputs:
+        data = {"use_triton_kernel": True, "use_dynamic_per_tensor_scale": True, "step": None}
+        return {"_type": "NVFP4DynamicActivationNVFP4WeightConfig", "_version": 1, "_data": data}
+    if dtype == "nvfp4":
+        return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {"use_dynamic_per_tensor_scale": True}}
     if row.blocks is not None:
         data = {
             "weight_dtype": {"_type": "torch.dtype", "_data": _integers(dtype)},
