@@ -506,6 +506,7 @@ def test_the_python_for_transformers_loads_bit_for_bit(make_llama: Callable[...,
         assert torch.equal(loaded[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("base", ["float16", "bfloat16"])
 def test_islands_are_loaded_as_we_say(tmp_path: Path, base: str) -> None:
     import transformers

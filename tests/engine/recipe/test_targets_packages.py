@@ -21,6 +21,8 @@ from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
 from dtype_engine.runtime.model.live import tree_of
 from dtype_engine.runtime.numerics.quantize import values_in
 
+pytestmark = pytest.mark.slow
+
 
 class Block(nn.Module):
     def __init__(self) -> None:
