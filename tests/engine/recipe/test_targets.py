@@ -604,6 +604,7 @@ def recipe_file(tmp_path: Path, *rules: str, model: str | None = None) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_convert_writes_for_the_model_that_the_recipe_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = recipe_file(tmp_path, "*=bf16", "type:Linear=fp8", "lm_head=bf16", model=DEMO)
     assert run(cli, "dtype-engine", ["recipe", "convert", file, "--to", "llm-compressor", "--json"]) == 0

@@ -54,6 +54,7 @@ async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
         assert "x drop its rules" in lines(app)[4]
 
 
+@pytest.mark.slow
 async def test_a_search_finds_keys_of_every_window_and_words() -> None:
     app = make_app()
     async with running(app) as pilot:

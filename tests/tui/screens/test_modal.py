@@ -21,6 +21,7 @@ from dtype_tui.screens.save import SaveScreen
 WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", WINDOW_KEYS)
 async def test_closed_twice_in_one_burst_and_the_main_screen_stays(key: str) -> None:
     app = make_app()

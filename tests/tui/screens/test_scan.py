@@ -198,7 +198,7 @@ async def test_a_prediction_is_there_at_once_and_stands_beside_what_was_measured
         assert "predicted" not in screen(app)
 
 
-@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+@pytest.mark.parametrize("size", [pytest.param((120, 36), marks=pytest.mark.slow), (80, 24)])
 async def test_walking_along_the_front_and_applying_a_point(size: tuple[int, int]) -> None:
     app = make_app()
     async with running(app, size) as pilot:
