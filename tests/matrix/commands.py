@@ -127,10 +127,11 @@ def _refusal(*arguments: str) -> str:
 def weights(job: Job) -> str:
     made = job.made
     found = {row["name"]: row for row in answer("weights", *job.model, "--cast", ALL_BF16)["weights"]}
-    truth = outside.round_trip_errors(distinct(made.castable), BF16)
+    castable = made.castable_each
+    truth = outside.round_trip_errors(distinct(castable), BF16)
     assert set(found) == set(truth)
     for name, (largest, mean) in truth.items():
-        assert found[name]["elements"] == made.tensors[name].numel()
+        assert found[name]["elements"] == castable[name].numel()
         assert near(found[name]["max_abs"], largest, 1e-6)
         assert near(found[name]["mean_abs"], mean, 1e-5)
     return made.loader
@@ -257,8 +258,8 @@ def load_back(job: Job) -> str:
 
         model_class = getattr(transformers, type(made.module).__name__)
         loaded = model_class.from_pretrained(target, dtype="auto").state_dict()
-        for name, tensor in distinct(made.tensors).items():
-            assert outside.same_bits(loaded[name], tensor.to(BF16) if name in made.castable else tensor), name
+        for name, tensor in distinct(made.loaded).items():
+            assert outside.same_bits(loaded[name], tensor.to(BF16) if name in made.castable_loaded else tensor), name
         return "transformers.from_pretrained"
     if made.module is not None or set(made.tensors) == set(_net_names()):
         loaded = de.load_pretrained(target, module=copy.deepcopy(made.module or _net()))
@@ -348,7 +349,8 @@ def recipe_lint(job: Job) -> str:
         )
     )
     (rule,) = found["rules"]
-    assert rule["here"] == len(distinct(made.castable)), (rule["here"], sorted(distinct(made.castable)))
+    castable = distinct(made.castable_loaded)
+    assert rule["here"] == len(castable), (rule["here"], sorted(castable))
     return made.loader
 
 

@@ -28,6 +28,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "folder, tied": {},
     "folder, encoder": {},
     "folder, BLIP": {},
+    "folder, experts": {},
     "folder, .bin": {},
     "folder, .bin shards": {},
     ".pth zip": _NO_CONFIG,

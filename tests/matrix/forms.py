@@ -48,6 +48,8 @@ class Made:
     stored: dict[str, int] = field(default_factory=dict)
     scales: Tensors = field(default_factory=dict)
     """Tensors of the files that belong to others of them."""
+    packed: Tensors = field(default_factory=dict)
+    """The tensors by the names of the module, where loading packs several of the files into one."""
     wide: frozenset[str] = frozenset()
     """Parameters of the module that no cast takes, since their files have them in another form."""
     folder: Path | None = None
@@ -65,6 +67,23 @@ class Made:
             for name, tensor in self.tensors.items()
             if tensor.is_floating_point() and name not in self.fixed
         }
+
+    @property
+    def loaded(self) -> Tensors:
+        """The tensors as a model that was loaded has them."""
+        return self.packed or self.tensors
+
+    @property
+    def castable_loaded(self) -> Tensors:
+        """Those of them that a cast takes."""
+        return {name: tensor for name, tensor in self.packed.items() if tensor.is_floating_point()} or self.castable
+
+    @property
+    def castable_each(self) -> Tensors:
+        """Those that a cast takes, parts of what is packed each by itself."""
+        parts = {name: tensor for name, tensor in self.castable.items() if ".experts." in name}
+        whole = {name: tensor for name, tensor in self.castable_loaded.items() if ".experts." not in name}
+        return parts | whole if self.packed else self.castable
 
     def stored_bytes(self) -> int:
         """Bytes as stored, tied tensors once."""
@@ -267,7 +286,11 @@ def _zoo_folder(folder: Path, name: str) -> Made:
     file = folder / "inputs.safetensors"
     given = {key: value.contiguous() for key, value in inputs.items() if isinstance(value, torch.Tensor)}
     save_file(given, file)
-    return _of_folder(target, given, file)
+    made = _of_folder(target, given, file)
+    assert made.module is not None
+    if any(".experts.0." in name for name in made.tensors):
+        made.packed = dict(made.module.state_dict())
+    return made
 
 
 # -- other programs' files ---------------------------------------------------------------------------------------------
@@ -536,6 +559,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "folder, tied": partial(_llama_folder, tie_word_embeddings=True),
     "folder, encoder": partial(_zoo_folder, name="bert"),
     "folder, BLIP": partial(_zoo_folder, name="blip"),
+    "folder, experts": partial(_zoo_folder, name="mixtral"),
     "folder, .bin": partial(_bin_folder, parts=1),
     "folder, .bin shards": partial(_bin_folder, parts=2),
     ".pth zip": lambda at: _pth(at, torch.save),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
 
 from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.core.job_part import part_of
 from dtype_engine.results.runs import Generation, Written
 from dtype_engine.runtime.inputs import Batch, Inputs, tokenizer_of
 from dtype_engine.runtime.model.live import LiveModel
@@ -40,16 +40,12 @@ def generate(runner: ForwardRunner, inputs: Inputs, tokens: int, on_tokens: OnTo
     generations = []
     for number, batch in enumerate(batches):
         prompt, before = _prompt(batch, inputs), 2 * number * tokens
-        of_reference = partial(_tell, on_tokens, "reference", before, most)
-        of_candidate = partial(_tell, on_tokens, "candidate", before + tokens, most)
+        of_reference = part_of(on_tokens, "reference", before, most)
+        of_candidate = part_of(on_tokens, "candidate", before + tokens, most)
         reference = _write(runner, "reference", runner.reference_batch(prompt), tokenizer, tokens, of_reference)
         candidate = _write(runner, "candidate", runner.candidate_batch(prompt), tokenizer, tokens, of_candidate)
         generations.append(Generation(_prompt_text(prompt, tokenizer), reference, candidate))
     return tuple(generations)
-
-
-def _tell(on_tokens: OnTokens, run: str, before: int, most: int, done: int) -> None:
-    on_tokens(run, before + done, most)
 
 
 def _own_generate(module: Any) -> bool:

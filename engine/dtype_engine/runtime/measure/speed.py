@@ -5,12 +5,12 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 
 import psutil
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.job_part import part_of
 from dtype_engine.recipe import Plan, tensor_bytes
 from dtype_engine.results.runs import SpeedReport, SpeedRow
 from dtype_engine.runtime.inputs import Batch, Inputs
@@ -48,7 +48,7 @@ def measure_speed(
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)
-            told = partial(_tell, on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
+            told = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
             rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", told, repeats))
     finally:
         model.apply(planned)
@@ -61,10 +61,6 @@ def measure_speed(
         rows=tuple(rows),
         notices=tuple(notices),
     )
-
-
-def _tell(on_passes: OnPasses, label: str, before: int, total: int, done: int) -> None:
-    on_passes(label, before + done, total)
 
 
 def _timed(

@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
+from tests.helpers.candidate_output import candidate_output
 from torch import nn
 
 import dtype_engine as de
@@ -22,7 +23,6 @@ from dtype_engine.cli import cli
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.export import export_checkpoint
-from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.verify.verify import verify
 
@@ -54,13 +54,6 @@ def opened(source: Path, ids: Path, dtype: str) -> de.Session:
     session = de.open(str(source), options=de.Options(device="cpu", tensors=ids, settings=QUANTISED))
     session.cast("*_proj", dtype)
     return session
-
-
-def candidate(session: de.Session) -> torch.Tensor:
-    batch = session.need_inputs().batches[0]
-    with ForwardRunner(session.model, session.settings, never) as runner:
-        output, _, _ = runner.run_candidate(lambda: session.model.module(*batch.args, **batch.kwargs))
-    return main_output(output)[1]
 
 
 def groups_of(folder: Path) -> dict[str, Any]:
@@ -111,9 +104,9 @@ def test_transformers_computes_what_was_measured(
     """Its forward, with its quantiser before every layer, on weights and scales that it read from the files."""
     source, out = make_llama(dtype="float32", **WIDE), tmp_path / "out"
     session = opened(source, ids, dtype)
-    measured = candidate(session)
+    measured = candidate_output(session)
     session.settings = RunSettings()
-    weights_only = candidate(session)
+    weights_only = candidate_output(session)
     session.settings = QUANTISED
     session.export(out)
     assert verify(out, locate(str(source))).same

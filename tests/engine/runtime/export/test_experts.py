@@ -11,17 +11,15 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.candidate_output import candidate_output
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.export import export_checkpoint
-from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.verify.verify import verify
 
 SMALL = {
@@ -69,13 +67,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def opened(source: Path, settings: de.RunSettings | None = None) -> de.Session:
     options = de.Options(device="cpu", settings=settings or de.RunSettings())
     return de.open(str(source), options=options, inputs=[{"input_ids": IDS}])
-
-
-def candidate(session: de.Session) -> torch.Tensor:
-    batch = session.need_inputs().batches[0]
-    with ForwardRunner(session.model, session.settings, never) as runner:
-        output, _, _ = runner.run_candidate(lambda: session.model.module(*batch.args, **batch.kwargs))
-    return main_output(output)[1]
 
 
 def config_of(folder: Path) -> dict[str, Any]:
@@ -142,7 +133,7 @@ def test_the_file_decoded_by_hand_computes_what_was_measured(
     out = tmp_path / "out"
     session = opened(folder)
     session.cast("*.experts", dtype)
-    measured = candidate(session)
+    measured = candidate_output(session)
     contents = session.export_contents()
     report = session.export(out)
     tensors = load_file(out / "model.safetensors")
@@ -156,7 +147,7 @@ def test_the_file_decoded_by_hand_computes_what_was_measured(
 
     assert verify(out, locate(str(folder))).same
     again = opened(out)
-    assert torch.equal(candidate(again), measured)
+    assert torch.equal(candidate_output(again), measured)
     assert not any("not used" in notice or "at random" in notice for notice in again.model.notices)
     for name, weight in session.model.weights.items():
         other = again.model.weights[name]
@@ -288,7 +279,7 @@ def test_blocks_that_reach_from_one_part_into_the_next_are_refused(tmp_path: Pat
     assert verify(out, locate(str(tmp_path / "source"))).same
     session = opened(tmp_path / "source")
     session.cast("*.experts.down_proj", "fp8@128x128")
-    assert torch.equal(candidate(opened(out)), candidate(session))
+    assert torch.equal(candidate_output(opened(out)), candidate_output(session))
 
 
 def test_rows_shorter_than_a_block_are_refused(tmp_path: Path) -> None:
@@ -350,7 +341,7 @@ def test_quantised_activations_are_declared_where_a_file_needs_no_scale_of_them(
     (group,) = config_of(tmp_path / "mxfp4")["config_groups"].values()
     assert group["input_activations"]["group_size"] == 32
     again = opened(tmp_path / "mxfp4", de.RunSettings(quantize_activations="weights"))
-    assert torch.equal(candidate(again), candidate(session))
+    assert torch.equal(candidate_output(again), candidate_output(session))
     again.settings = de.RunSettings()
     again.export(tmp_path / "again")
     assert config_of(tmp_path / "again") == config_of(tmp_path / "mxfp4")

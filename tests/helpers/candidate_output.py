@@ -1,0 +1,18 @@
+"""What a session's candidate computes of its first input."""
+
+from __future__ import annotations
+
+import torch
+
+import dtype_engine as de
+from dtype_engine.core.cancellation import never
+from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.runner import ForwardRunner
+
+
+def candidate_output(session: de.Session) -> torch.Tensor:
+    """The main output as a measurement has it, in the session's settings."""
+    batch = session.need_inputs().batches[0]
+    with ForwardRunner(session.model, session.settings, never) as runner:
+        output, _, _ = runner.run_candidate(lambda: session.model.module(*batch.args, **batch.kwargs))
+    return main_output(output)[1]
