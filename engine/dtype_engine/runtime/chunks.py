@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from typing import Protocol, TypeVar, overload
 
 import torch
@@ -56,15 +58,32 @@ def single_intraop_thread() -> Iterator[None]:
 
 def parallel_map(work: Callable[[range], T], count: int) -> list[T]:
     """Run `work` on every n-th of `count` blocks in n threads, as many as torch has now, each with one intra-op thread, so that
-    a block stays in one core's cache. The split is deterministic, and with it the sums.
+    a block stays in one core's cache. The split is deterministic, and with it the sums. This thread is one of them, the others
+    stay for the next call: threads that were just started share a core for some milliseconds, longer than many calls last.
+
+    Raises what `work` raises, once no thread is at it any more.
     """
-    threads = max(1, min(torch.get_num_threads(), count // _BLOCKS_WORTH_A_THREAD))
+    most = torch.get_num_threads()
+    threads = max(1, min(most, count // _BLOCKS_WORTH_A_THREAD))
     with single_intraop_thread():
         if threads == 1:
             return [work(range(count))] if count else []
-        # A new thread takes over the number of torch threads set just now.
-        with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(work, (range(first, count, threads) for first in range(threads))))
+        pool = _threads_beside(most - 1)
+        futures = [pool.submit(work, range(first, count, threads)) for first in range(1, threads)]
+        try:
+            own = work(range(0, count, threads))
+        finally:
+            wait(futures)
+        return [own, *(future.result() for future in futures)]
+
+
+@cache
+def _threads_beside(count: int) -> ThreadPoolExecutor:
+    """So many threads, each with as many intra-op threads as torch has when it is given its first work."""
+    return ThreadPoolExecutor(count, thread_name_prefix="blocks")
+
+
+os.register_at_fork(after_in_child=_threads_beside.cache_clear)  # threads do not come along
 
 
 @overload
