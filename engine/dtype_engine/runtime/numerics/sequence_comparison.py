@@ -17,8 +17,11 @@ import torch
 
 from dtype_engine.runtime.chunks import parallel_map
 
-_CHUNK_ELEMENTS = 1 << 16  # three chunks in float64 stay in a core's share of the cache
+_CHUNK_ELEMENTS = 1 << 17
+"""Elements of a chunk: three of them in float64 stay in the cache that cores share, and of half as many the calls cost more."""
 _NUMPY_EXP = torch.backends.cpu.get_cpu_capability() == "AVX512"
+_EXP_IN_RANGE = 500.0
+"""e^x of float64, and sums of 10^90 of them, are in range for |x| up to this."""
 
 
 @dataclass(slots=True)
@@ -81,7 +84,7 @@ def _element_sums(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
 
 def _compare_elsewhere(reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison) -> None:
     """Compare [rows, width] chunk by chunk, on their device."""
-    step = max(1, 2 * _CHUNK_ELEMENTS // max(1, reference.shape[1]))
+    step = max(1, _CHUNK_ELEMENTS // max(1, reference.shape[1]))
     for start in range(0, reference.shape[0], step):
         rows = slice(start, start + step)
         into.add(_chunk_sums(reference[rows], candidate[rows], rows, into.positions))
@@ -238,35 +241,46 @@ class PositionFigures:
         """Fill in some rows from logits that are all finite, float64 [rows, classes], and their difference c - r. Writes over `r`
         and `c`.
         """
-        top_r, largest_r, label_r, sum_r = self._exponentials(rows, r)
-        top_c, largest_c, label_c, sum_c = self._exponentials(rows, c)
+        labels = self._labels_of(rows)
+        top_r, shift_r, label_r, sum_r = _exponentials(r, labels)
+        top_c, shift_c, label_c, sum_c = _exponentials(c, labels)
         moved = np.einsum("ij,ij->i", r, delta) / sum_r
-        self.kl[rows] = torch.from_numpy((largest_c - largest_r) + np.log(sum_c / sum_r) - moved)
-        self.same_top[rows] = torch.from_numpy(top_r == top_c)
-        self.log_p[rows] = torch.from_numpy(label_r - np.log(sum_r))
-        self.log_q[rows] = torch.from_numpy(label_c - np.log(sum_c))
+        self.kl.numpy()[rows] = (shift_c - shift_r) + np.log(sum_c / sum_r) - moved
+        self.same_top.numpy()[rows] = top_r == top_c
+        self.log_p.numpy()[rows] = label_r - np.log(sum_r)
+        self.log_q.numpy()[rows] = label_c - np.log(sum_c)
 
     def compare_equal(self, rows: slice, logits: np.ndarray) -> None:
         """The same for logits that both have."""
-        _, _, of_label, total = self._exponentials(rows, logits)
+        _, _, of_label, total = _exponentials(logits, self._labels_of(rows))
         self.same_top[rows] = True  # and the KL of zero is there already
-        self.log_p[rows] = self.log_q[rows] = torch.from_numpy(of_label - np.log(total))
+        self.log_p.numpy()[rows] = self.log_q.numpy()[rows] = of_label - np.log(total)
 
-    def _exponentials(self, rows: slice, logits: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Write e^(x - largest x) over logits [rows, classes]: the likeliest class of each row, its logit, the label's less that,
-        and the sum. With AVX-512 numpy takes half the time of torch.
-        """
-        every = np.arange(len(logits))
-        top = logits.argmax(-1)
-        largest = logits[every, top]
-        labels = top if self.labels is None else self.labels[rows].clamp(min=0).numpy()
-        of_label = logits[every, labels] - largest
+    def _labels_of(self, rows: slice) -> np.ndarray | None:
+        """The correct class of some rows, any of them where there is none."""
+        return None if self.labels is None else np.maximum(self.labels.numpy()[rows], 0)
+
+
+def _exponentials(
+    logits: np.ndarray, labels: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray | float, np.ndarray, np.ndarray]:
+    """Write e^(x - shift) over logits [rows, classes]. Of each row the likeliest class, the shift (0.0 for all where e^x is in
+    range), the logit of its label less that (where there are no labels, of the likeliest class), and the sum. With AVX-512 numpy
+    takes half the time of torch.
+    """
+    every = np.arange(len(logits))
+    top = logits.argmax(-1)
+    largest = logits[every, top]
+    of_label = largest if labels is None else logits[every, labels]
+    shift: np.ndarray | float = 0.0
+    if np.abs(largest).max(initial=0.0) > _EXP_IN_RANGE:
+        shift = largest
         np.subtract(logits, largest[:, None], out=logits)
-        if _NUMPY_EXP:
-            np.exp(logits, out=logits)
-        else:
-            torch.from_numpy(logits).exp_()
-        return top, largest, of_label, logits.sum(-1)
+    if _NUMPY_EXP:
+        np.exp(logits, out=logits)
+    else:
+        torch.from_numpy(logits).exp_()
+    return top, shift, of_label - shift, logits.sum(-1)
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
