@@ -25,7 +25,8 @@ from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.comparison import OutputRecorder, compare_output, is_distribution
-from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums
+from dtype_engine.runtime.measure.module_rows import KeptRows
+from dtype_engine.runtime.measure.row_comparison import ModuleSums
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
 from dtype_engine.runtime.passes.outputs import main_output
@@ -148,12 +149,15 @@ class Attribution:
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:
-        budget = _BUDGET
+        budget, written = _BUDGET, set[str]()
         positions = 0
         for batch in self.inputs.batches:
-            trace = ForwardTrace({}, "reference", budget // 2)
-            recorder = OutputRecorder(budget // 2, in_full=True)
-            output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
+            while True:
+                trace = ForwardTrace({}, "reference", budget // 2)
+                recorder = OutputRecorder(budget // 2, written, in_full=True)
+                output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
+                if recorder.finish():
+                    break
             for name, before in mode.uses.items():
                 self._uses[name] = min(before, self._uses.get(name, before))
             name, tensor = main_output(output)

@@ -8,21 +8,23 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums, Pending, compare_rows, keep_rows
+from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper
+from dtype_engine.runtime.measure.row_comparison import ModuleSums, RowComparison
 from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.numerics.metrics import sqnr_db
 from dtype_engine.runtime.numerics.sequence_comparison import ElementSums
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
-_MOST_PENDING = {"cpu": 1 << 21}
-"""Elements of the candidate's outputs that wait to be compared, at most, by the kind of device; elsewhere `_MOST_ELSEWHERE`, since
-whoever compares there waits for the device."""
-_MOST_ELSEWHERE = 1 << 24
+_MOST_WAITING = 20
+_MOST_WAITING_BYTES = 1 << 24
+_MODULES_EVERY = 2.5
+"""Times the interval in which progress is told: filling in the sums so far takes a millisecond."""
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 
@@ -47,12 +49,52 @@ def module_drifts(sums: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
 
 def compare_output(kept: KeptRows, candidate: torch.Tensor) -> ModuleSums:
     """One output against what is kept of the reference's."""
-    if candidate.shape != kept.shape:
-        # Experts see other tokens when the routing changes: there is nothing to compare element by element.
-        return ModuleSums(comparable=False)
-    sums = ModuleSums()
-    compare_rows([Pending(kept, kept.of(candidate), sums)])
+    comparison, sums = RowComparison(), ModuleSums()
+    comparison.add(kept, candidate, sums)
+    comparison.finish()
     return sums
+
+
+class WaitingOutputs:
+    """Outputs that wait to be looked at, some twenty in a row: right after a large product the code for that is in no cache any
+    more, and takes four times as long.
+
+    An output that something writes to in the meantime is missed: its module's name is added to `at_once`, whose outputs do not
+    wait, and the pass has to be run again.
+    """
+
+    def __init__(self, at_once: set[str]) -> None:
+        self.missed = False
+        self._at_once = at_once
+        self._waiting: list[tuple[str, torch.Tensor, int, Any]] = []
+        self._nbytes = 0
+
+    def add(self, module: str, output: torch.Tensor, what: Any) -> list[tuple[torch.Tensor, Any]]:
+        """Take in the output of a module. Returns those that are to be looked at now, with the `what` they were taken in with."""
+        if module in self._at_once:
+            return [(output, what)]
+        alias = output.detach()  # where a module returns its weight: that gets other values when the pass is over
+        self._waiting.append((module, alias, version_of(output), what))
+        self._nbytes += output.nbytes
+        return self.take() if len(self._waiting) >= _MOST_WAITING or self._nbytes > _MOST_WAITING_BYTES else []
+
+    def take(self) -> list[tuple[torch.Tensor, Any]]:
+        """All that wait; nothing does any more."""
+        taken = []
+        for module, output, version, what in self._waiting:
+            if version_of(output) == version:
+                taken.append((output, what))
+            else:
+                self._at_once.add(module)
+                self.missed = True
+        self._waiting.clear()
+        self._nbytes = 0
+        return taken
+
+    def restart(self) -> None:
+        """The pass is run again."""
+        self._waiting.clear()
+        self._nbytes, self.missed = 0, False
 
 
 @dataclass(slots=True)
@@ -81,14 +123,29 @@ class _Last:
         )
 
 
-class OutputRecorder:
-    """Observes a reference pass: keeps rows of every module output, or all of them `in_full`, up to `budget` bytes.
+@dataclass(slots=True)
+class _Kept:
+    """What is kept of one output, once it was looked at: `rows` is None where it did not fit. names: whose output it is."""
 
-    `kept` has them by (module, call), `left_out` the modules with an output that did not fit. `on_progress(calls)`.
+    names: list[tuple[str, int]]
+    rows: KeptRows | None = None
+    known: bool = False
+
+
+class OutputRecorder:
+    """Observes a reference pass: keeps `rows` of every module output, or all of them `in_full`, up to `budget` bytes.
+
+    `kept` has them by (module, call) after `finish`, `left_out` the modules with an output that did not fit. `on_progress(calls)`.
+    at_once: modules whose outputs are written to after they returned, as far as it is known; see `WaitingOutputs`.
     """
 
     def __init__(
-        self, budget: int, on_progress: Callable[[int], None] = lambda calls: None, in_full: bool = False
+        self,
+        budget: int,
+        at_once: set[str],
+        on_progress: Callable[[int], None] = lambda calls: None,
+        in_full: bool = False,
+        rows: int = MOST_ROWS,
     ) -> None:
         self.kept: dict[tuple[str, int], KeptRows] = {}
         self.left_out: set[str] = set()
@@ -96,14 +153,22 @@ class OutputRecorder:
         self._budget = budget
         self._on_progress = on_progress
         self._in_full = in_full
+        self._rows = RowKeeper(in_full, rows)
         self._throttle = Throttle(first=False)
-        self._last: tuple[_Last, KeptRows | None] | None = None
+        self._outputs = WaitingOutputs(at_once)
+        self._last: tuple[_Last, _Kept] | None = None
+
+    def finish(self) -> bool:
+        """The pass is over. False where outputs were missed: it has to be run again, with another recorder."""
+        self._keep(self._outputs.take())
+        self._rows.finish()
+        return not self._outputs.missed
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor | None:
         """The copy kept of this very tensor, if all of it was kept as the last module's: the logits mostly are, and the largest."""
         if self._last is None or not self._last[0].is_same(output):
             return None
-        kept = self._last[1]
+        kept = self._last[1].rows
         return kept.rows.view(kept.shape) if kept is not None and kept.index is None else None
 
     def replay(self, module: str, reading: object) -> None:
@@ -112,37 +177,49 @@ class OutputRecorder:
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1
-        if self._last is None or not self._last[0].is_same(output):
-            self._last = _Last.of(output), self._keep(output)
-        kept = self._last[1]
-        if kept is not None:
-            self.kept[module, call] = kept
+        if self._last is not None and self._last[0].is_same(output):
+            kept = self._last[1]
+            kept.names.append((module, call))
+            if kept.known:
+                self._note(kept)
         else:
-            self.left_out.add(module)
+            kept = _Kept([(module, call)])
+            self._last = _Last.of(output), kept
+            self._keep(self._outputs.add(module, output, kept))
         if self._throttle.due():
             self._on_progress(self.calls)
 
-    def _keep(self, output: torch.Tensor) -> KeptRows | None:
-        if self._in_full and output.nbytes > self._budget:
-            return None
-        kept = keep_rows(output, self._in_full)
-        if kept.rows.nbytes > self._budget:
-            return None
-        self._budget -= kept.rows.nbytes
-        return kept
+    def _keep(self, outputs: list[tuple[torch.Tensor, _Kept]]) -> None:
+        for output, kept in outputs:
+            kept.known = True
+            if not self._in_full or output.nbytes <= self._budget:
+                rows = self._rows.keep(output)
+                if rows.rows.nbytes <= self._budget:
+                    self._budget -= rows.rows.nbytes
+                    kept.rows = rows
+            self._note(kept)
+
+    def _note(self, kept: _Kept) -> None:
+        for name in kept.names:
+            if kept.rows is not None:
+                self.kept[name] = kept.rows
+            else:
+                self.left_out.add(name[0])
 
 
 class OutputComparer:
     """Observes a candidate pass: compares each module output with the reference's; `sums` has this pass's by module.
 
-    What is small is compared with others, many at once; `finish` once the pass is over.
+    Sums are filled in many at once; `finish` once the pass is over.
 
-    before: the sums of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`.
+    before: the sums of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. at_once: as for an
+    `OutputRecorder`.
     """
 
     def __init__(
         self,
         reference: Mapping[tuple[str, int], KeptRows],
+        at_once: set[str],
         before: Mapping[str, ModuleSums],
         on_progress: Callable[[int], None],
         on_modules: OnModules,
@@ -153,12 +230,13 @@ class OutputComparer:
         self._on_progress = on_progress
         self._on_modules = on_modules
         self._calls = 0
-        self._pending: list[Pending] = []
-        self._pending_elements = 0
+        self._rows = RowComparison()
+        self._outputs = WaitingOutputs(at_once)
         self._found: list[tuple[str, ModuleSums]] = []
-        """Of each call: sums that may be pending."""
+        """Of each call: sums that may have to be filled in."""
         self._unreported: set[str] = set()
         self._throttle = Throttle(first=False)
+        self._modules_throttle = Throttle(first=False, every=_MODULES_EVERY)
         self._last: tuple[_Last, KeptRows, ModuleSums] | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> ModuleSums | None:
@@ -167,28 +245,27 @@ class OutputComparer:
             self._report()
             return None
         if self._last is None or self._last[1] is not kept or not self._last[0].is_same(output):
-            self._last = _Last.of(output), kept, self._compare(kept, output)
+            self._last = _Last.of(output), kept, ModuleSums()
+            self._compare(self._outputs.add(module, output, self._last[1:]))
         sums = self._last[2]
         self.replay(module, sums)
         return sums
 
-    def _compare(self, kept: KeptRows, output: torch.Tensor) -> ModuleSums:
-        """The sums of one output, which may be pending: a copy then, since something may write to it."""
-        most = _MOST_PENDING.get(output.device.type, _MOST_ELSEWHERE)
-        if kept.rows.numel() > most // 8 or output.shape != kept.shape:
-            return compare_output(kept, output)
-        if self._pending_elements > most:
-            self._compare_pending()
-        rows = kept.of(output)
-        self._pending_elements += rows.numel()
-        self._pending.append(Pending(kept, rows if kept.index is not None else rows.clone(), ModuleSums()))
-        return self._pending[-1].sums
+    def _compare(self, outputs: list[tuple[torch.Tensor, tuple[KeptRows, ModuleSums]]]) -> None:
+        for output, (kept, sums) in outputs:
+            self._rows.add(kept, output, sums)
+
+    def missed(self) -> bool:
+        """The pass is over: whether outputs were missed, so that it has to be run again."""
+        self._compare(self._outputs.take())
+        return self._outputs.missed
 
     def restart(self) -> None:
         """The pass is run again from its beginning: what was compared so far does not count."""
-        for waiting in (self.sums, self._pending, self._found, self._unreported):
-            waiting.clear()
-        self._pending_elements = 0
+        for found in (self.sums, self._found, self._unreported):
+            found.clear()
+        self._rows = RowComparison()
+        self._outputs.restart()
         self._last = None
 
     def replay(self, module: str, reading: ModuleSums | None) -> None:
@@ -198,33 +275,33 @@ class OutputComparer:
         self._report()
 
     def finish(self, output: torch.Tensor, exact: ElementSums) -> None:
-        """The pass is over: compare what is pending. Modules that gave the main output itself have its sums, over all of it."""
+        """Fill in all sums. Modules that gave the main output itself have its sums, over all of it."""
+        self._rows.finish()
         if self._last is not None and self._last[0].is_same(output):
             sums = self._last[2]
-            self._pending = [each for each in self._pending if each.sums is not sums]
             bad = exact.nonfinite_reference and not exact.energy
             sums.energy, sums.noise, sums.max_abs = exact.energy, exact.noise, exact.max_abs
             sums.nonfinite, sums.comparable, sums.variance = exact.nonfinite, not bad, 0.0
         self._last = None
-        self._compare_pending()
+        self._fill_in()
 
-    def _compare_pending(self) -> None:
+    def _fill_in(self) -> None:
         """All but the output of the module that returned last: it may be the main output."""
+        self._compare(self._outputs.take())
+        self._rows.finish()
         last = self._last[2] if self._last is not None else None
-        compare_rows(each for each in self._pending if each.sums is not last)
         for module, sums in self._found:
             if sums is not last:
                 self.sums.setdefault(module, ModuleSums()).add(sums)
                 self._unreported.add(module)
-        self._pending = [each for each in self._pending if each.sums is last]
         self._found = [(module, sums) for module, sums in self._found if sums is last]
-        self._pending_elements = 0
 
     def _report(self) -> None:
         self._calls += 1
         if self._throttle.due():
             self._on_progress(self._calls)
-            self._compare_pending()
+        if self._modules_throttle.due():
+            self._fill_in()
             news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()
             self._on_modules(module_drifts(news))

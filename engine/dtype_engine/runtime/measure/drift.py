@@ -18,6 +18,7 @@ from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.inputs.processors import text_config
 from dtype_engine.runtime.measure.comparison import OnModules, OutputComparer, OutputRecorder, module_drifts
+from dtype_engine.runtime.measure.module_rows import rows_each
 from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
@@ -64,6 +65,8 @@ class DriftMeter:
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
     _calls: dict[int, int] = field(default_factory=dict)
     _left_wide: set[str] = field(default_factory=set)
+    _written: set[str] = field(default_factory=set)
+    """Modules whose outputs are written to after they returned."""
 
     def measure(
         self,
@@ -155,7 +158,7 @@ class DriftMeter:
                     record = self._reference(runner, number, progress, in_full)
                 before = {} if reading is None or again else reading.modules
                 progress.begin("candidate", number)
-                comparer = OutputComparer(record.modules, before, progress, on_modules)
+                comparer = OutputComparer(record.modules, self._written, before, progress, on_modules)
                 ran = self._candidate(runner, number, comparer, record)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
@@ -189,9 +192,11 @@ class DriftMeter:
         while True:
             try:
                 ran = runner.candidate(batch, comparer, left, earlier, record.calls // WHOLE_SHARE)
-                break
+                if not comparer.missed():
+                    break
             except RetryUnderRules:
-                comparer.restart()
+                pass
+            comparer.restart()
         if self.reuse and ran.trace.calls:
             self._traces[number] = ran.trace, record.in_full
         return ran
@@ -199,14 +204,16 @@ class DriftMeter:
     def _reference(self, runner: ForwardRunner, number: int, progress: _Progress, in_full: bool) -> ReferenceRecord:
         """Run the reference on one batch and keep what it gave if that fits the budget; a sample that is kept stays."""
         left = self.budget - sum(record.nbytes for record in self._records.values())
+        rows = rows_each(len(self.inputs.batches))
         while True:
             progress.begin("reference", number)
-            recorder = OutputRecorder(max(left, self.working), progress, in_full)
+            recorder = OutputRecorder(max(left, self.working), self._written, progress, in_full, rows)
             try:
                 output, seconds = runner.reference(self.inputs.batches[number], recorder)
-                break
             except RetryUnderRules:
                 continue
+            if recorder.finish():
+                break
         name, tensor = main_output(output)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()

@@ -10,7 +10,8 @@ import torch
 from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.comparison import is_distribution, module_drifts
-from dtype_engine.runtime.measure.module_rows import KeptRows, ModuleSums
+from dtype_engine.runtime.measure.module_rows import KeptRows
+from dtype_engine.runtime.measure.row_comparison import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.numerics.sequence_comparison import ElementSums, SequenceComparison

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -359,7 +359,7 @@ class ForwardRunner:
             if run is None:
                 return
             started = time.perf_counter()
-            with self._apart(run):
+            with self._apart(run) if run.mode is not None or self.autocast is not None else nullcontext():
                 run.finish(name, output)
             run.observing_seconds += time.perf_counter() - started
 

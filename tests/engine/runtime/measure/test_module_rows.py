@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from itertools import pairwise
+from typing import Literal
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.measure.comparison import compare_output, module_drifts
-from dtype_engine.runtime.measure.module_rows import ROWS, estimated_total, keep_rows
+from dtype_engine.runtime.measure.comparison import OutputComparer, OutputRecorder, compare_output, module_drifts
+from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper, rows_each
+from dtype_engine.runtime.measure.row_comparison import ModuleSums, estimated_total
 
 
 def tokens(rows: int, width: int, seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,6 +29,13 @@ def tokens(rows: int, width: int, seed: int, spread: float = 1.0) -> tuple[torch
     reference = scale * torch.randn(rows, width, generator=generator)
     relative = 0.01 * torch.exp(torch.randn(rows, 1, generator=generator) * 0.3)
     return reference, reference + relative * scale**spread * torch.randn(rows, width, generator=generator)
+
+
+def keep_rows(output: torch.Tensor, in_full: bool = False, rows: int = MOST_ROWS) -> KeptRows:
+    keeper = RowKeeper(in_full, rows)
+    kept = keeper.keep(output)
+    keeper.finish()
+    return kept
 
 
 def reading(reference: torch.Tensor, candidate: torch.Tensor, in_full: bool = False) -> ModuleDrift:
@@ -51,23 +62,28 @@ def test_all_rows_give_the_figures_of_the_whole(shape: tuple[int, ...], dtype: t
     assert (found.nonfinite, found.sqnr_error_db) == (0, 0.0)
 
 
+@pytest.mark.parametrize("sequences", [1, 4])
 @pytest.mark.parametrize("spread", [0.0, 0.5, 1.0])
-def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float) -> None:
+def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float, sequences: int) -> None:
     within = []
     for seed in range(60):
-        reference, candidate = tokens(180, 512, seed, spread)
-        found = reading(reference, candidate)
+        sums, outputs = ModuleSums(), [tokens(180, 512, 100 * number + seed, spread) for number in range(sequences)]
+        for reference, candidate in outputs:
+            sums.add(compare_output(keep_rows(reference, False, rows_each(sequences)), candidate))
+        (found,) = module_drifts({"module": sums})
         assert found.sqnr_db is not None
         assert 0 < found.sqnr_error_db < 3
-        within.append(abs(found.sqnr_db - sqnr(reference, candidate)) <= 2 * found.sqnr_error_db)
+        expected = sqnr(*map(torch.cat, zip(*outputs, strict=True)))
+        within.append(abs(found.sqnr_db - expected) <= 2 * found.sqnr_error_db)
     assert sum(within) >= 50
 
 
-def test_the_largest_rows_are_always_taken() -> None:
+@pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (2, 16), (3, 10), (4, 8), (500, 8)])
+def test_the_largest_rows_are_always_taken(sequences: int, rows: int) -> None:
     reference, _ = tokens(180, 1024, 0)
-    kept = keep_rows(reference, False)
+    kept = keep_rows(reference, False, rows_each(sequences))
     assert kept.index is not None
-    assert len(kept.index) == len(set(kept.index.tolist())) == ROWS
+    assert len(kept.index) == len(set(kept.index.tolist())) == rows
     largest = reference.double().norm(dim=-1).topk(kept.certain).indices
     assert set(kept.index[: kept.certain].tolist()) == set(largest.tolist())
     assert float(kept.energy) == pytest.approx(float(reference.double().square().sum()), rel=1e-5)
@@ -104,6 +120,20 @@ def test_values_that_are_not_finite(in_full: bool) -> None:
     assert reading(nothing, nothing, in_full).sqnr_db is None
 
 
+def test_outputs_of_all_kinds_are_finished_together_as_each_by_itself() -> None:
+    outputs = [tokens(rows, width, 5)[0] for rows in (180, 90, 4) for width in (1024, 64)] * 2
+    outputs[0] = outputs[0].clone()
+    outputs[0][5, 7] = math.inf
+    outputs[1] = outputs[1].double()
+    keeper = RowKeeper(False)
+    together = [keeper.keep(output) for output in outputs]
+    keeper.finish()
+    for kept, alone in zip(together, map(keep_rows, outputs), strict=True):
+        assert torch.equal(kept.rows, alone.rows)
+        assert float(kept.energy) == pytest.approx(float(alone.energy))
+        torch.testing.assert_close(kept.strata, alone.strata)
+
+
 def test_large_outputs_do_not_overflow() -> None:
     reference, candidate = tokens(180, 1024, 4)
     found = reading(reference * 1e30, candidate * 1e30)
@@ -138,3 +168,62 @@ def test_a_measurement_samples_modules_and_goes_over_all_when_asked() -> None:
     head = next(each for each in sampled.modules if each.name == "lm_head")
     assert (head.sqnr_db, head.sqnr_error_db) == (sampled.output.sqnr_db, 0.0)
     assert session.drift().modules == sampled.modules  # another time in a sample, and the same one
+
+
+def test_observers_are_gone_with_their_pass() -> None:
+    """They hold outputs of hundreds of megabytes, and no cycle of references is collected while a model is measured."""
+    output = torch.randn(50, 8)
+    gc.disable()
+    try:
+        recorder = OutputRecorder(1 << 20, set())
+        recorder("module", 0, output)
+        assert recorder.finish()
+        comparer = OutputComparer(recorder.kept, set(), {}, lambda calls: None, lambda modules: None)
+        comparer("module", 0, output)
+        assert not comparer.missed()
+        observers = weakref.ref(recorder), weakref.ref(comparer)
+        del recorder, comparer
+        assert [observer() for observer in observers] == [None, None]
+    finally:
+        gc.enable()
+
+
+class Writes(torch.nn.Module):
+    """Three layers, each of whose outputs is written to by the next."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(32, 32) for _ in range(3))
+        self.rectify = torch.nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.rectify(layer(x)).mul_(0.5)
+        return x
+
+
+@pytest.mark.parametrize("modules", ["sampled", "exact"])
+def test_outputs_that_are_written_to_afterwards_are_those_that_the_module_gave(
+    modules: Literal["sampled", "exact"],
+) -> None:
+    torch.manual_seed(0)
+    module, inputs = Writes().eval(), [{"x": torch.randn(5, 32)}, {"x": torch.randn(400, 32)}]
+    session = de.open(module, inputs=inputs, options=de.Options(modules=modules))
+    session.cast("*", "bfloat16")
+    found = {each.name: each for each in session.drift().modules}
+    outputs: dict[str, list[torch.Tensor]] = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        torch.manual_seed(0)
+        alone = Writes().eval().to(dtype)
+        handles = [
+            each.register_forward_hook(lambda _, __, out, name=name: outputs.setdefault(name, []).append(out.clone()))
+            for name, each in alone.named_modules()
+            if name.startswith("layers.")
+        ]
+        with torch.no_grad():
+            for given in inputs:
+                alone(given["x"].to(dtype))
+        del handles
+    for name, (*reference, first, second) in outputs.items():
+        expected = sqnr(torch.cat(reference), torch.cat([first, second]))
+        assert found[name].sqnr_db == pytest.approx(expected, abs=3 * found[name].sqnr_error_db + 1e-4)
