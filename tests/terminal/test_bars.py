@@ -66,9 +66,9 @@ def never_go_back(shares: list[int]) -> bool:
 def test_opening_and_the_first_measurement(terminal: Terminal) -> None:
     seen = bars_until(terminal, _READY)
     assert any("import" in job or "loading" in job for job in seen)
-    assert len(seen["measuring"]) > 3
+    assert len(seen["measuring"]) > 1
     assert never_go_back(seen["measuring"])
-    assert len(seen["the reference against itself"]) > 2
+    assert len(seen["the reference against itself"]) > 1
     assert never_go_back(seen["the reference against itself"])
 
 
@@ -89,7 +89,7 @@ def test_each_job_has_one_that_fills(terminal: Terminal, keys: str, job: str) ->
         terminal.press("\r")
     seen = bars_until(terminal, _READY)
     _close_what_opened(terminal)
-    assert len(seen[job]) > 2, seen
+    assert len(seen[job]) > 1, seen
     assert never_go_back(seen[job]), seen[job]
 
 

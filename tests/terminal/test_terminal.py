@@ -96,10 +96,15 @@ def test_a_python_file(opened: Opener) -> None:
     terminal.wait_for(rf"max \|Δ\| +{re.escape(f'{output.max_abs:.4e}')}")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT], ids=lambda number: number.name)
-def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("number", "state"),
+    [(signal.SIGTERM, "ready"), (signal.SIGHUP, "embed_tokens"), (signal.SIGQUIT, "embed_tokens")],
+    ids=lambda each: getattr(each, "name", each),
+)
+def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str) -> None:
+    """With a model there, and while it is being opened."""
     terminal = opened()
-    terminal.wait_for("ready")
+    terminal.wait_for(state)
     os.kill(terminal.pid, number)
     assert terminal.exit_status() == 128 + number
     assert terminal.is_restored()
