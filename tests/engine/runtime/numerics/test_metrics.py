@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from scipy import special
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics import sequence_comparison
@@ -153,3 +154,15 @@ def test_one_value_that_is_not_finite_spoils_the_figures_and_is_counted(bad: flo
 def test_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="differ in shape"):
         compare(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("offset", [-2000.0, 0.0, 2000.0])
+def test_logits_whose_exponentials_are_out_of_range(offset: float) -> None:
+    """e^x of float64 ends at 709; below -745 it is zero."""
+    generator = torch.Generator().manual_seed(2)
+    reference = offset + 3 * torch.randn(40, 50, generator=generator)
+    candidate = reference + 0.05 * torch.randn(40, 50, generator=generator)
+    comparison = OutputComparison(True)
+    comparison.add(reference, candidate)
+    p, q = (special.log_softmax(logits.double().numpy(), axis=-1) for logits in (reference, candidate))
+    assert comparison.result().kl_mean == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-9)
