@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -66,13 +66,17 @@ MeasureParts = Callable[[Sequence[Part]], Iterator[tuple[int, PartDrift]]]
 
 @dataclass(slots=True)
 class _Base:
-    """One batch under the reference: its main output, each module's outputs, and the calls whose outputs may be reused."""
+    """One batch under the reference: its main output, each module's outputs, and the calls whose outputs may be reused.
+
+    uses: how many calls had finished before each module's first operation on a weight that drifts.
+    """
 
     batch: Batch
     name: str
     output: torch.Tensor
     modules: dict[tuple[str, int], KeptRows]
     trace: ForwardTrace
+    uses: Mapping[str, int]
 
 
 @dataclass
@@ -86,7 +90,6 @@ class Attribution:
     settings: RunSettings
     rules: tuple[str, ...] = ()
     _bases: list[_Base] = field(default_factory=list)
-    _uses: dict[str, int] = field(default_factory=dict)
     _passes: int = 0
     _done: int = 0
 
@@ -106,7 +109,7 @@ class Attribution:
         on_progress(0, MOST_PASSES)
         with self._runner(cancelled) as runner:
             self._run_reference(runner)
-            unit, whole, _ = self._alone(runner, lambda name: True, 0, None)
+            unit, whole, _ = self._alone(runner)
             self._passes = 2 * len(self._bases)
 
             def here(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
@@ -158,11 +161,9 @@ class Attribution:
                 output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
                 if recorder.finish():
                     break
-            for name, before in mode.uses.items():
-                self._uses[name] = min(before, self._uses.get(name, before))
             name, tensor = main_output(output)
             kept = {key: entry for key, entry in recorder.kept.items() if key[0] in mode.uses}
-            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace))
+            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace, mode.uses))
             budget = max(0, budget - trace.nbytes - sum(each.rows.nbytes for each in kept.values()))
             positions += _rows(tensor)
             if positions >= ENOUGH_POSITIONS:
@@ -172,7 +173,7 @@ class Attribution:
 
     def _contributions(self, run: MeasureParts, whole: float, on_progress: OnProgress) -> list[Contribution]:
         """All modules one by one if there are few enough, else the largest subtrees opened again and again."""
-        modules = sorted(self._uses, key=lambda name: self._uses[name])
+        modules = list(dict.fromkeys(name for base in self._bases for name in base.uses))
         if len(modules) <= MOST_PASSES:
             parts = [Part(name, (name,)) for name in modules]
             return self._measured(run, parts, whole, on_progress, len(parts))
@@ -209,21 +210,21 @@ class Attribution:
         return [found[index] for index in range(len(parts))]
 
     def _part(self, runner: ForwardRunner, part: Part) -> PartDrift:
-        single = part.modules[0] if len(part.modules) == 1 else None
-        first = min(map(self._uses.__getitem__, part.modules))
-        _, drift, local = self._alone(runner, frozenset(part.modules).__contains__, first, single)
+        _, drift, local = self._alone(runner, part)
         return PartDrift(drift, local)
 
-    def _alone(
-        self, runner: ForwardRunner, inside: Callable[[str], bool], prefix: int, watched: str | None
-    ) -> tuple[str, float, float | None]:
-        """Unit and drift of the main output with only some modules as cast, and the SQNR of one module's own output."""
+    def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
+        """Unit and drift of the main output with only one part as cast, or everything, and a single module's own SQNR."""
         comparison: OutputComparison | None = None
-        local = _LocalError(watched)
+        inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
+        local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
         for base in self._bases:
             local.reference = base.modules
-            earlier = base.trace if base.trace.calls else None
-            output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, earlier, prefix)
+            prefix = 0
+            if part is not None and base.trace.calls:
+                # A module that this batch's pass does not call is run in no place of it.
+                prefix = min(base.uses.get(name, len(base.trace.calls)) for name in part.modules)
+            output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, base.trace, prefix)
             name, candidate = main_output(output)
             if comparison is None:
                 comparison = OutputComparison(is_distribution(name, candidate))

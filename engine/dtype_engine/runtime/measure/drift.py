@@ -22,6 +22,7 @@ from dtype_engine.runtime.measure.module_rows import rows_each
 from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.modes.weight_mode import Place
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
 from dtype_engine.runtime.passes.trace import ForwardTrace
@@ -59,7 +60,7 @@ class DriftMeter:
     budget: int = field(default_factory=budget_for)
     working: int = field(default_factory=memory_budget)
     reuse: bool = True
-    _first_use: dict[str, int] = field(default_factory=dict)
+    _first_use: dict[str, set[Place]] = field(default_factory=dict)
     _traces: dict[int, tuple[ForwardTrace, bool]] = field(default_factory=dict)
     """Of each sequence, and whether its modules were compared in full."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)

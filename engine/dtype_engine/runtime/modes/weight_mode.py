@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -11,6 +12,28 @@ from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.dispatch import METADATA, TENSOR_PROPERTIES, Arguments
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a pass something happened: in which modules, the outermost first, and after which module's call, where that was its
+    first one. Counts of calls would not say it: a pass over other tokens has others.
+    """
+
+    inside: tuple[str, ...]
+    after: str | None
+
+
+@dataclass(slots=True)
+class RunningModules:
+    """The modules that are running, the innermost last, and the one that returned last, where that was its first call."""
+
+    inside: list[str] = field(default_factory=list)
+    after: str | None = None
+
+    def place(self) -> Place:
+        """Where the pass is."""
+        return Place(tuple(self.inside), self.after)
 
 
 class WeightMode(TorchFunctionMode):
@@ -24,7 +47,8 @@ class WeightMode(TorchFunctionMode):
         device: where the pass runs.
         module: the dotted name of the module that is running, kept current by whoever runs the pass.
         finished: how many module calls have finished, kept current in the same way.
-        first_use: `finished` when a weight was first used, by `id` of its tensor.
+        running: the modules that are running, kept current in the same way.
+        first_use: where a weight was first used, by `id` of its tensor.
     """
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
@@ -33,7 +57,8 @@ class WeightMode(TorchFunctionMode):
         self.device = device
         self.module = ""
         self.finished = 0
-        self.first_use: dict[int, int] = {}
+        self.running = RunningModules()
+        self.first_use: dict[int, Place] = {}
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -47,6 +72,11 @@ class WeightMode(TorchFunctionMode):
         if name == "is_floating_point" and self.weight_of(args[0]) is not None:
             return True
         return self.run(func, name, args, kwargs)
+
+    def note_use(self, tensor: object) -> None:
+        """A weight is used now, or a question about it is answered."""
+        if id(tensor) not in self.first_use:
+            self.first_use[id(tensor)] = self.running.place()
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         """`tensor.dtype`, `tensor.T` and the like: of a weight that this mode answers for, from `dtype_of` and `value_of`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.model.torch_private import WithoutModes
-from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.modes.weight_mode import RunningModules, WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, record_call
 
@@ -41,7 +41,7 @@ class ForwardPass:
 
     Attributes:
         calls: how many calls of each module have finished.
-        inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
+        running: the modules that are running, and `began` how many calls had finished before each.
         finished: how many calls have finished.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
     """
@@ -60,14 +60,16 @@ class ForwardPass:
         self.reusable_calls = reusable_calls
         self.earlier = earlier
         self.calls: Counter[str] = Counter()
-        self.inside: list[str] = []
+        self.running = RunningModules()
+        if mode is not None:
+            mode.running = self.running
         self.began: list[int] = []
         self.finished = 0
         self.observing_seconds = 0.0
 
     def begin(self, name: str, module: nn.Module, args: Any) -> Any:
         """A module is called. Returns the arguments to call it with instead, or None for those it has."""
-        self.inside.append(name)
+        self.running.inside.append(name)
         self.began.append(self.finished)
         if self.mode is None:
             return None
@@ -76,7 +78,7 @@ class ForwardPass:
 
     def finish(self, name: str, output: Any) -> None:
         """A module has returned, or an earlier output has replaced its own."""
-        self.inside.pop()
+        self.running.inside.pop()
         began = self.began.pop()
         call = self.calls[name]
         index = self.reusable_calls.get((name, call))
@@ -95,8 +97,9 @@ class ForwardPass:
             self.finished += 1
             if self.trace is not None:
                 self.trace.add(record_call(name, call, began, output, reading))
+        self.running.after = None if call else name
         if self.mode is not None:
-            self.mode.module = self.inside[-1] if self.inside else ""
+            self.mode.module = self.running.inside[-1] if self.running.inside else ""
             self.mode.finished = self.finished
 
 

@@ -23,7 +23,7 @@ from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
-from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.modes.weight_mode import Place, WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.outputs import main_output
@@ -50,7 +50,7 @@ class ForwardRunner:
         self.autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self.watch = watch
         self.cancelled = cancelled
-        self.first_use: dict[str, int] = {}
+        self.first_use: dict[str, set[Place]] = {}
         self.left_wide: set[str] = set()
         self._handles: list[Any] = []
         self._pass: ForwardPass | None = None
@@ -313,19 +313,18 @@ class ForwardRunner:
             raise
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
-            raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
+            raise NoForward(f"{_where(run.running.inside)}: not enough memory on {model.device} ({reason})") from error
         except Exception as error:
             if mode is None or isinstance(mode, FirstUseRecorder):
                 raise
-            raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
+            raise NoForward(f"the forward pass failed in {_where(run.running.inside)}: {_one_line(error)}") from error
         finally:
             self._pass = None
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         if mode is not None:
-            for key, finished_before in mode.first_use.items():
-                name = model.by_id[key].info.name
-                self.first_use[name] = min(finished_before, self.first_use.get(name, finished_before))
+            for key, place in mode.first_use.items():
+                self.first_use.setdefault(model.by_id[key].info.name, set()).add(place)
         return output, time.perf_counter() - started - run.observing_seconds
 
     def _stop(self, module: nn.Module, args: Any) -> None:

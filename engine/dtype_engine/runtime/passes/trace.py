@@ -1,7 +1,7 @@
 """Unchanged prefixes are not run twice.
 
 A trace is the ordered list of a pass's finished module calls with what they returned. When a later recipe changes
-only weights that were first used after the n-th call had finished, those n calls would return the very same again: their
+only weights that were first used after some calls had finished, those calls would return the very same again: their
 stored outputs are returned instead, and only the outermost of them need to be called at all.
 
 Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.modes.weight_mode import Place
 
 
 @dataclass(slots=True)
@@ -38,6 +39,7 @@ class ModuleCall:
 
 
 _OPAQUE = object()
+_START = frozenset((Place((), None),))
 
 
 def record_call(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
@@ -95,10 +97,20 @@ class ForwardTrace:
                 self.nbytes -= storage.nbytes()
         call.output, call.versions = _OPAQUE, ()
 
-    def prefix(self, dtypes: Mapping[str, str], first_use: Mapping[str, int]) -> int:
-        """How many calls return the same under other dtypes: those that finished before any changed weight was used."""
+    def prefix(self, dtypes: Mapping[str, str], first_use: Mapping[str, Set[Place]]) -> int:
+        """How many calls return the same under other dtypes: those that finished before any changed weight was used.
+
+        first_use: of each weight, the places where it was first used in any pass.
+        """
         changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
-        return min((first_use.get(name, 0) for name in changed), default=0)
+        first = {call.module: index for index, call in reversed(tuple(enumerate(self.calls)))}
+        return min((self._before(place, first) for name in changed for place in first_use.get(name, _START)), default=0)
+
+    def _before(self, place: Place, first: Mapping[str, int]) -> int:
+        """How many calls had finished there in this pass, at least. first: the index of each module's first call."""
+        inside = next((name for name in reversed(place.inside) if name in first), None)
+        after = None if place.after is None else first.get(place.after)
+        return max(0 if inside is None else self.calls[first[inside]].began_after, 0 if after is None else after + 1)
 
     def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,

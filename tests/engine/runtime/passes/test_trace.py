@@ -95,6 +95,57 @@ def test_only_what_follows_the_change_is_run() -> None:
     assert Counting.runs == 5
 
 
+class Routed(nn.Module):
+    """Examples go to the experts that their first values name, so passes over others have other calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.late = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        routes = x[0, :4].tolist()
+        for expert, route in zip(self.experts, routes, strict=True):
+            x = x + expert(x) if route > 0 else x
+        for layer in self.layers:
+            x = layer(x)
+        return self.late(x) if routes[0] > 0 else x
+
+
+ROUTES = ([1, 1, 1, 1], [-1, -1, -1, -1], [-1, 1, -1, 1])
+
+
+def routed() -> Any:
+    inputs = [{"x": torch.cat([torch.tensor([route] * 2) * 9.0, torch.ones(2, 4)], 1)} for route in ROUTES]
+    return de.open(Routed(), inputs=inputs)
+
+
+def test_passes_over_other_tokens_have_other_calls() -> None:
+    session = routed()
+    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    for pattern in ("layers.2", "layers.1", "layers.0", "experts.3", "experts.1", "late", "layers.2"):
+        session.apply(Recipe((Rule(pattern, "bfloat16"),)))
+        with_stand_ins = quick.measure()
+        assert with_stand_ins.output == full.measure().output
+    assert with_stand_ins.reused
+
+
+def test_causes_of_passes_over_other_tokens() -> None:
+    session = routed()
+    session.cast("*", "bfloat16")
+    found = {cause.name: cause.drift for cause in session.causes().causes}
+    assert set(found) == {
+        "late",
+        *(f"experts.{number}" for number in range(4)),
+        *(f"layers.{number}" for number in range(3)),
+    }
+    for name, drift in found.items():
+        session.apply(Recipe((Rule(name, "bfloat16"),)))
+        assert drift == pytest.approx(meter(session, reuse=False).measure().output.rel_l2 ** 2, rel=1e-6), name
+
+
 class Reads(nn.Module):
     """Looks at a later module's weight before that module is called, as T5 and CLIP do."""
 
