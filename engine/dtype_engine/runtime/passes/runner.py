@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
@@ -17,7 +16,6 @@ from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserErro
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.torch_private import WithoutModes, forward_hook_ids
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
@@ -26,6 +24,7 @@ from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
 from dtype_engine.runtime.modes.weight_mode import Place, WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
+from dtype_engine.runtime.passes.hooks import PassHooks
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
@@ -52,29 +51,17 @@ class ForwardRunner:
         self.cancelled = cancelled
         self.first_use: dict[str, set[Place]] = {}
         self.left_wide: set[str] = set()
-        self._handles: list[Any] = []
-        self._pass: ForwardPass | None = None
+        self._hooks = PassHooks(model.module, cancelled, model.device.type if settings.autocast else None)
 
     def __enter__(self) -> ForwardRunner:
-        for name, module in self.model.module.named_modules():
-            if not name:
-                continue
-            if self.watch:
-                self._handles.append(module.register_forward_pre_hook(self._before(name)))
-                self._handles.append(module.register_forward_hook(self._after(name)))
-            else:
-                self._handles.append(module.register_forward_pre_hook(self._stop))
+        if self.watch:
+            self._hooks.watch(self._hooks.names)
+        else:
+            self._hooks.only_stop()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles.clear()
-
-    def _hooked(self) -> frozenset[str]:
-        """Modules with other hooks than ours: transformers collects hidden states with such."""
-        ours = {handle.id for handle in self._handles}
-        return frozenset(name for name, module in self.model.module.named_modules() if forward_hook_ids(module) - ours)
+        self._hooks.remove()
 
     def without_settings(self) -> ForwardRunner:
         """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
@@ -155,7 +142,9 @@ class ForwardRunner:
     ) -> CandidateRun:
         reusable_calls: dict[tuple[str, int], int] = {}
         if earlier is not None and earlier.kind == trace.kind:
-            reusable_calls = earlier.reusable_calls(earlier.prefix(trace.dtypes, self.first_use), self._hooked())
+            reusable_calls = earlier.reusable_calls(
+                earlier.prefix(trace.dtypes, self.first_use), self._hooks.of_others()
+            )
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, observer, trace, reusable_calls, earlier, autocast=self.autocast
@@ -265,7 +254,7 @@ class ForwardRunner:
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside, self._rounding())
         call = self._module_on(self.reference_batch(batch))
-        reusable_calls = earlier.reusable_calls(prefix, self._hooked()) if earlier is not None else {}
+        reusable_calls = earlier.reusable_calls(prefix, self._hooks.of_others()) if earlier is not None else {}
         return self._run(call, mode, observer, trace, reusable_calls, earlier)[0], mode
 
     def run_observed(
@@ -296,7 +285,7 @@ class ForwardRunner:
         within: AutocastCastRecorder | None = None,
     ) -> tuple[Result, float]:
         model = self.model
-        run = self._pass = ForwardPass(mode, observer, trace, reusable_calls, earlier)
+        run = self._hooks.under_way = ForwardPass(mode, observer, trace, reusable_calls, earlier)
         started = time.perf_counter()
         try:
             with ExitStack() as contexts:
@@ -319,50 +308,13 @@ class ForwardRunner:
                 raise
             raise NoForward(f"the forward pass failed in {_where(run.running.inside)}: {_one_line(error)}") from error
         finally:
-            self._pass = None
+            self._hooks.under_way = None
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
         if mode is not None:
             for key, place in mode.first_use.items():
                 self.first_use.setdefault(model.by_id[key].info.name, set()).add(place)
         return output, time.perf_counter() - started - run.observing_seconds
-
-    def _stop(self, module: nn.Module, args: Any) -> None:
-        if self.cancelled():
-            raise Cancelled
-
-    def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any) -> Any:
-            run = self._pass
-            if run is None:
-                return None
-            if self.cancelled():
-                raise Cancelled
-            return run.begin(name, module, args)
-
-        return hook
-
-    @contextmanager
-    def _apart(self, run: ForwardPass) -> Iterator[None]:
-        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes."""
-        with ExitStack() as contexts:
-            if run.mode is not None:
-                contexts.enter_context(WithoutModes())
-            if self.autocast is not None:
-                contexts.enter_context(torch.autocast(self.model.device.type, enabled=False))
-            yield
-
-    def _after(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            run = self._pass
-            if run is None:
-                return
-            started = time.perf_counter()
-            with self._apart(run) if run.mode is not None or self.autocast is not None else nullcontext():
-                run.finish(name, output)
-            run.observing_seconds += time.perf_counter() - started
-
-        return hook
 
 
 @dataclass(slots=True)

@@ -1,0 +1,105 @@
+"""The hooks by which a pass is observed, and stopped between two modules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.torch_private import WithoutModes, forward_hook_ids
+from dtype_engine.runtime.passes.forward_pass import ForwardPass
+
+
+class PassHooks:
+    """Hooks on the modules below one, which tell `under_way` of every call of a module that is `hooked`.
+
+    Attributes:
+        under_way: the pass that is told, None between passes.
+        hooked: the modules that have hooks.
+        names: all that may have.
+
+    autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
+    """
+
+    def __init__(self, module: nn.Module, cancelled: IsCancelled, autocast_on: str | None = None) -> None:
+        self.under_way: ForwardPass | None = None
+        self.hooked: frozenset[str] = frozenset()
+        self._modules = {name: child for name, child in module.named_modules() if name}
+        self._cancelled = cancelled
+        self._autocast_on = autocast_on
+        self._handles: list[Any] = []
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(self._modules)
+
+    def watch(self, names: frozenset[str]) -> None:
+        """Observe calls of these modules, and of no others: where nothing listens, a call takes no longer."""
+        if names == self.hooked:
+            return
+        self.remove()
+        self.hooked = names
+        for name, module in self._modules.items():
+            if name in names:
+                self._handles.append(module.register_forward_pre_hook(self._before(name)))
+                self._handles.append(module.register_forward_hook(self._after(name)))
+
+    def only_stop(self) -> None:
+        """Observe nothing; a pass can be stopped before every module."""
+        self.remove()
+        self._handles = [module.register_forward_pre_hook(self._stop) for module in self._modules.values()]
+
+    def remove(self) -> None:
+        """Leave nothing on the modules."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self.hooked = frozenset()
+
+    def of_others(self) -> frozenset[str]:
+        """Modules with other hooks than these: transformers collects hidden states with such."""
+        ours = {handle.id for handle in self._handles}
+        return frozenset(name for name, module in self._modules.items() if forward_hook_ids(module) - ours)
+
+    def _stop(self, module: nn.Module, args: Any) -> None:
+        if self._cancelled():
+            raise Cancelled
+
+    def _before(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any) -> Any:
+            run = self.under_way
+            if run is None:
+                return None
+            if self._cancelled():
+                raise Cancelled
+            return run.begin(name, module, args)
+
+        return hook
+
+    def _after(self, name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            run = self.under_way
+            if run is None:
+                return
+            started = time.perf_counter()
+            with self._apart(run) if run.mode is not None or self._autocast_on else nullcontext():
+                run.finish(name, output)
+            run.observing_seconds += time.perf_counter() - started
+
+        return hook
+
+    @contextmanager
+    def _apart(self, run: ForwardPass) -> Iterator[None]:
+        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes."""
+        with ExitStack() as contexts:
+            if run.mode is not None:
+                contexts.enter_context(WithoutModes())
+            if self._autocast_on:
+                contexts.enter_context(torch.autocast(self._autocast_on, enabled=False))
+            yield
