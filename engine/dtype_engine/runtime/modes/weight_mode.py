@@ -16,20 +16,20 @@ from dtype_engine.runtime.modes.dispatch import METADATA, TENSOR_PROPERTIES, Arg
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where in a pass something happened: in which modules, the outermost first, and after which module's call, where that was its
-    first one. Counts of calls would not say it: a pass over other tokens has others.
+    """Where in a pass something happened: in which modules, the outermost first, and after which call of which module. Counts of
+    all calls would not say it: a pass over other tokens has others.
     """
 
     inside: tuple[str, ...]
-    after: str | None
+    after: tuple[str, int] | None
 
 
 @dataclass(slots=True)
 class RunningModules:
-    """The modules that are running, the innermost last, and the one that returned last, where that was its first call."""
+    """The modules that are running, the innermost last, and the one that returned last."""
 
     inside: list[str] = field(default_factory=list)
-    after: str | None = None
+    after: tuple[str, int] | None = None
 
     def place(self) -> Place:
         """Where the pass is."""

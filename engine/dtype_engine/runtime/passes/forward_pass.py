@@ -97,7 +97,7 @@ class ForwardPass:
             self.finished += 1
             if self.trace is not None:
                 self.trace.add(record_call(name, call, began, output, reading))
-        self.running.after = None if call else name
+        self.running.after = name, call
         if self.mode is not None:
             self.mode.module = self.running.inside[-1] if self.running.inside else ""
             self.mode.finished = self.finished

@@ -103,14 +103,18 @@ class ForwardTrace:
         first_use: of each weight, the places where it was first used in any pass.
         """
         changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
-        first = {call.module: index for index, call in reversed(tuple(enumerate(self.calls)))}
-        return min((self._before(place, first) for name in changed for place in first_use.get(name, _START)), default=0)
+        indices = {(call.module, call.call): index for index, call in enumerate(self.calls)}
+        return min(
+            (self._before(place, indices) for name in changed for place in first_use.get(name, _START)), default=0
+        )
 
-    def _before(self, place: Place, first: Mapping[str, int]) -> int:
-        """How many calls had finished there in this pass, at least. first: the index of each module's first call."""
-        inside = next((name for name in reversed(place.inside) if name in first), None)
-        after = None if place.after is None else first.get(place.after)
-        return max(0 if inside is None else self.calls[first[inside]].began_after, 0 if after is None else after + 1)
+    def _before(self, place: Place, indices: Mapping[tuple[str, int], int]) -> int:
+        """How many calls had finished there in this pass, at least. indices: of each call of each module."""
+        inside = next((indices[name, 0] for name in reversed(place.inside) if (name, 0) in indices), len(self.calls))
+        began = self.calls[inside].began_after if inside < len(self.calls) else 0
+        after = -1 if place.after is None else indices.get(place.after, -1)
+        # Other inputs may take another way: there, what came before the weight may come after its module.
+        return max(began, after + 1) if after < inside else began
 
     def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,

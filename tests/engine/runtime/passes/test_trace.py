@@ -101,7 +101,7 @@ class Routed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.experts = nn.ModuleList(Counting(8, 8) for _ in range(4))
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.late = nn.Linear(8, 8)
 
@@ -114,7 +114,7 @@ class Routed(nn.Module):
         return self.late(x) if routes[0] > 0 else x
 
 
-ROUTES = ([1, 1, 1, 1], [-1, -1, -1, -1], [-1, 1, -1, 1])
+ROUTES = ([1, 1, 1, 1], [-1, -1, -1, -1], [-1, 1, -1, -1])
 
 
 def routed() -> Any:
@@ -132,6 +132,15 @@ def test_passes_over_other_tokens_have_other_calls() -> None:
     assert with_stand_ins.reused
 
 
+def test_what_was_called_before_is_not_run_in_passes_that_come_there_another_way() -> None:
+    session = routed()
+    session.drift()
+    session.cast("layers.0", "bfloat16")
+    Counting.runs = 0
+    session.drift()
+    assert Counting.runs == 0
+
+
 def test_causes_of_passes_over_other_tokens() -> None:
     session = routed()
     session.cast("*", "bfloat16")
@@ -144,6 +153,80 @@ def test_causes_of_passes_over_other_tokens() -> None:
     for name, drift in found.items():
         session.apply(Recipe((Rule(name, "bfloat16"),)))
         assert drift == pytest.approx(meter(session, reuse=False).measure().output.rel_l2 ** 2, rel=1e-6), name
+
+
+class OtherOrder(nn.Module):
+    """Which of its first two layers comes first depends on the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = (self.a, self.b) if x[0, 0] > 0 else (self.b, self.a)
+        for layer in (*order, self.last):
+            x = layer(x)
+        return x
+
+
+class Again(nn.Module):
+    """Calls one layer before and after another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.shared(self.middle(self.shared(x))))
+
+
+@pytest.mark.parametrize("model", [OtherOrder, Again])
+def test_what_comes_before_a_cast_weight_in_one_pass_or_call_and_after_it_in_another(model: type[nn.Module]) -> None:
+    chance = torch.Generator().manual_seed(1)
+    inputs = [{"x": sign * torch.rand(2, 8, generator=chance)} for sign in (1, -1)]
+    module = model()
+    session = de.open(module, inputs=inputs)
+    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    for name in (*dict(module.named_children()), "last"):
+        session.apply(Recipe((Rule(name, "bfloat16"),)))
+        assert quick.measure().output == full.measure().output, name
+
+
+class Scaled(nn.Module):
+    """Five layers, the same activation after each, and a weight of its own, used last or after the first layer."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Counting(8, 8) for _ in range(5))
+        self.activation = nn.ReLU()
+        self.scale = nn.Parameter(torch.rand(8))
+        self.at = 4 if last else 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for number, layer in enumerate(self.layers):
+            x = self.activation(layer(x))
+            if number == self.at:
+                x = x * self.scale
+        return x
+
+
+@pytest.mark.parametrize(
+    ("last", "cast", "runs"),
+    [(True, "scale", 0), (False, "scale", 4), (True, "layers.4", 1), (True, "layers.2", 3)],
+)
+def test_layers_before_a_weight_of_the_model_itself_or_between_calls_of_one_activation_are_not_run(
+    last: bool, cast: str, runs: int
+) -> None:
+    session = de.open(Scaled(last), inputs=(torch.randn(2, 8),))
+    session.drift()
+    session.cast(cast, "bfloat16")
+    Counting.runs = 0
+    output = session.drift().output
+    assert Counting.runs == runs
+    assert output == meter(session, reuse=False).measure().output
 
 
 class Reads(nn.Module):
