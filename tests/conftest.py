@@ -5,16 +5,22 @@ processor as well.
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import tempfile
 
 import hypothesis
 import pytest
+from tests.helpers import preloaded
 
 from dtype_tui.state.first_start import note_start
 
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="dtype-tui-state-")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    preloaded.share()
+_state = tempfile.TemporaryDirectory(prefix="dtype-tui-state-")
+atexit.register(_state.cleanup)
+os.environ["XDG_STATE_HOME"] = _state.name
 note_start()  # the line for who never started it is tested by itself
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ["TORCH_COMPILE_DISABLE"] = "1"  # what compressed-tensors compiles takes a C++ compiler

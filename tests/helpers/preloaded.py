@@ -7,6 +7,7 @@ To signals, limits and its end such a process is one like any other. What is imp
 from __future__ import annotations
 
 import atexit
+import fcntl
 import functools
 import json
 import os
@@ -21,6 +22,9 @@ COMMAND = "import sys; from dtype_engine.cli import main; main()"
 """The program `dtype-engine`."""
 ENGINE = "import sys; sys.path.remove(''); from dtype_engine.worker.stdio import main; main()"
 """The app's engine, which finds no module in the folder that it runs in (`python -P`)."""
+
+_FOLDER = "DTYPE_TUI_PRELOADED"
+"""The variable with the folder of those that have one such process together."""
 
 # Each connection asks for one program: code, and its three streams. It is answered with two lines, the program's number and its
 # exit status; where the connection ends first, whoever asked is gone, and the program is killed.
@@ -75,10 +79,11 @@ exec(asked["code"], {"__name__": "__main__"})
 
 # Runs in place of a program, and ends as it does: by the same signal, say.
 _RELAY = """
-import os, signal, socket, sys
+import json, os, signal, socket, sys
 asked = socket.socket(socket.AF_UNIX)
 asked.connect(sys.argv[1])
-socket.send_fds(asked, [sys.argv[2].encode()], [0, 1, 2])
+request = dict(code=sys.argv[2], arguments=sys.argv[3:], folder=os.getcwd(), environment=dict(os.environ))
+socket.send_fds(asked, [json.dumps(request).encode()], [0, 1, 2])
 for number in (0, 1, 2):
     os.close(number)
 with asked.makefile() as answers:
@@ -100,8 +105,8 @@ class Program:
         reading, writing = os.pipe()
         nothing = os.open(os.devnull, os.O_RDONLY)
         self._stderr = tempfile.TemporaryFile("w+")  # noqa: SIM115
-        request = _request(code, arguments).encode()
-        socket.send_fds(self._asked, [request], [nothing, writing, self._stderr.fileno()])
+        request = {"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)}
+        socket.send_fds(self._asked, [json.dumps(request).encode()], [nothing, writing, self._stderr.fileno()])
         os.close(writing)
         os.close(nothing)
         self._answers = self._asked.makefile()
@@ -128,26 +133,37 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def command(code: str, *arguments: str) -> tuple[str, ...]:
-    """A command that runs `code` on its own standard streams; ended, it takes what runs with it."""
-    return (sys.executable, "-S", "-E", "-c", _RELAY, _server(), _request(code, arguments))
+    """A command that runs `code` on its own standard streams, in its folder and environment; ended, it takes what runs with it."""
+    return (sys.executable, "-S", "-E", "-c", _RELAY, _server(), code, *arguments)
 
 
-def _request(code: str, arguments: tuple[str, ...]) -> str:
-    return json.dumps({"code": code, "arguments": arguments, "folder": os.getcwd(), "environment": dict(os.environ)})
+def share() -> None:
+    """Let this process and those that it starts from now on have one such process together. It ends with this one."""
+    folder = tempfile.TemporaryDirectory(prefix="preloaded-")
+    atexit.register(folder.cleanup)
+    os.mkfifo(Path(folder.name, "alive"))
+    os.open(
+        Path(folder.name, "alive"), os.O_RDWR
+    )  # for good: what reads from it sees an end when this process has ended
+    os.environ[_FOLDER] = folder.name
 
 
 @functools.cache
 def _server() -> str:
-    """Where the process that has imported torch listens. It ends with this one."""
-    folder = tempfile.TemporaryDirectory(prefix="preloaded-")
-    atexit.register(folder.cleanup)
-    path = str(Path(folder.name, "asked"))
-    server = subprocess.Popen(
-        [sys.executable, "-c", _SERVER, path], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )  # its standard input ends with this process
-    atexit.register(server.wait)
-    assert server.stdin is not None
-    atexit.register(server.stdin.close)
-    assert server.stdout is not None
-    server.stdout.readline()
-    return path
+    """Where the process that has imported torch listens."""
+    if _FOLDER not in os.environ:
+        share()
+    folder = Path(os.environ[_FOLDER])
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # of several at once, one starts it
+        if not (folder / "asked").exists():
+            with open(folder / "alive") as alive:
+                server = subprocess.Popen(
+                    [sys.executable, "-c", _SERVER, str(folder / "asked")],
+                    stdin=alive,
+                    stdout=subprocess.PIPE,
+                    process_group=0,
+                )  # Ctrl+C is not meant for it
+            assert server.stdout is not None
+            server.stdout.readline()
+    return str(folder / "asked")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import pty
 import re
@@ -18,8 +19,20 @@ import time
 from pathlib import Path
 
 import pyte
+from tests.helpers import preloaded
 
 PROGRAM = str(Path(sys.executable).with_name("dtype-tui"))
+_WITH_ENGINE = """
+import json, sys
+from dtype_engine.worker import connection
+sys.argv[0], command = sys.argv.pop(1), tuple(json.loads(sys.argv.pop(1)))
+connection.COMMAND = command
+made = connection.EngineCommand.__init__
+made.__defaults__ = (command, *made.__defaults__[1:])
+from dtype_tui.__main__ import main
+main()
+"""
+"""The program, but for the command that starts its engine: an argument after the program's name and before its own."""
 # Modes and queries that pyte does not know and would print: kitty's keyboard, synchronised output, titles.
 _UNKNOWN_TO_PYTE = re.compile(rb"\x1b\[[<>=?][0-9;]*[a-zA-Z$]+|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)")
 
@@ -30,7 +43,10 @@ def clean(written: bytes) -> bytes:
 
 
 class Terminal:
-    """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows). first: as somebody who never did before."""
+    """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
+
+    first: as somebody who never did before. forked: its engine comes from a process that has imported torch, five seconds' work.
+    """
 
     def __init__(
         self,
@@ -38,7 +54,12 @@ class Terminal:
         size: tuple[int, int] = (120, 36),
         environment: dict[str, str] | None = None,
         first: bool = False,
+        forked: bool = False,
     ) -> None:
+        program = (PROGRAM,)
+        if forked:
+            engine = json.dumps(preloaded.command(preloaded.ENGINE))
+            program = (sys.executable, "-P", "-c", _WITH_ENGINE, PROGRAM, engine)
         self.screen = pyte.Screen(*size)
         self._stream = pyte.ByteStream(self.screen)
         self.raw = b""
@@ -64,7 +85,7 @@ class Terminal:
             # Nothing of this machine's: no configuration, no models in a cache, no sessions kept by earlier tests.
             own = {"TERM": "xterm-256color", "HF_HUB_CACHE": "/nowhere", "XDG_CONFIG_HOME": "/nowhere"}
             own["XDG_STATE_HOME"] = self._state
-            os.execve(PROGRAM, [PROGRAM, *arguments], given | own | (environment or {}))
+            os.execve(program[0], [*program, *arguments], given | own | (environment or {}))
 
     def _answer(self, data: str) -> None:
         """What a terminal that is asked where its cursor is says, as all that people use do."""

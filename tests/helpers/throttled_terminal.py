@@ -24,12 +24,13 @@ class ThrottledTerminal(Terminal):
         answers: bool = True,
         size: tuple[int, int] = (80, 24),
         environment: dict[str, str] | None = None,
+        forked: bool = False,
     ) -> None:
         self.rate = rate
         self._answers = answers
         self._free_at = time.perf_counter()
         self._begun = b""
-        super().__init__(*arguments, size=size, environment=environment)
+        super().__init__(*arguments, size=size, environment=environment, forked=forked)
 
     def _answer(self, data: str) -> None:
         if self._answers:

@@ -124,7 +124,7 @@ def storm(seed: int, count: int) -> tuple[list[int], list[str]]:
 
 
 def _opened() -> Unwatched:
-    terminal = Unwatched("demo")
+    terminal = Unwatched("demo", forked=True)
     terminal.wait_for("embed_tokens", 120)
     terminal.watched = False
     return terminal

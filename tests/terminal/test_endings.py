@@ -27,7 +27,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
 
     def make(*arguments: str, size: tuple[int, int] = (120, 36), **environment: str) -> Terminal:
         state = {"XDG_STATE_HOME": str(tmp_path / "state")}
-        made.append(Terminal(*arguments, size=size, environment={**state, **environment}))
+        made.append(Terminal(*arguments, size=size, environment={**state, **environment}, forked=True))
         return made[-1]
 
     yield make

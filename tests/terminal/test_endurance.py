@@ -22,7 +22,7 @@ from tests.terminal.random_keys import storm
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
-    made = Terminal("demo")
+    made = Terminal("demo", forked=True)
     made.wait_for("embed_tokens")
     yield made
     made.close()
@@ -170,7 +170,7 @@ def test_quiet_when_nothing_happens_and_little_for_a_move_or_a_page(terminal: Te
 
 
 def test_in_ascii_where_the_locale_has_no_unicode() -> None:
-    terminal = Terminal("demo", environment={"LC_ALL": "C", "PYTHONUTF8": "1"})
+    terminal = Terminal("demo", environment={"LC_ALL": "C", "PYTHONUTF8": "1"}, forked=True)
     try:
         terminal.wait_for("embed_tokens")
         terminal.press("2")

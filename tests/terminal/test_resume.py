@@ -22,7 +22,7 @@ def opened(tmp_path: Path) -> Iterator[Opener]:
     made: list[Terminal] = []
 
     def make(*arguments: str) -> Terminal:
-        made.append(Terminal(*arguments, environment={"XDG_STATE_HOME": str(tmp_path)}))
+        made.append(Terminal(*arguments, environment={"XDG_STATE_HOME": str(tmp_path)}, forked=True))
         return made[-1]
 
     yield make

@@ -21,7 +21,7 @@ QUESTION = b"\x1b[6n"
 
 @pytest.fixture
 def terminal() -> Iterator[ThrottledTerminal]:
-    opened = ThrottledTerminal("demo", rate=BAUD_9600)
+    opened = ThrottledTerminal("demo", rate=BAUD_9600, forked=True)
     opened.wait_for("embed_tokens")
     yield opened
     opened.close()
@@ -96,7 +96,7 @@ def typed_into_the_shell(terminal: ThrottledTerminal) -> int:
 
 @pytest.mark.parametrize("answers", [True, False])
 def test_a_fast_line_gets_whole_frames_and_few_questions(answers: bool) -> None:
-    terminal = ThrottledTerminal("demo", rate=None, answers=answers, size=(120, 36))
+    terminal = ThrottledTerminal("demo", rate=None, answers=answers, size=(120, 36), forked=True)
     try:
         terminal.wait_for(" ready ", 120)
         terminal.settle()

@@ -24,8 +24,8 @@ Opener = Callable[..., Terminal]
 def opened() -> Iterator[Opener]:
     made: list[Terminal] = []
 
-    def make(*arguments: str, **settings: object) -> Terminal:
-        made.append(Terminal(*arguments, **settings))  # type: ignore[arg-type]
+    def make(*arguments: str, forked: bool = True, **settings: object) -> Terminal:
+        made.append(Terminal(*arguments, forked=forked, **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
@@ -34,7 +34,7 @@ def opened() -> Iterator[Opener]:
 
 
 def test_from_start_to_a_cast_and_its_drift_to_a_clean_exit(opened: Opener) -> None:
-    terminal = opened()
+    terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
     terminal.wait_for(r"ready")
     terminal.wait_for(r"SQNR +exact")
@@ -103,7 +103,7 @@ def test_a_python_file(opened: Opener) -> None:
 )
 def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: str) -> None:
     """With a model there, and while it is being opened."""
-    terminal = opened()
+    terminal = opened(forked=False)
     terminal.wait_for(state)
     os.kill(terminal.pid, number)
     assert terminal.exit_status() == 128 + number
@@ -111,7 +111,7 @@ def test_signals_end_it_cleanly(opened: Opener, number: signal.Signals, state: s
 
 
 def test_leaving_while_the_model_is_being_opened(opened: Opener) -> None:
-    terminal = opened()
+    terminal = opened(forked=False)
     terminal.wait_for("embed_tokens")
     terminal.press("q")
     assert terminal.exit_status() == 0
@@ -209,7 +209,7 @@ def test_where_there_is_no_terminal_the_other_program_is_named() -> None:
 def test_the_settings_of_a_recipe_file_hold_in_the_app_too(tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("version: 1\nsettings: {autocast: bfloat16}\nrules:\n  - {pattern: '*.mlp', dtype: float16}\n")
-    opened = Terminal("--recipe", str(recipe))
+    opened = Terminal("--recipe", str(recipe), forked=True)
     try:
         opened.wait_for("autocast bfloat16")
     finally:

@@ -27,7 +27,7 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Opener]:
     made: list[Terminal] = []
 
     def make(*arguments: str, **settings: object) -> Terminal:
-        made.append(Terminal(*arguments, size=(80, 24), **settings))  # type: ignore[arg-type]
+        made.append(Terminal(*arguments, size=(80, 24), forked=True, **settings))  # type: ignore[arg-type]
         return made[-1]
 
     yield make
