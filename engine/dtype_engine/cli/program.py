@@ -28,11 +28,24 @@ def print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
+_step = ""
+"""What `say` has last written and nobody has wiped off yet."""
+
+
 def say(step: str) -> None:
     """Progress for a person; nothing when standard error is not a terminal."""
+    global _step
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{step}")
         sys.stderr.flush()
+        _step = step
+
+
+def _last_line(sentence: str) -> None:
+    """The line on standard error that a program ends with, in the place of its progress."""
+    if _step:
+        say("")
+    print(sentence, file=sys.stderr)
 
 
 def note(sentences: Iterable[str]) -> None:
@@ -73,7 +86,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
         return result if isinstance(result, int) else 0
     except (UserError, click.ClickException) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
-        print(f"{program}: {' '.join(text.split())}", file=sys.stderr)
+        _last_line(f"{program}: {' '.join(text.split())}")
         return BAD_INPUT
     except (KeyboardInterrupt, click.Abort) as error:
         return _told_interrupted(program, error)
@@ -90,7 +103,7 @@ def _told_interrupted(program: str, error: BaseException) -> int:
     """Say in one line which signal it was; the exit status."""
     number = ended_by(error)
     name = "" if number == signal.SIGINT else f" by {signal.Signals(number).name}"
-    print(f"{program}: interrupted{name}", file=sys.stderr)
+    _last_line(f"{program}: interrupted{name}")
     return 128 + number
 
 
@@ -109,7 +122,7 @@ def told_unexpected(program: str, error: BaseException) -> int:
     """
     if os.environ.get(TRACEBACK):
         traceback.print_exception(error)
-    print(f"{program}: {unexpected(error)}", file=sys.stderr)
+    _last_line(f"{program}: {unexpected(error)}")
     return BAD_INPUT
 
 

@@ -1,0 +1,43 @@
+"""How a program ends: its last line, whatever its progress has left on the terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import click
+import pytest
+
+from dtype_engine.cli.program import run, say
+from dtype_engine.core.errors import UserError
+
+
+class Screen(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("error", "last"),
+    [
+        (UserError("no such folder"), "program: no such folder"),
+        (ZeroDivisionError("by nothing"), "program: unexpected ZeroDivisionError"),
+    ],
+)
+@pytest.mark.parametrize("steps", [(), ("loading",), ("loading", "measuring"), ("loading", "")])
+def test_an_error_takes_the_place_of_the_progress(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, last: str, steps: tuple[str, ...]
+) -> None:
+    @click.command()
+    def command() -> None:
+        for step in steps:
+            say(step)
+        raise error
+
+    monkeypatch.setattr(sys, "stderr", Screen())
+    assert run(command, "program", []) == 2
+    said = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    lines = [line.rpartition("\r\x1b[K")[2] for line in said.split("\n")]
+    assert len(lines) == 2
+    assert lines[0].startswith(last)
+    assert said.count("\x1b[K") == len(steps) + bool(steps and steps[-1])
