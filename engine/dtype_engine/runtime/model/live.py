@@ -151,10 +151,18 @@ class LiveModel:
     ) -> LiveModel:
         """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals.
 
-        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each.
+        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each. Raises UserError
+        where tensors have no data, or a module is compiled by TorchScript.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
             raise UserError(f"{title}: some tensors have no data (they are on the meta device); load the weights first")
+        for name, child in module.named_modules():
+            if isinstance(child, torch.jit.ScriptModule):
+                where = f"{title}: {name}" if name else title
+                raise UserError(
+                    f"{where} is compiled by TorchScript, so what runs in it is not seen and can't be cast; "
+                    "open the model with the Python module that it was compiled from"
+                )
         module.eval().requires_grad_(False)
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":

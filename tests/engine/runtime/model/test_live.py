@@ -9,7 +9,7 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
-from dtype_engine.core.errors import Cancelled
+from dtype_engine.core.errors import Cancelled, UserError
 
 
 class Mixed(nn.Module):
@@ -132,3 +132,13 @@ def test_islands_are_the_modules_that_the_model_declares() -> None:
     tree = de.open(module, inputs=(torch.zeros(1, 2),)).tree
     assert tree.modules["wo"].keep_in_fp32 is not None
     assert tree.modules["wo2"].keep_in_fp32 is None
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_what_torchscript_has_compiled_is_refused(below: bool) -> None:
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    module = nn.Sequential(nn.Linear(4, 4), scripted) if below else scripted
+    with pytest.raises(
+        UserError, match=r"Sequential: 1 is compiled by TorchScript" if below else "is compiled by TorchScript"
+    ):
+        de.open(module, inputs=(torch.zeros(2, 4),))
