@@ -17,7 +17,7 @@ from dtype_engine.core.cancellation import never
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.runner import ForwardRunner, RetryUnderRules
+from dtype_engine.runtime.passes.runner import ForwardRunner, RunAgain
 
 
 class Heard:
@@ -36,7 +36,7 @@ def candidate(session: de.Session, settings: RunSettings) -> torch.Tensor:
         for _ in range(2):
             try:
                 return main_output(passes.candidate(session.inputs.batches[0], Heard(), 0).output)[1]
-            except RetryUnderRules:
+            except RunAgain:
                 continue
     raise AssertionError("twice otherwise")
 

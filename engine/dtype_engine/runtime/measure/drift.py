@@ -22,9 +22,8 @@ from dtype_engine.runtime.measure.module_rows import rows_each
 from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
-from dtype_engine.runtime.modes.weight_mode import Place
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RetryUnderRules
+from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RunAgain
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
 OnProgress = Callable[[str, int, int], None]
@@ -60,7 +59,7 @@ class DriftMeter:
     budget: int = field(default_factory=budget_for)
     working: int = field(default_factory=memory_budget)
     reuse: bool = True
-    _first_use: dict[str, set[Place]] = field(default_factory=dict)
+    _first_use: dict[int, dict[str, int]] = field(default_factory=dict)
     _traces: dict[int, tuple[ForwardTrace, bool]] = field(default_factory=dict)
     """Of each sequence, and whether its modules were compared in full."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
@@ -195,8 +194,8 @@ class DriftMeter:
                 ran = runner.candidate(batch, comparer, left, earlier, record.calls // WHOLE_SHARE)
                 if not comparer.missed():
                     break
-            except RetryUnderRules:
-                pass
+            except RunAgain:
+                earlier = None
             comparer.restart()
         if self.reuse and ran.trace.calls:
             self._traces[number] = ran.trace, record.in_full
@@ -211,7 +210,7 @@ class DriftMeter:
             recorder = OutputRecorder(max(left, self.working), self._written, progress, in_full, rows)
             try:
                 output, seconds = runner.reference(self.inputs.batches[number], recorder)
-            except RetryUnderRules:
+            except RunAgain:
                 continue
             if recorder.finish():
                 break

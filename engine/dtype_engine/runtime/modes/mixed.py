@@ -104,11 +104,10 @@ class MixedDtypeMode(WeightMode):
     def run(self, func: Any, name: str, args: Arguments, kwargs: dict[str, Any]) -> Any:
         tensors = tensors_in(args, kwargs)
         # Most tensors are activations: this spares a call of `weight_of` for each of them.
-        stored = {
-            id(tensor): weight
-            for tensor in tensors
-            if (weight := self.weights.get(id(tensor))) is not None and weight.scale is not None
-        }
+        known = {id(tensor): weight for tensor in tensors if (weight := self.weights.get(id(tensor))) is not None}
+        for key in known:
+            self.note_use(key)
+        stored = {key: weight for key, weight in known.items() if weight.scale is not None}
         if self.rounding is None:
             return self._run(func, name, tensors, stored, args, kwargs, None)
         formats = self.rounding.formats(tensors, {key: weight.dtype for key, weight in stored.items()})
@@ -121,6 +120,8 @@ class MixedDtypeMode(WeightMode):
         return output
 
     def read_property(self, func: Any, args: Arguments) -> Any:
+        if id(args[0]) in self.weights:
+            self.note_use(id(args[0]))
         answer = super().read_property(func, args)
         if self.rounding is not None and isinstance(answer, torch.Tensor):
             weight = self.weight_of(args[0])

@@ -50,7 +50,7 @@ class ReferenceMode(WeightMode):
         weight = self.weights.get(id(tensor))
         if weight is None or not (weight.info.castable or weight.stored_scale is not None):
             return None
-        self.note_use(tensor)
+        self.note_use(id(tensor))
         return weight
 
     def dtype_of(self, weight: Weight) -> torch.dtype:
@@ -129,7 +129,7 @@ class FirstUseRecorder(WeightMode):
         kwargs = kwargs or {}
         for tensor in tensors_in(args, kwargs):
             if id(tensor) in self.weights:
-                self.note_use(tensor)
+                self.note_use(id(tensor))
         return func(*args, **kwargs)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,28 +11,6 @@ from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.dispatch import METADATA, TENSOR_PROPERTIES, Arguments
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in a pass something happened: in which modules, the outermost first, and after which call of which module. Counts of
-    all calls would not say it: a pass over other tokens has others.
-    """
-
-    inside: tuple[str, ...]
-    after: tuple[str, int] | None
-
-
-@dataclass(slots=True)
-class RunningModules:
-    """The modules that are running, the innermost last, and the one that returned last."""
-
-    inside: list[str] = field(default_factory=list)
-    after: tuple[str, int] | None = None
-
-    def place(self) -> Place:
-        """Where the pass is."""
-        return Place(tuple(self.inside), self.after)
 
 
 class WeightMode(TorchFunctionMode):
@@ -47,8 +24,7 @@ class WeightMode(TorchFunctionMode):
         device: where the pass runs.
         module: the dotted name of the module that is running, kept current by whoever runs the pass.
         finished: how many module calls have finished, kept current in the same way.
-        running: the modules that are running, kept current in the same way.
-        first_use: where a weight was first used, by `id` of its tensor.
+        first_use: `finished` when a weight was first used, by `id` of its tensor.
     """
 
     def __init__(self, weights: Mapping[int, Weight], device: torch.device) -> None:
@@ -57,8 +33,7 @@ class WeightMode(TorchFunctionMode):
         self.device = device
         self.module = ""
         self.finished = 0
-        self.running = RunningModules()
-        self.first_use: dict[int, Place] = {}
+        self.first_use: dict[int, int] = {}
 
     def __torch_function__(
         self, func: Any, types: Iterable[type], args: Arguments = (), kwargs: dict[str, Any] | None = None
@@ -73,10 +48,9 @@ class WeightMode(TorchFunctionMode):
             return True
         return self.run(func, name, args, kwargs)
 
-    def note_use(self, tensor: object) -> None:
-        """A weight is used now, or a question about it is answered."""
-        if id(tensor) not in self.first_use:
-            self.first_use[id(tensor)] = self.running.place()
+    def note_use(self, key: int) -> None:
+        """The weight whose tensor has this `id` is used now, or a question about it is answered."""
+        self.first_use.setdefault(key, self.finished)
 
     def read_property(self, func: Any, args: Arguments) -> Any:
         """`tensor.dtype`, `tensor.T` and the like: of a weight that this mode answers for, from `dtype_of` and `value_of`."""

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.model.torch_private import WithoutModes
-from dtype_engine.runtime.modes.weight_mode import RunningModules, WeightMode
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, record_call
 
@@ -41,8 +41,8 @@ class ForwardPass:
 
     Attributes:
         calls: how many calls of each module have finished.
-        running: the modules that are running, and `began` how many calls had finished before each.
-        finished: how many calls have finished.
+        inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
+        finished: how many calls have finished, and `order` a hash of their modules, one after another.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
     """
 
@@ -60,16 +60,15 @@ class ForwardPass:
         self.reusable_calls = reusable_calls
         self.earlier = earlier
         self.calls: Counter[str] = Counter()
-        self.running = RunningModules()
-        if mode is not None:
-            mode.running = self.running
+        self.inside: list[str] = []
         self.began: list[int] = []
         self.finished = 0
+        self.order = 0
         self.observing_seconds = 0.0
 
     def begin(self, name: str, module: nn.Module, args: Any) -> Any:
         """A module is called. Returns the arguments to call it with instead, or None for those it has."""
-        self.running.inside.append(name)
+        self.inside.append(name)
         self.began.append(self.finished)
         if self.mode is None:
             return None
@@ -78,7 +77,7 @@ class ForwardPass:
 
     def finish(self, name: str, output: Any) -> None:
         """A module has returned, or an earlier output has replaced its own."""
-        self.running.inside.pop()
+        self.inside.pop()
         began = self.began.pop()
         call = self.calls[name]
         index = self.reusable_calls.get((name, call))
@@ -86,21 +85,24 @@ class ForwardPass:
             # Everything that had finished inside it counts as finished again, with the readings it had.
             for same in self.earlier.calls[self.earlier.calls[index].began_after : index + 1]:
                 self.observer.replay(same.module, same.reading)
-                self.calls[same.module] += 1
-                self.finished += 1
+                self._count(same.module)
                 if self.trace is not None:
                     self.trace.add(same)
         else:
             tensor = first_tensor(output)
             reading = self.observer(name, call, tensor) if tensor is not None else None
-            self.calls[name] += 1
-            self.finished += 1
+            self._count(name)
             if self.trace is not None:
                 self.trace.add(record_call(name, call, began, output, reading))
-        self.running.after = name, call
         if self.mode is not None:
-            self.mode.module = self.running.inside[-1] if self.running.inside else ""
+            self.mode.module = self.inside[-1] if self.inside else ""
             self.mode.finished = self.finished
+
+    def _count(self, name: str) -> None:
+        """One more call of a module has finished."""
+        self.calls[name] += 1
+        self.finished += 1
+        self.order = hash((self.order, name))
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,7 +21,7 @@ from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
-from dtype_engine.runtime.modes.weight_mode import Place, WeightMode
+from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.hooks import PassHooks
@@ -31,14 +31,18 @@ from dtype_engine.runtime.passes.trace import ForwardTrace
 Result = TypeVar("Result")
 
 
-class RetryUnderRules(Exception):
-    """A plain run failed halfway: forget what the observer got, and run once more under the rules."""
+class RunAgain(Exception):
+    """A run does not count: forget what the observer got, and run once more, with no outputs of an earlier one.
+
+    A plain run failed halfway, and the next is under the rules; or a cast weight was used before the outputs that were reused.
+    """
 
 
 class ForwardRunner:
     """Runs a live model, observed and stoppable between two modules. Its hooks are on the modules while it is open.
 
     left_wide: operations with a quantised weight whose input was not rounded, where activations are quantised.
+    first_use: by the order of a reference pass's calls, how many had finished when each weight was first used.
     watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
     """
 
@@ -49,8 +53,10 @@ class ForwardRunner:
         self.autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self.watch = watch
         self.cancelled = cancelled
-        self.first_use: dict[str, set[Place]] = {}
+        self.first_use: dict[int, dict[str, int]] = {}
         self.left_wide: set[str] = set()
+        self._order, self._uses = 0, dict[str, int]()
+        """Of the pass that ended last: the order of its calls, and the first uses that its mode noted."""
         self._hooks = PassHooks(model.module, cancelled, model.device.type if settings.autocast else None)
 
     def __enter__(self) -> ForwardRunner:
@@ -74,7 +80,7 @@ class ForwardRunner:
         of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
         Where every weight has one computed dtype the module runs plainly, with no mode in between; see `settle_kind`. Raises
-        NoForward, KernelError, Cancelled, and `RetryUnderRules` when plain running fails where the four rules may help.
+        NoForward, KernelError, Cancelled, and `RunAgain`.
         """
         model = self.model
         batch = self.candidate_batch(batch)
@@ -141,10 +147,12 @@ class ForwardRunner:
         earlier: ForwardTrace | None,
     ) -> CandidateRun:
         reusable_calls: dict[tuple[str, int], int] = {}
+        known: Mapping[str, int] = {}
+        prefix, changed = 0, set[str]()
         if earlier is not None and earlier.kind == trace.kind:
-            reusable_calls = earlier.reusable_calls(
-                earlier.prefix(trace.dtypes, self.first_use), self._hooks.of_others()
-            )
+            known, changed = earlier.uses(self.first_use), earlier.changed(trace.dtypes)
+            prefix = min((known.get(name, 0) for name in changed), default=0)
+            reusable_calls = earlier.reusable_calls(prefix, self._hooks.of_others())
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, observer, trace, reusable_calls, earlier, autocast=self.autocast
@@ -155,7 +163,13 @@ class ForwardRunner:
             if mode is not None:
                 raise
             self.model.requires_mixed_mode.add((self.model.uniform_dtype(), self.settings))
-            raise RetryUnderRules from None
+            raise RunAgain from None
+        if reusable_calls and any(self._uses.get(name, prefix) < prefix for name in changed):
+            raise RunAgain  # in the reference pass that its first use is known from it was not
+        trace.order = self._order
+        if mode is not None:
+            # What was not run again noted nothing: what was known of it holds.
+            trace.first_use = _least(known, self._uses) if reusable_calls else self._uses
         return CandidateRun(output, seconds, trace, bool(reusable_calls))
 
     def run_candidate(self, call: Callable[[], Result]) -> tuple[Result, float, bool]:
@@ -226,16 +240,23 @@ class ForwardRunner:
             try:
                 with _originals(model):
                     ran = self._run(call, None, observer, None, {})
-                    if not self.first_use:
+                    if self._order not in self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
                         self._run(call, FirstUseRecorder(model.by_id, model.device), NullObserver(), None, {})
+                        self._keep_uses()
                     return ran
             except (Cancelled, UserError):
                 raise
             except Exception:
                 model.requires_mixed_mode.add("reference")
-                raise RetryUnderRules from None
-        return self._run(call, ReferenceMode(model.by_id, model.device, shares_memory=True), observer, None, {})
+                raise RunAgain from None
+        ran = self._run(call, ReferenceMode(model.by_id, model.device, shares_memory=True), observer, None, {})
+        self._keep_uses()
+        return ran
+
+    def _keep_uses(self) -> None:
+        """Keep the first uses of the pass that ended last for every pass whose calls have the same order."""
+        self.first_use[self._order] = _least(self.first_use.get(self._order, {}), self._uses)
 
     def run_partial(
         self,
@@ -302,19 +323,24 @@ class ForwardRunner:
             raise
         except torch.OutOfMemoryError as error:
             reason = str(error).split(". ")[0]
-            raise NoForward(f"{_where(run.running.inside)}: not enough memory on {model.device} ({reason})") from error
+            raise NoForward(f"{_where(run.inside)}: not enough memory on {model.device} ({reason})") from error
         except Exception as error:
             if mode is None or isinstance(mode, FirstUseRecorder):
                 raise
-            raise NoForward(f"the forward pass failed in {_where(run.running.inside)}: {_one_line(error)}") from error
+            raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._hooks.under_way = None
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-        if mode is not None:
-            for key, place in mode.first_use.items():
-                self.first_use.setdefault(model.by_id[key].info.name, set()).add(place)
+        self._order = run.order
+        noted = mode.first_use.items() if mode is not None else ()
+        self._uses = {model.by_id[key].info.name: finished for key, finished in noted}
         return output, time.perf_counter() - started - run.observing_seconds
+
+
+def _least(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """The smaller of both counts where a weight has two."""
+    return {**one, **{name: min(count, one.get(name, count)) for name, count in other.items()}}
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.torch_private import version_of
-from dtype_engine.runtime.modes.weight_mode import Place
 
 
 @dataclass(slots=True)
@@ -39,7 +38,6 @@ class ModuleCall:
 
 
 _OPAQUE = object()
-_START = frozenset((Place((), None),))
 
 
 def record_call(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
@@ -58,6 +56,9 @@ def record_call(module: str, call: int, began_after: int, output: Any, reading: 
 class ForwardTrace:
     """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
 
+    order: the modules of its calls, one after another, as a `ForwardPass` has them. first_use: how many calls had finished when
+    each weight was first used; None for a plain pass, which notes nothing.
+
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
     called within a module of up to `whole` calls is released as soon as that module returns: running so few again takes no
     time, and their outputs (projections, experts) are most of the bytes.
@@ -67,6 +68,8 @@ class ForwardTrace:
     kind: str
     budget: int
     whole: int = 0
+    order: int = 0
+    first_use: Mapping[str, int] | None = None
     calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
     _uses: Counter[int] = field(default_factory=Counter)
@@ -97,24 +100,15 @@ class ForwardTrace:
                 self.nbytes -= storage.nbytes()
         call.output, call.versions = _OPAQUE, ()
 
-    def prefix(self, dtypes: Mapping[str, str], first_use: Mapping[str, Set[Place]]) -> int:
-        """How many calls return the same under other dtypes: those that finished before any changed weight was used.
-
-        first_use: of each weight, the places where it was first used in any pass.
+    def uses(self, of_references: Mapping[int, Mapping[str, int]]) -> Mapping[str, int]:
+        """`first_use`, for a plain pass that of a reference whose calls had the same order: other inputs may take another way, and
+        where no reference went it nothing is known.
         """
-        changed = [name for name, dtype in dtypes.items() if self.dtypes[name] != dtype]
-        indices = {(call.module, call.call): index for index, call in enumerate(self.calls)}
-        return min(
-            (self._before(place, indices) for name in changed for place in first_use.get(name, _START)), default=0
-        )
+        return of_references.get(self.order, {}) if self.first_use is None else self.first_use
 
-    def _before(self, place: Place, indices: Mapping[tuple[str, int], int]) -> int:
-        """How many calls had finished there in this pass, at least. indices: of each call of each module."""
-        inside = next((indices[name, 0] for name in reversed(place.inside) if (name, 0) in indices), len(self.calls))
-        began = self.calls[inside].began_after if inside < len(self.calls) else 0
-        after = -1 if place.after is None else indices.get(place.after, -1)
-        # Other inputs may take another way: there, what came before the weight may come after its module.
-        return max(began, after + 1) if after < inside else began
+    def changed(self, dtypes: Mapping[str, str]) -> set[str]:
+        """The weights that have another dtype among these."""
+        return {name for name, dtype in dtypes.items() if self.dtypes[name] != dtype}
 
     def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,

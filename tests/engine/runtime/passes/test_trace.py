@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
@@ -182,16 +183,106 @@ class Again(nn.Module):
         return self.last(self.shared(self.middle(self.shared(x))))
 
 
-@pytest.mark.parametrize("model", [OtherOrder, Again])
-def test_what_comes_before_a_cast_weight_in_one_pass_or_call_and_after_it_in_another(model: type[nn.Module]) -> None:
+class TiedOtherOrder(nn.Module):
+    """Two layers have one weight; which of them comes before the middle one depends on the example."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.middle, self.last = (nn.Linear(8, 8) for _ in range(4))
+        self.b.weight = self.a.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = (self.middle, self.a, self.b) if x[0, 0] > 0 else (self.b, self.middle, self.a)
+        for layer in (*order, self.last):
+            x = layer(x)
+        return x
+
+
+class Gate(nn.Module):
+    """Gives its weight, which is above 1, but not in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor([1 + 2**-9]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight + 0 * x[0, 0]
+
+
+class Gated(nn.Module):
+    """The order of two layers depends on a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.gate = Counting(8, 8), Gate()
+        self.a, self.b, self.last = Counting(8, 8), Counting(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        order = (self.a, self.b) if self.gate(x) > 1 else (self.b, self.a)
+        for layer in (*order, self.last):
+            x = layer(x)
+        return x
+
+
+class Peeks(nn.Module):
+    """Takes values of its last layer's weight before that is called, for some examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given, x = x, self.first(x.to(self.first.weight.dtype))
+        x = x * self.last.weight[0] if given[0, 0] > 0 else x
+        return self.last(self.middle(x))
+
+
+class Reads(nn.Module):
+    """Looks at a later module's weight before that module is called, as T5 and CLIP do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        x = self.middle(x.to(self.last.weight.dtype))
+        return self.last(x)
+
+
+@pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads])
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16])
+@pytest.mark.parametrize("signs", [(1, -1), (-1, 1)])
+def test_a_cast_weight_counts_from_its_first_use_in_each_pass(
+    model: type[nn.Module], stored: torch.dtype, signs: tuple[int, int]
+) -> None:
     chance = torch.Generator().manual_seed(1)
-    inputs = [{"x": sign * torch.rand(2, 8, generator=chance)} for sign in (1, -1)]
-    module = model()
+    inputs = [{"x": sign * torch.rand(2, 8, generator=chance)} for sign in signs]
+    module = model().to(stored)
     session = de.open(module, inputs=inputs)
     quick, full = meter(session, reuse=True), meter(session, reuse=False)
-    for name in (*dict(module.named_children()), "last"):
-        session.apply(Recipe((Rule(name, "bfloat16"),)))
-        assert quick.measure().output == full.measure().output, name
+    for names in permutations(dict(module.named_children()), 2):
+        for count in range(3):
+            session.apply(Recipe(tuple(Rule(name, "bfloat16") for name in names[:count])))
+            with_stand_ins, in_full = quick.measure(), full.measure()
+            assert with_stand_ins.output == in_full.output, names[:count]
+            assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, names[:count]
+
+
+def test_a_pass_that_goes_another_way_than_the_reference_is_not_run_again_either() -> None:
+    session = de.open(Gated(), inputs=(torch.rand(2, 8),))
+    session.cast("gate", "bfloat16")
+    session.drift()
+    session.cast("last", "bfloat16")
+    Counting.runs = 0
+    output = session.drift().output
+    assert Counting.runs == 0
+    assert output == meter(session, reuse=False).measure().output
 
 
 class Scaled(nn.Module):
@@ -227,28 +318,6 @@ def test_layers_before_a_weight_of_the_model_itself_or_between_calls_of_one_acti
     output = session.drift().output
     assert Counting.runs == runs
     assert output == meter(session, reuse=False).measure().output
-
-
-class Reads(nn.Module):
-    """Looks at a later module's weight before that module is called, as T5 and CLIP do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.middle, self.last = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        x = self.middle(x.to(self.last.weight.dtype))
-        return self.last(x)
-
-
-def test_a_weight_counts_as_used_when_it_is_first_looked_at() -> None:
-    module = Reads()
-    session = de.open(module, inputs=(torch.randn(2, 8),))
-    session.drift()
-    session.cast("last", "float16")
-    assert session.drift().output == meter(session, reuse=False).measure().output
 
 
 class WritesLater(nn.Module):
