@@ -11,9 +11,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -58,9 +58,11 @@ def release(folder: Path) -> None:
         os.unlink(folder / CLAIM)
 
 
-def sibling_dir(target: Path, purpose: str) -> Path:
-    """A new folder beside an export's target. Raises OSError."""
-    return Path(tempfile.mkdtemp(prefix=_prefix(target, purpose), dir=target.parent))
+def sibling(target: Path, purpose: str) -> Path:
+    """A folder that is to be made beside an export's target: whoever makes it knows its name before it is there, and so what to
+    remove whenever a signal comes.
+    """
+    return target.parent / f"{_prefix(target, purpose)}{secrets.token_hex(8)}"
 
 
 def _prefix(target: Path, purpose: str) -> str:

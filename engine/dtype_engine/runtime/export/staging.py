@@ -13,7 +13,7 @@ from pathlib import Path
 from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling_dir
+from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.export.mark import missing_mark
@@ -78,23 +78,23 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             f"exporting to {target} needs {human_bytes(needed)} and {human_bytes(free)} are free there; free some space or name "
             "a folder elsewhere"
         )
-    stage: Path | None = None
+    stage, named = sibling(target, PARTIAL), False
     try:
-        stage = sibling_dir(target, PARTIAL)
+        stage.mkdir(0o700)
         with locked(stage):
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
             # Claimed until it has its name: whenever this process ends, somebody knows what it left.
             _give_name(stage, target, force)
-            stage = None
+            named = True
         release(target)
         fsync_dir(target)
         fsync_dir(target.parent)
     except OSError as error:
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
-        if stage is not None:
+        if not named:
             remove(stage)
 
 
@@ -122,8 +122,9 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
     if not force or not target.is_dir() or not any(target.iterdir()):
         os.rename(stage, target)
         return
-    replaced = sibling_dir(target, REPLACED)
+    replaced = sibling(target, REPLACED)
     try:
+        replaced.mkdir(0o700)
         with locked(replaced):
             os.rename(target, replaced / OLD)
             try:

@@ -403,6 +403,33 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 
 
 # Runs the program's own `export` each time that it is told to, in a child, so that torch is imported once.
+@pytest.mark.parametrize("again", [False, True])
+def test_a_signal_right_after_a_folder_was_made_leaves_none(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """Over nothing, and over an export that is replaced, for which two folders are made: at each of them."""
+    out, mkdir = tmp_path / "out", os.mkdir
+    if again:
+        export(source, out)
+    for folders in range(1, 2 + again):
+        made: list[str] = []
+
+        def interrupted(path: str, mode: int = 0o777, folders: int = folders, made: list[str] = made) -> None:
+            mkdir(path, mode)
+            if Path(path).parent == tmp_path:
+                made.append(path)
+                if len(made) == folders:
+                    raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "mkdir", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                export(source, out, force=True)
+        assert len(made) == folders
+        assert list(tmp_path.iterdir()) == ([out] if again else [])
+        assert not again or is_whole(source, out)
+
+
 COMMANDS = """
 import os, sys
 import torch, dtype_engine.runtime.export
