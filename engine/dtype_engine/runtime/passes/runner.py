@@ -15,7 +15,7 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
@@ -312,6 +312,7 @@ class ForwardRunner:
             with ExitStack() as contexts:
                 contexts.enter_context(torch.no_grad())
                 contexts.enter_context(reuse_outputs(model.module, run))
+                contexts.enter_context(_keeping_codes(model))
                 if autocast is not None:
                     contexts.enter_context(torch.autocast(model.device.type, autocast))
                     if within is not None:
@@ -366,6 +367,27 @@ def _originals(model: LiveModel) -> Iterator[None]:
         for weight in changed:
             if weight.stashed is not None:
                 weight.tensor.data, weight.stashed = weight.stashed, None
+
+
+@contextmanager
+def _keeping_codes(model: LiveModel) -> Iterator[None]:
+    """For a pass: a model that converts a module itself (`child.to(torch.float32)`) puts values in the place of a storage-only
+    weight's codes. These are put back, and NoForward is raised.
+    """
+    before = [(weight, weight.tensor.data) for weight in model.weights.values() if weight.scale is not None]
+    converted: list[Weight] = []
+    try:
+        yield
+    finally:
+        for weight, codes in before:
+            if weight.tensor.dtype != codes.dtype:
+                converted.append(weight)
+                weight.tensor.data = codes
+    if converted:
+        raise NoForward(
+            f"the model converts {converted[0].info.name} itself while it runs, so it can't be measured in {converted[0].dtype}; "
+            "leave it in float32, float16 or bfloat16"
+        )
 
 
 def _where(inside: list[str]) -> str:

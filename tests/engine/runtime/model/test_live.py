@@ -142,3 +142,31 @@ def test_what_torchscript_has_compiled_is_refused(below: bool) -> None:
         UserError, match=r"Sequential: 1 is compiled by TorchScript" if below else "is compiled by TorchScript"
     ):
         de.open(module, inputs=(torch.zeros(2, 4),))
+
+
+class ConvertsItself(nn.Module):
+    """Has its router in float32, as the Switch Transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.router, self.head = nn.Linear(32, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.router = self.router.to(torch.float32)
+        return self.head(self.router(x))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "nvfp4", "mxfp8"])
+def test_codes_that_the_model_takes_for_values_are_refused_and_stay(dtype: str) -> None:
+    opened = de.open(ConvertsItself(), inputs=(torch.randn(3, 32),))
+    opened.cast("router", dtype)
+    before = opened.model.weights["router.weight"].tensor.data.clone()
+    for _ in range(2):
+        with pytest.raises(de.NoForward, match=r"the model converts router\.weight itself .* can't be measured in"):
+            opened.drift()
+        after = opened.model.weights["router.weight"].tensor.data
+        assert after.dtype == before.dtype
+        assert torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+    opened.cast("*", "bfloat16")
+    assert 30 < opened.drift().output.sqnr_db < 70
