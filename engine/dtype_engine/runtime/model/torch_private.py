@@ -37,8 +37,8 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
 def forward_hook_ids(module: nn.Module) -> set[int]:
-    """The ids of the handles of a module's forward hooks, whoever registered them."""
-    return set(module._forward_hooks)
+    """The ids of the handles of a module's forward hooks and pre-hooks, whoever registered them."""
+    return {*module._forward_hooks, *module._forward_pre_hooks}
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:

@@ -43,6 +43,9 @@ class WeightMode(TorchFunctionMode):
         if name == "__get__":
             return self.read_property(func, args)
         if name in METADATA or name == "__set__":
+            for given in args:
+                if id(given) in self.weights:
+                    self.note_use(id(given))  # some tell the dtype
             return func(*args, **kwargs)
         if name == "is_floating_point" and self.weight_of(args[0]) is not None:
             return True

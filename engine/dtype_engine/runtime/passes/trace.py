@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Set
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,8 +113,8 @@ class ForwardTrace:
 
     def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,
-        and those inside it are reused by themselves. So it is with one that has calls of `hooked` modules in it: their hooks
-        need their outputs, and nothing inside a reused call is called at all."""
+        and those inside it are reused by themselves. So it is with one of a `hooked` module or that has calls of such in it: their
+        hooks need their outputs, and may have changed them; and nothing inside a reused call is called at all."""
         before = [0]  # calls of hooked modules before each index
         for call in self.calls[:prefix]:
             before.append(before[-1] + (call.module in hooked))
@@ -121,7 +122,7 @@ class ForwardTrace:
         index = prefix - 1
         while index >= 0:
             call = self.calls[index]
-            if call.usable and before[index] == before[call.began_after]:
+            if call.usable and before[index + 1] == before[call.began_after]:
                 indices[call.module, call.call] = index
                 index = call.began_after - 1
             else:
@@ -139,7 +140,7 @@ def _rebuilt(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any
     if isinstance(output, torch.Tensor):
         return change(output)
     if isinstance(output, dict):
-        made = output.copy()
+        made = copy(output)  # its own `copy` may call its class without what that asks for
         for key, value in output.items():
             made[key] = _rebuilt(value, change)
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from tests.helpers import architectures
 from torch import nn
+from transformers.utils import ModelOutput
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -255,7 +257,15 @@ class Reads(nn.Module):
         return self.last(x)
 
 
-@pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads])
+class AsksForSize(Reads):
+    """Asks how many bytes a value of a later module's weight has."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(self.middle(x * 1.5 if self.last.weight.element_size() < 4 else x))
+
+
+@pytest.mark.parametrize("model", [OtherOrder, Again, TiedOtherOrder, Gated, Peeks, Reads, AsksForSize])
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16])
 @pytest.mark.parametrize("signs", [(1, -1), (-1, 1)])
 def test_a_cast_weight_counts_from_its_first_use_in_each_pass(
@@ -332,6 +342,36 @@ class WritesLater(nn.Module):
         return self.last(hidden)
 
 
+@dataclass
+class Named(ModelOutput):
+    hidden: torch.Tensor  # no default: a class that can't be called without it
+
+
+class GivesNamed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.inner = Wraps()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.inner(self.first(x)).hidden)
+
+
+class Wraps(nn.Module):
+    def forward(self, x: torch.Tensor) -> Named:
+        return Named(hidden=x.tanh())
+
+
+def test_an_output_of_a_class_that_needs_its_fields_is_reused() -> None:
+    session = de.open(GivesNamed(), inputs=(torch.randn(2, 8),))
+    session.drift()
+    session.cast("last", "bfloat16")
+    found = session.drift()
+    assert found.seconds.reused
+    assert found.output == meter(session, reuse=False).measure().output
+
+
 def test_an_output_that_is_written_to_later_stands_in_for_nothing() -> None:
     session = de.open(WritesLater(), inputs=(torch.randn(2, 8),))
     session.drift()
@@ -365,6 +405,34 @@ def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
     trace.add(record_call("", 0, 0, torch.zeros(10), None))
     assert trace.nbytes == 480  # more than three calls: what it called stays
     assert trace.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
+
+
+class Listened(nn.Module):
+    """Hooks of its own: one changes what a layer returned, one takes what a layer inside another is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.block, self.last = nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 8)
+        self.given: list[torch.Tensor] = []
+        self.first.register_forward_hook(lambda module, args, output: output * 2 + 1)
+        self.block[1].register_forward_pre_hook(lambda module, args: self.given.append(args[0]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.given.clear()
+        x = self.block(self.first(x))
+        return self.last(x + self.given[0].sum(0))
+
+
+def test_hooks_of_the_model_are_called_once_in_every_pass() -> None:
+    session = de.open(Listened(), inputs=[{"x": torch.randn(rows, 8)} for rows in (2, 3)])
+    quick, full = meter(session, reuse=True), meter(session, reuse=False)
+    for name in ("first", "last", "first", "block"):
+        for rules in ((), (Rule(name, "bfloat16"),), (Rule(name, "bfloat16"), Rule("last", "float16"))):
+            session.apply(Recipe(rules))
+            with_stand_ins, in_full = quick.measure(), full.measure()
+            assert with_stand_ins.output == in_full.output, rules
+            assert {m.name: m for m in with_stand_ins.modules} == {m.name: m for m in in_full.modules}, rules
 
 
 def test_what_somebody_else_listens_to_is_called_again() -> None:
