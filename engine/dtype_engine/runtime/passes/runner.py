@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
@@ -25,6 +25,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.hooks import PassHooks
+from dtype_engine.runtime.passes.model_state import keeping_codes, stored_values
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
@@ -191,7 +192,7 @@ class ForwardRunner:
         """The same for the reference: the weights as stored, in float32. Raises as `run_candidate` does."""
         if self._plain_reference():
             try:
-                with _originals(self.model):
+                with stored_values(self.model):
                     return self._run(call, None, NullObserver(), None, {})
             except (Cancelled, UserError):
                 raise
@@ -238,7 +239,7 @@ class ForwardRunner:
         call = self._module_on(self.reference_batch(batch))
         if self._plain_reference():
             try:
-                with _originals(model):
+                with stored_values(model):
                     ran = self._run(call, None, observer, None, {})
                     if self._order not in self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
@@ -312,7 +313,7 @@ class ForwardRunner:
             with ExitStack() as contexts:
                 contexts.enter_context(torch.no_grad())
                 contexts.enter_context(reuse_outputs(model.module, run))
-                contexts.enter_context(_keeping_codes(model))
+                contexts.enter_context(keeping_codes(model))
                 if autocast is not None:
                     contexts.enter_context(torch.autocast(model.device.type, autocast))
                     if within is not None:
@@ -352,42 +353,6 @@ class CandidateRun:
     seconds: float
     trace: ForwardTrace
     reused: bool
-
-
-@contextmanager
-def _originals(model: LiveModel) -> Iterator[None]:
-    """The stored data in place of the cast one, for a while. Only pointers move."""
-    changed = [weight for weight in model.weights.values() if weight.changed]
-    try:
-        for weight in changed:
-            weight.stashed = weight.tensor.data
-            weight.tensor.data = weight.original.to(model.device)
-        yield
-    finally:
-        for weight in changed:
-            if weight.stashed is not None:
-                weight.tensor.data, weight.stashed = weight.stashed, None
-
-
-@contextmanager
-def _keeping_codes(model: LiveModel) -> Iterator[None]:
-    """For a pass: a model that converts a module itself (`child.to(torch.float32)`) puts values in the place of a storage-only
-    weight's codes. These are put back, and NoForward is raised.
-    """
-    before = [(weight, weight.tensor.data) for weight in model.weights.values() if weight.scale is not None]
-    converted: list[Weight] = []
-    try:
-        yield
-    finally:
-        for weight, codes in before:
-            if weight.tensor.dtype != codes.dtype:
-                converted.append(weight)
-                weight.tensor.data = codes
-    if converted:
-        raise NoForward(
-            f"the model converts {converted[0].info.name} itself while it runs, so it can't be measured in {converted[0].dtype}; "
-            "leave it in float32, float16 or bfloat16"
-        )
 
 
 def _where(inside: list[str]) -> str:
