@@ -114,7 +114,7 @@ class DriftMeter:
             memory=memory,
             seconds=Seconds(measurement.reference_seconds, measurement.candidate_seconds, measurement.reused),
             sequences=measurement.extent,
-            notices=(*self.model.notices, *measurement.notices, *self._of_activations()),
+            notices=(*self.model.notices, *measurement.notices, *self._of_activations(), *self._of_overwritten()),
             lost=lost,
             activations=self.settings.quantize_activations,
         )
@@ -125,6 +125,14 @@ class DriftMeter:
             return ()
         names = ", ".join(sorted(self._left_wide))
         return (f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone",)
+
+    def _of_overwritten(self) -> tuple[str, ...]:
+        """That passes do not begin alike."""
+        names = self.model.overwritten
+        if not names:
+            return ()
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        return (f"the model writes to {names[0]}{more} while it runs: each pass begins with what the last one left",)
 
     def readings(
         self,

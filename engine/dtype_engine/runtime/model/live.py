@@ -136,9 +136,15 @@ class LiveModel:
     requires_mixed_mode: set[object] = field(default_factory=set)
     """Dtypes in which plain torch fails on this model ("reference": the reference does)."""
     mixed_mode_is_noop: set[object] = field(default_factory=set)
-    """Dtypes in which, everywhere, the rules have nothing to do: a plain run is the same."""
+    """Kinds of plain runs, each with the order of its calls, in which the rules have nothing to do: they give the same."""
     mixed_mode_differs: set[object] = field(default_factory=set)
-    """Dtypes in which the rules differ from plain torch on this model."""
+    """Those in which the rules differ from plain torch on this model."""
+    writers: set[str] = field(default_factory=set)
+    """Modules that change what they are given: what they returned once does not stand for calling them."""
+    stateful: bool = False
+    """Whether calls of modules depend on more than what they are given: tensors that the model keeps, random numbers."""
+    overwritten: list[str] = field(default_factory=list)
+    """The weights that the model's own code writes to in a pass."""
 
     @classmethod
     def wrap(

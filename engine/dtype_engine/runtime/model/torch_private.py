@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +22,7 @@ __all__ = [
     "base_of",
     "forward_hook_ids",
     "own_tensors",
+    "slots_of",
     "tensor_slots",
     "version_of",
 ]
@@ -29,11 +31,19 @@ WithoutModes = DisableTorchFunction
 """A context in which no `TorchFunctionMode` sees a call."""
 TO_COPY = torch.ops.aten._to_copy.default
 """What every cast of a tensor ends in, for a `TorchDispatchMode`."""
-# C functions: both are asked in the middle of a forward pass.
-version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-"""How often something has written to a tensor, or to a view of it."""
+# A C function: it is asked in the middle of a forward pass.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 """The tensor that a view is of."""
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often something has written to a tensor, or to a view of it; -1 for one made under `torch.inference_mode`, where nobody
+    counts.
+    """
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def forward_hook_ids(module: nn.Module) -> set[int]:
@@ -49,6 +59,11 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:
     for name, buffer in module._buffers.items():
         if buffer is not None:
             yield name, buffer, "non-persistent buffer" if name in module._non_persistent_buffers_set else "buffer"
+
+
+def slots_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Where a module keeps its parameters, and its buffers."""
+    return module._parameters, module._buffers
 
 
 def tensor_slots(module: nn.Module, name: str) -> dict[str, torch.Tensor | None]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core import dtypes
+from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.modes.dispatch import (
     EXPLICIT,
@@ -71,6 +72,8 @@ class ReferenceMode(WeightMode):
             for tensor in tensors
             if id(tensor) in self.weights and (weight := self.weight_of(tensor)) is not None
         }
+        if is_in_place(name) and (written := found.get(id(args[0]))) is not None:
+            _refuse_if_widened(written)
         widened = self._widened(found.values()) if self._may_share(name) else map(self.value_of, found.values())
         values = dict(zip(found, widened, strict=True))
         if values:
@@ -102,6 +105,15 @@ class ReferenceMode(WeightMode):
             memory = self._memory[start : start + _widened_bytes(weight)].view(reference_dtype(weight))
             values.append(memory.view(weight.original.shape).copy_(weight.original))
         return values
+
+
+def _refuse_if_widened(weight: Weight) -> None:
+    """What is written to a widened copy would be lost. Raises NoForward."""
+    if weight.stored_scale is not None or weight.original.dtype != reference_dtype(weight):
+        raise NoForward(
+            f"the model writes to {weight.info.name} while it runs; the reference can't keep that where it is stored in "
+            f"{weight.info.dtype}: store it in float32"
+        )
 
 
 def _widened_bytes(weight: Weight) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -13,6 +13,7 @@ from torch import nn
 from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
+from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, record_call
 
 
@@ -43,7 +44,11 @@ class ForwardPass:
         calls: how many calls of each module have finished.
         inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
         finished: how many calls have finished, and `order` a hash of their modules, one after another.
+        entered: the module that is called, from its hook on until its `forward` begins.
+        effects: what watches for side effects, if anything does.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
+
+    weights: the model's, by `id`.
     """
 
     def __init__(
@@ -53,32 +58,42 @@ class ForwardPass:
         trace: ForwardTrace | None,
         reusable_calls: dict[tuple[str, int], int],
         earlier: ForwardTrace | None,
+        weights: Container[int],
     ) -> None:
         self.mode = mode
         self.observer = observer
         self.trace = trace
         self.reusable_calls = reusable_calls
         self.earlier = earlier
+        self.weights = weights
+        self.effects: SideEffects | None = None
         self.calls: Counter[str] = Counter()
         self.inside: list[str] = []
         self.began: list[int] = []
         self.finished = 0
         self.order = 0
+        self.entered = ""
         self.observing_seconds = 0.0
 
-    def begin(self, name: str, module: nn.Module, args: Any) -> Any:
-        """A module is called. Returns the arguments to call it with instead, or None for those it has."""
+    def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A module is called. Returns the arguments to call it with instead, both kinds, or None for those it has."""
         self.inside.append(name)
         self.began.append(self.finished)
+        self.entered = name
+        if self.effects is not None:
+            self.effects.begin(args, kwargs)
         if self.mode is None:
             return None
         self.mode.module = name
-        return self.mode.inputs_of(module, args) if isinstance(module, nn.RNNBase) else None
+        return (self.mode.inputs_of(module, args), kwargs) if isinstance(module, nn.RNNBase) else None
 
     def finish(self, name: str, output: Any) -> None:
         """A module has returned, or an earlier output has replaced its own."""
-        self.inside.pop()
+        while self.inside.pop() != name:
+            self.began.pop()  # it raised, and what called it went on
         began = self.began.pop()
+        if self.effects is not None:
+            self.effects.finish(name, len(self.inside))
         call = self.calls[name]
         index = self.reusable_calls.get((name, call))
         if index is not None and self.earlier is not None:
@@ -93,7 +108,7 @@ class ForwardPass:
             reading = self.observer(name, call, tensor) if tensor is not None else None
             self._count(name)
             if self.trace is not None:
-                self.trace.add(record_call(name, call, began, output, reading))
+                self.trace.add(record_call(name, call, began, output, reading, self.weights))
         if self.mode is not None:
             self.mode.module = self.inside[-1] if self.inside else ""
             self.mode.finished = self.finished
@@ -126,7 +141,9 @@ def reuse_outputs(module: nn.Module, run: ForwardPass) -> Iterator[None]:
 
 def _reusing(run: ForwardPass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
     def forward_or_reuse(*args: Any, **kwargs: Any) -> Any:
-        index = run.reusable_calls.get((name, run.calls[name]))
+        # A model may also call a module's `forward` by itself, which no hook sees, and no trace has.
+        called, run.entered = run.entered == name, ""
+        index = run.reusable_calls.get((name, run.calls[name])) if called else None
         if index is None or run.earlier is None:
             return forward(*args, **kwargs)
         with WithoutModes():

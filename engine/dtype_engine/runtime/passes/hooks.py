@@ -23,6 +23,7 @@ class PassHooks:
         under_way: the pass that is told, None between passes.
         hooked: the modules that have hooks.
         names: all that may have.
+        modules: those, and the one that they are below.
 
     autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
     """
@@ -31,6 +32,7 @@ class PassHooks:
         self.under_way: ForwardPass | None = None
         self.hooked: frozenset[str] = frozenset()
         self._modules = {name: child for name, child in module.named_modules() if name}
+        self.modules = (module, *self._modules.values())
         self._cancelled = cancelled
         self._autocast_on = autocast_on
         self._handles: list[Any] = []
@@ -47,7 +49,7 @@ class PassHooks:
         self.hooked = names
         for name, module in self._modules.items():
             if name in names:
-                self._handles.append(module.register_forward_pre_hook(self._before(name)))
+                self._handles.append(module.register_forward_pre_hook(self._before(name), with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after(name)))
 
     def only_stop(self) -> None:
@@ -72,13 +74,13 @@ class PassHooks:
             raise Cancelled
 
     def _before(self, name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
             run = self.under_way
             if run is None:
                 return None
             if self._cancelled():
                 raise Cancelled
-            return run.begin(name, module, args)
+            return run.begin(name, module, args, kwargs)
 
         return hook
 

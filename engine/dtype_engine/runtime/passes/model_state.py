@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+import torch
+from torch import nn
 
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.torch_private import slots_of
 
 
 @contextmanager
@@ -43,3 +49,58 @@ def keeping_codes(model: LiveModel) -> Iterator[None]:
             f"the model converts {converted[0].info.name} itself while it runs, so it can't be measured in {converted[0].dtype}; "
             "leave it in float32, float16 or bfloat16"
         )
+
+
+@contextmanager
+def same_random_numbers(device: torch.device) -> Iterator[None]:
+    """For a pass: it draws the numbers that every other draws, and whoever called it goes on with theirs."""
+    on_cuda = device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_cuda else []):
+        # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
+        torch.default_generator.manual_seed(0)
+        if on_cuda:
+            torch.cuda.manual_seed(0)
+        yield
+
+
+@contextmanager
+def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[None]:
+    """For a pass: where a module has another tensor than before as a parameter, a buffer or an attribute, it gets back what it had,
+    and the numbers that it keeps beside it. So every pass begins with the same, and a cast reaches the tensor that it casts. Such a
+    model is `stateful` from then on.
+
+    What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
+    """
+    held = [(module, [(kept, dict(kept)) for kept in _kept_by(module)]) for module in modules]
+    try:
+        yield
+    finally:
+        for module, found in held:
+            if any(
+                len(kept) != len(before) or not all(map(is_, kept.values(), before.values())) for kept, before in found
+            ):
+                model.stateful |= _put_back(module, [before for _, before in found])
+
+
+def _kept_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    return module.__dict__, *slots_of(module)
+
+
+def _put_back(module: nn.Module, found: list[dict[str, Any]]) -> bool:
+    """Put attributes, parameters and buffers back if a tensor was among what changed of them, and tell whether."""
+    changes = [
+        (kept, before, [name for name in kept if kept[name] is not before.get(name)])
+        for kept, before in zip(_kept_by(module), found, strict=True)
+    ]
+    for kept, before, names in changes[1:]:
+        names[:] = [name for name in names if before.get(name) is not None and kept[name] is not None]
+    pairs = [(kept[name], before.get(name)) for kept, before, names in changes for name in names]
+    if not any(isinstance(value, torch.Tensor) for pair in pairs for value in pair):
+        return False
+    for kept, before, names in changes:
+        for name in names:
+            if name in before:
+                kept[name] = before[name]
+            elif not isinstance(kept[name], bool):  # that something was done once
+                del kept[name]
+    return True

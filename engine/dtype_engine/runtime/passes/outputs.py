@@ -12,7 +12,9 @@ from dtype_engine.core.errors import NoForward
 def first_tensor(output: Any) -> torch.Tensor | None:
     """The first float tensor in a module's output: itself, or in a tuple, list, dict or model output."""
     if isinstance(output, torch.Tensor):
-        return output if output.is_floating_point() else None
+        return (
+            output if output.is_floating_point() and output.layout is torch.strided and not output.is_nested else None
+        )
     values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     for value in values:
         tensor = first_tensor(value)

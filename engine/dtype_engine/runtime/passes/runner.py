@@ -25,8 +25,9 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.hooks import PassHooks
-from dtype_engine.runtime.passes.model_state import keeping_codes, stored_values
+from dtype_engine.runtime.passes.model_state import keeping_codes, left_as_found, same_random_numbers, stored_values
 from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
 Result = TypeVar("Result")
@@ -91,19 +92,16 @@ class ForwardRunner:
         if uniform is None or key in model.requires_mixed_mode:
             trace = ForwardTrace(now, self._kind_of_rules, budget, whole)
             return self._candidate(batch, self._rules(), observer, trace, earlier)
-        kind = self._kind_of_rules if key in model.mixed_mode_is_noop else f"plain {uniform}, {self.settings}"
-        return self._candidate(batch, None, observer, ForwardTrace(now, kind, budget, whole), earlier)
+        trace = ForwardTrace(now, f"plain {uniform}, {self.settings}", budget, whole)
+        return self._candidate(batch, None, observer, trace, earlier)
 
     def settle_kind(self, batch: Batch, ran: CandidateRun) -> None:
-        """Find out, once for a dtype, whether a plain pass and one under the rules are the same, by the batch of a plain one run
-        once more: if the rules have nothing to do and give the same, a plain pass's outputs may be reused in a mixed one and the
-        other way round. For when nobody waits for figures. Raises Cancelled.
+        """Find out, once for a dtype and an order of calls, whether a plain pass and one under the rules are the same, by the batch
+        of a plain one run once more: if the rules have nothing to do and give the same, outputs of a plain pass whose calls have
+        that order may be reused in a mixed one and the other way round. For when nobody waits for figures. Raises Cancelled.
         """
-        model = self.model
-        uniform = model.uniform_dtype()
-        key = (uniform, self.settings)
-        known = model.mixed_mode_is_noop | model.mixed_mode_differs | model.requires_mixed_mode
-        if uniform is None or ran.reused or key in known:
+        model, kind = self.model, (ran.trace.kind, ran.trace.order)
+        if ran.reused or kind[0] == self._kind_of_rules or kind in model.mixed_mode_is_noop | model.mixed_mode_differs:
             return
         rules = self._rules()
         call = self._module_on(self.candidate_batch(batch))
@@ -112,9 +110,17 @@ class ForwardRunner:
             same = not rules.acted and torch.equal(main_output(under_rules)[1], main_output(ran.output)[1])
         except (NoForward, KernelError):
             same = False  # the figures stand
-        (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(key)
-        if same:
-            ran.trace.kind = self._kind_of_rules
+        (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(kind)
+
+    def _as_rules(self, kind: str, order: int) -> str:
+        """The kind of run that a pass whose calls have this order is the same as."""
+        return self._kind_of_rules if (kind, order) in self.model.mixed_mode_is_noop else kind
+
+    def _reusable(self, earlier: ForwardTrace, prefix: int) -> dict[tuple[str, int], int]:
+        """What of the first `prefix` calls of an earlier pass is reused."""
+        if self.model.stateful:
+            return {}
+        return earlier.reusable_calls(prefix, self._hooks.of_others(), self.model.writers)
 
     @property
     def _kind_of_rules(self) -> str:
@@ -150,10 +156,12 @@ class ForwardRunner:
         reusable_calls: dict[tuple[str, int], int] = {}
         known: Mapping[str, int] = {}
         prefix, changed = 0, set[str]()
-        if earlier is not None and earlier.kind == trace.kind:
+        if earlier is not None and self._as_rules(earlier.kind, earlier.order) == self._as_rules(
+            trace.kind, earlier.order
+        ):
             known, changed = earlier.uses(self.first_use), earlier.changed(trace.dtypes)
             prefix = min((known.get(name, 0) for name in changed), default=0)
-            reusable_calls = earlier.reusable_calls(prefix, self._hooks.of_others())
+            reusable_calls = self._reusable(earlier, prefix)
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, observer, trace, reusable_calls, earlier, autocast=self.autocast
@@ -243,7 +251,8 @@ class ForwardRunner:
                     ran = self._run(call, None, observer, None, {})
                     if self._order not in self.first_use:
                         # A pass of its own: torch takes other paths when any mode is there.
-                        self._run(call, FirstUseRecorder(model.by_id, model.device), NullObserver(), None, {})
+                        uses = FirstUseRecorder(model.by_id, model.device)
+                        self._run(call, uses, NullObserver(), None, {}, watched=True)
                         self._keep_uses()
                     return ran
             except (Cancelled, UserError):
@@ -251,7 +260,8 @@ class ForwardRunner:
             except Exception:
                 model.requires_mixed_mode.add("reference")
                 raise RunAgain from None
-        ran = self._run(call, ReferenceMode(model.by_id, model.device, shares_memory=True), observer, None, {})
+        widened = ReferenceMode(model.by_id, model.device, shares_memory=True)
+        ran = self._run(call, widened, observer, None, {}, watched=True)
         self._keep_uses()
         return ran
 
@@ -276,8 +286,9 @@ class ForwardRunner:
         """
         mode = PartialCastMode(self.model.by_id, self.model.device, self.compute, drifting, inside, self._rounding())
         call = self._module_on(self.reference_batch(batch))
-        reusable_calls = earlier.reusable_calls(prefix, self._hooks.of_others()) if earlier is not None else {}
-        return self._run(call, mode, observer, trace, reusable_calls, earlier)[0], mode
+        reusable_calls = self._reusable(earlier, prefix) if earlier is not None else {}
+        watched = trace is not None
+        return self._run(call, mode, observer, trace, reusable_calls, earlier, watched=watched)[0], mode
 
     def run_observed(
         self,
@@ -305,22 +316,32 @@ class ForwardRunner:
         earlier: ForwardTrace | None = None,
         autocast: torch.dtype | None = None,
         within: AutocastCastRecorder | None = None,
+        watched: bool = False,
     ) -> tuple[Result, float]:
-        model = self.model
-        run = self._hooks.under_way = ForwardPass(mode, observer, trace, reusable_calls, earlier)
-        started = time.perf_counter()
+        """watched: what calls do beside returning their outputs is noted on the model."""
+        model, modules = self.model, self._hooks.modules
+        run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id)
         try:
-            with ExitStack() as contexts:
-                contexts.enter_context(torch.no_grad())
-                contexts.enter_context(reuse_outputs(model.module, run))
-                contexts.enter_context(keeping_codes(model))
-                if autocast is not None:
-                    contexts.enter_context(torch.autocast(model.device.type, autocast))
-                    if within is not None:
-                        contexts.enter_context(within)
-                if mode is not None:
-                    contexts.enter_context(mode)
-                output = call()
+            with same_random_numbers(model.device), left_as_found(model, modules), keeping_codes(model):
+                if watched:
+                    run.effects = SideEffects(modules, model.device)
+                self._hooks.under_way = run
+                started = time.perf_counter()
+                with ExitStack() as contexts:
+                    contexts.enter_context(torch.no_grad())
+                    contexts.enter_context(reuse_outputs(model.module, run))
+                    if autocast is not None:
+                        contexts.enter_context(torch.autocast(model.device.type, autocast))
+                        if within is not None:
+                            contexts.enter_context(within)
+                    if mode is not None:
+                        contexts.enter_context(mode)
+                    output = call()
+                if model.device.type == "cuda":
+                    torch.cuda.synchronize(model.device)
+                seconds = time.perf_counter() - started - run.observing_seconds
+                if run.effects is not None:
+                    self._note(run.effects)
         except (Cancelled, UserError):
             raise
         except torch.OutOfMemoryError as error:
@@ -332,12 +353,18 @@ class ForwardRunner:
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._hooks.under_way = None
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
         self._order = run.order
         noted = mode.first_use.items() if mode is not None else ()
         self._uses = {model.by_id[key].info.name: finished for key, finished in noted}
-        return output, time.perf_counter() - started - run.observing_seconds
+        return output, seconds
+
+    def _note(self, effects: SideEffects) -> None:
+        """Keep what a pass was seen to do beside returning its output."""
+        model = self.model
+        model.writers |= effects.writers
+        model.stateful |= effects.is_stateful()
+        names = (model.by_id[id(tensor)].info.name for tensor in effects.overwritten() if id(tensor) in model.by_id)
+        model.overwritten = list(dict.fromkeys([*model.overwritten, *names]))
 
 
 def _least(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

@@ -11,7 +11,7 @@ pass, and such a call is not reused.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Container, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -41,13 +41,21 @@ class ModuleCall:
 _OPAQUE = object()
 
 
-def record_call(module: str, call: int, began_after: int, output: Any, reading: Any) -> ModuleCall:
-    """Note a call. An output with anything but tensors and plain values in it (a cache, say) can't be reused."""
+def record_call(
+    module: str, call: int, began_after: int, output: Any, reading: Any, weights: Container[int] = ()
+) -> ModuleCall:
+    """Note a call. What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the
+    `weights` (by `id`) itself, which has other values after a cast, a tensor with a history of gradients, one that nobody counts
+    what is written to it, and a nested one.
+    """
+    tensors: list[torch.Tensor] = []
+    if not _tensors_of(output, tensors) or any(
+        id(tensor) in weights or tensor.requires_grad or version_of(tensor) < 0 or tensor.is_nested
+        for tensor in tensors
+    ):
+        return ModuleCall(module, call, began_after, _OPAQUE, reading)
     if isinstance(output, torch.Tensor):
         return ModuleCall(module, call, began_after, output, reading, ((output, version_of(output)),))
-    tensors: list[torch.Tensor] = []
-    if not _tensors_of(output, tensors):
-        return ModuleCall(module, call, began_after, _OPAQUE, reading)
     # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
     kept = _rebuilt(output, lambda tensor: tensor)
     return ModuleCall(module, call, began_after, kept, reading, tuple((t, version_of(t)) for t in tensors))
@@ -111,10 +119,13 @@ class ForwardTrace:
         """The weights that have another dtype among these."""
         return {name for name, dtype in dtypes.items() if self.dtypes[name] != dtype}
 
-    def reusable_calls(self, prefix: int, hooked: Set[str] = frozenset()) -> dict[tuple[str, int], int]:
+    def reusable_calls(
+        self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
+    ) -> dict[tuple[str, int], int]:
         """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,
         and those inside it are reused by themselves. So it is with one of a `hooked` module or that has calls of such in it: their
-        hooks need their outputs, and may have changed them; and nothing inside a reused call is called at all."""
+        hooks need their outputs, and may have changed them; and nothing inside a reused call is called at all. And with one of the
+        `writers`, which change what they are given: what has such a call in it gave that itself, or is one of them."""
         before = [0]  # calls of hooked modules before each index
         for call in self.calls[:prefix]:
             before.append(before[-1] + (call.module in hooked))
@@ -122,7 +133,7 @@ class ForwardTrace:
         index = prefix - 1
         while index >= 0:
             call = self.calls[index]
-            if call.usable and before[index + 1] == before[call.began_after]:
+            if call.module not in writers and call.usable and before[index + 1] == before[call.began_after]:
                 indices[call.module, call.call] = index
                 index = call.began_after - 1
             else:

@@ -1,0 +1,326 @@
+"""Models whose modules do more than return an output: re-measuring gives what a new session gives, and so do causes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+import dtype_engine as de
+from dtype_engine.recipe import Recipe, Rule
+
+WIDTH = 8
+
+
+class Layers(nn.Module):
+    """Three linear layers and a head; a subclass says how they are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.two, self.three, self.head = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class InPlace(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.act = nn.ReLU(inplace=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = torch.tanh(self.one(x))
+        self.act(y)
+        return self.head(self.two(y) + y)
+
+
+class Adds(nn.Module):
+    """Writes to what it is given, and returns nothing."""
+
+    def forward(self, x: torch.Tensor) -> None:
+        x.add_(1.0)
+
+
+class ReturnsNothing(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.add = Adds()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x) * 2
+        self.add(y)
+        return self.head(self.two(y))
+
+
+class Fills(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, shared: Any = None) -> torch.Tensor:
+        y = self.linear(x)
+        if isinstance(shared, dict):
+            shared["kept"] = (y,)
+        else:
+            shared.append(y)
+        return x + 1
+
+
+class SharesInDict(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fills = Fills()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, Any] = {}
+        y = self.fills(self.one(x), shared=shared)
+        return self.head(self.two(y) + shared["kept"][0])
+
+
+class SharesInList(SharesInDict):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: list[torch.Tensor] = []
+        y = self.fills(self.one(x), shared)
+        return self.head(self.two(y) + shared[0])
+
+
+class Keeps(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.linear(x)
+        return x
+
+
+class KeepsOnItself(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps = Keeps()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.keeps(self.one(x))
+        return self.head(self.two(y) + self.keeps.kept)
+
+
+class WritesItsBuffer(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.mean.copy_(self.one(x).mean(0))
+        return self.head(self.two(x) + self.mean)
+
+
+class Seeds(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(3)
+        return x + torch.rand_like(x)
+
+
+class Draws(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.rand_like(x)
+
+
+class DrawsNumbers(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seeds, self.draws = Seeds(), Draws()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.draws(self.two(self.draws(self.seeds(self.one(x))))))
+
+
+class CallsForward(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one.forward(x + 1)
+        return self.head(self.two(self.one(x)) + y)
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.linear(x)
+        raise ValueError("not this one")
+
+
+class CatchesAnError(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.raises = Raises()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.one(x)
+        try:
+            x = self.raises(x)
+        except ValueError:
+            x = self.two(x)
+        return self.head(self.three(x))
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self) -> torch.Tensor:
+        return self.weight
+
+
+class ReturnsItsWeight(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        table = self.table()
+        return self.head(functional.linear(self.two(self.one(x)), table))
+
+
+class TakesGradients(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        with torch.enable_grad():
+            y = y.detach().requires_grad_(True)
+            (slope,) = torch.autograd.grad(torch.tanh(self.two(y)).sum(), y)
+        return self.head(self.three(y + slope))
+
+
+class WithoutCounting(Layers):
+    """No version is counted of what is made in it."""
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.two(self.one(x)))
+
+
+MODELS: tuple[type[Layers], ...] = (
+    InPlace,
+    ReturnsNothing,
+    SharesInDict,
+    SharesInList,
+    KeepsOnItself,
+    WritesItsBuffer,
+    DrawsNumbers,
+    CallsForward,
+    CatchesAnError,
+    ReturnsItsWeight,
+    TakesGradients,
+    WithoutCounting,
+)
+DTYPES = ("float32", "bfloat16")
+
+
+def opened(module: nn.Module) -> Any:
+    inputs = [{"x": torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))} for rows in (2, 3, 5)]
+    return de.open(deepcopy(module), inputs=inputs, options=de.Options(modules="exact"))
+
+
+def figures(session: Any) -> tuple[str, list[str]]:
+    report = session.drift()
+    return str(report.output), [str(module) for module in report.modules]
+
+
+def stored_in(make: Callable[[], nn.Module], dtype: str) -> nn.Module:
+    return make().eval().to(getattr(torch, dtype))
+
+
+CASES = [
+    pytest.param(make, dtype, id=f"{make.__name__}-{dtype}")
+    for make in MODELS
+    for dtype in DTYPES
+    if (make, dtype) != (WritesItsBuffer, "bfloat16")
+]
+
+
+@pytest.mark.parametrize(("make", "stored"), CASES)
+def test_measuring_again_is_measuring_anew(make: Callable[[], nn.Module], stored: str) -> None:
+    module = stored_in(make, stored)
+    session = opened(module)
+    figures(session)
+    names = [name for name, child in module.named_modules() if list(child.parameters(recurse=False))]
+    for pattern, dtype in [*((name, "float16") for name in reversed(names)), ("head", "int8"), ("two", stored)]:
+        session.cast(pattern, dtype)
+        anew = opened(module)
+        anew.apply(session.recipe)
+        assert figures(session) == figures(anew), (pattern, dtype)
+
+
+@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+def test_causes_are_those_of_a_recipe_for_each_part(make: Callable[[], nn.Module]) -> None:
+    module = stored_in(make, "float32")
+    session = opened(module)
+    session.cast("head", "bfloat16")
+    session.cast("two", "float16")
+    causes = {cause.name: cause.drift for cause in session.causes().causes}
+    assert causes
+    for name, dtype in (("head", "bfloat16"), ("two", "float16")):
+        alone = opened(module)
+        alone.apply(Recipe((Rule(name, dtype),)))
+        (only,) = [cause.drift for cause in alone.causes().causes if cause.name == name]
+        assert causes[name] == pytest.approx(only, rel=1e-6)
+
+
+class ReplacesItsBuffer(Layers):
+    """As CTRL does with the sines of its positions: in the dtype of what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("sines", torch.rand(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x)
+        self.sines = self.sines.to(y.dtype)
+        return self.head(self.two(y + self.sines))
+
+
+class GoesOn(Layers):
+    """Keeps what it has seen for the next call, as a stream does."""
+
+    hidden: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x).mean(0)
+        self.hidden = y if self.hidden is None else y + self.hidden
+        return self.head(self.two(x) + self.hidden)
+
+
+@pytest.mark.parametrize("make", [ReplacesItsBuffer, GoesOn], ids=lambda make: make.__name__)
+def test_a_pass_leaves_nothing_to_the_next(make: Callable[[], nn.Module]) -> None:
+    session = opened(stored_in(make, "float32"))
+    before = figures(session)
+    assert session.drift().output.sqnr_db == math.inf
+    session.cast("*", "bfloat16")
+    assert figures(session) == figures(session) != before
+    session.undo()
+    assert figures(session) == before
+
+
+def test_what_a_model_draws_is_the_same_in_reference_and_candidate() -> None:
+    module = stored_in(DrawsNumbers, "float32")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    session = opened(module)
+    assert session.drift().output.sqnr_db == math.inf
+    assert torch.equal(torch.rand(3), expected)  # and the caller's numbers go on as if there had been no pass
+
+
+def test_a_model_that_writes_to_its_buffer_is_told() -> None:
+    (notice,) = opened(stored_in(WritesItsBuffer, "float32")).drift().notices
+    assert notice == "the model writes to mean while it runs: each pass begins with what the last one left"
+
+
+def test_what_is_written_to_a_widened_buffer_is_not_lost_in_silence() -> None:
+    with pytest.raises(de.UserError, match=r"writes to mean while it runs; .* stored in bfloat16: store it in float32"):
+        opened(stored_in(WritesItsBuffer, "bfloat16")).drift()
