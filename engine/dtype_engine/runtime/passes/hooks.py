@@ -90,7 +90,8 @@ class PassHooks:
             if run is None:
                 return
             started = time.perf_counter()
-            with self._apart(run) if run.mode is not None or self._autocast_on else nullcontext():
+            apart = run.mode is not None or self._autocast_on or torch.is_inference_mode_enabled()
+            with self._apart(run) if apart else nullcontext():
                 run.finish(name, output)
             run.observing_seconds += time.perf_counter() - started
 
@@ -98,8 +99,13 @@ class PassHooks:
 
     @contextmanager
     def _apart(self, run: ForwardPass) -> Iterator[None]:
-        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes."""
+        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes. In a model's
+        `torch.inference_mode` it would make tensors that can't be written to after the pass.
+        """
         with ExitStack() as contexts:
+            if torch.is_inference_mode_enabled():
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.no_grad())
             if run.mode is not None:
                 contexts.enter_context(WithoutModes())
             if self._autocast_on:

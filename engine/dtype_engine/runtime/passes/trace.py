@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.model.torch_private import base_of, version_of
 
 
 @dataclass(slots=True)
@@ -45,12 +45,16 @@ def record_call(
     module: str, call: int, began_after: int, output: Any, reading: Any, weights: Container[int] = ()
 ) -> ModuleCall:
     """Note a call. What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the
-    `weights` (by `id`) itself, which has other values after a cast, a tensor with a history of gradients, one that nobody counts
-    what is written to it, and a nested one.
+    `weights` (by `id`) or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients,
+    one that nobody counts what is written to it, and a nested one.
     """
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or any(
-        id(tensor) in weights or tensor.requires_grad or version_of(tensor) < 0 or tensor.is_nested
+        id(tensor) in weights
+        or id(base_of(tensor)) in weights
+        or tensor.requires_grad
+        or version_of(tensor) < 0
+        or tensor.is_nested
         for tensor in tensors
     ):
         return ModuleCall(module, call, began_after, _OPAQUE, reading)
