@@ -59,7 +59,8 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
         # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
         torch.default_generator.manual_seed(0)
         if on_cuda:
-            torch.cuda.manual_seed(0)
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(0)
         yield
 
 

@@ -236,6 +236,22 @@ class PartlyWithoutCounting(Layers):
         return self.head(x)
 
 
+class Packs(nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        return torch.nested.nested_tensor([x, x[:1]]), x.to_sparse()
+
+
+class PassesNestedAndSparse(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.packs = Packs()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        nested, sparse = self.packs(self.one(x).float())
+        both = nested.to_padded_tensor(0.0).sum(0) + sparse.to_dense()
+        return self.head(self.two(both.to(x.dtype)))
+
+
 MODELS: tuple[type[Layers], ...] = (
     InPlace,
     ReturnsNothing,
@@ -251,6 +267,7 @@ MODELS: tuple[type[Layers], ...] = (
     TakesGradients,
     WithoutCounting,
     PartlyWithoutCounting,
+    PassesNestedAndSparse,
 )
 DTYPES = ("float32", "bfloat16")
 
@@ -277,6 +294,7 @@ CASES = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "stored"), CASES)
 def test_measuring_again_is_measuring_anew(make: Callable[[], nn.Module], stored: str) -> None:
     module = stored_in(make, stored)
