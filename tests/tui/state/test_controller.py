@@ -91,6 +91,16 @@ def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
     assert alone.experiment.report is None
 
 
+def test_what_a_measurement_has_to_say_is_said_once(alone: Alone) -> None:
+    ready = events.ModelReady(alone.experiment.tree, "LlamaForCausalLM", "cpu", 1.0, "prompts", ("made at random",))
+    assert alone.controller.handle(ready)
+    assert [sentence for sentence, _ in alone.said] == ["made at random"]
+    for notices in (("made at random", "the model writes to steps"), ("the model writes to steps",)):
+        told = dataclasses.replace(report(Recipe()), notices=notices)
+        assert alone.controller.handle(events.Measured(Recipe(), told))
+    assert alone.said[1:] == [("the model writes to steps", "warning")]
+
+
 def test_a_rule_is_told_to_the_engine_and_drawn_and_one_that_takes_nothing_is_not(alone: Alone) -> None:
     alone.opened()
     alone.controller.add_rule(Rule("*", "bfloat16"))

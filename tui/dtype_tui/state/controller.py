@@ -62,6 +62,7 @@ class Controller:
         self._preset: str | None = None
         """The preset to begin with, until it is in force."""
         self._after_preset = Recipe()
+        self._told: set[str] = set()
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
@@ -87,6 +88,8 @@ class Controller:
                 self.experiment.take(event)
                 if isinstance(event, events.CastDone) and (words := loss_notice(event.lost or ())):
                     self.notify(words, "warning")
+                if isinstance(event, events.Measured):
+                    self._notify_all([each for each in event.report.notices if each not in self._told], "warning")
         return True
 
     def _handle_opening(self, event: events.HeadersRead | events.ModelReady | events.OpenFailed) -> None:
@@ -126,7 +129,8 @@ class Controller:
                 self.life.heard_of_end(event.job)
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
 
-    def _notify_all(self, sentences: tuple[str, ...], severity: Severity) -> None:
+    def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
+        self._told.update(sentences)  # a measurement's are not said again
         for sentence in sentences:
             self.notify(sentence, severity)
 

@@ -16,6 +16,7 @@ import dtype_engine as de
 from dtype_engine.recipe import Recipe, Rule
 
 WIDTH = 8
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 
 
 class Layers(nn.Module):
@@ -294,7 +295,6 @@ CASES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize(("make", "stored"), CASES)
 def test_measuring_again_is_measuring_anew(make: Callable[[], nn.Module], stored: str) -> None:
     module = stored_in(make, stored)
