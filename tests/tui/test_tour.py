@@ -151,6 +151,10 @@ async def test_keys_that_were_put_elsewhere_are_named() -> None:
         assert step(app) == 0
 
 
+def _words_below(app: DtypeApp, row: int) -> list[str]:
+    return " ".join(line.strip() for line in lines(app)[row:]).split()
+
+
 @pytest.mark.parametrize("size", [(60, 15), SMALL, (120, 36)])
 async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing(size: tuple[int, int]) -> None:
     app = make_app(begins_tour=True)
@@ -162,10 +166,8 @@ async def test_the_panel_covers_neither_the_cursor_nor_the_keys_and_cuts_nothing
         for index in range(len(STEPS)):
             app.guide.tour.index = index
             app.guide._show()
-            await pilot.pause()
-            panel = app.query_one(TourPanel)
-            words = " ".join(line.strip() for line in lines(app)[panel.region.y + 1 :])
-            assert words.split() == app.guide.tour.words.split()
+            panel, tour = app.query_one(TourPanel), app.guide.tour
+            await until(pilot, lambda: _words_below(app, panel.region.y + 1) == tour.words.split(), 5)  # noqa: B023
             assert panel.region.height <= (4 if size[0] == 60 else 3)
             assert tree.region.height >= 6
             assert not panel.region.overlaps(tree.region)
