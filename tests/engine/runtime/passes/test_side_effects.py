@@ -155,7 +155,7 @@ class Raises(nn.Module):
         raise ValueError("not this one")
 
 
-class CatchesAnError(Layers):
+class Tries(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.raises = Raises()
@@ -166,7 +166,16 @@ class CatchesAnError(Layers):
             x = self.raises(x)
         except ValueError:
             x = self.two(x)
-        return self.head(self.three(x))
+        return self.three(x)
+
+
+class CatchesAnError(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tries = Tries()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.tries(self.one(x)))
 
 
 class Table(nn.Module):
