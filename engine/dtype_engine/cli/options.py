@@ -151,8 +151,8 @@ _MEASURING = (
         type=click.Choice(["sampled", "exact"]),
         default="sampled",
         show_default=True,
-        help="Compare a sample of the rows (tokens) of modules' outputs, ± one standard error, or all rows. The main output is "
-        "always compared in full.",
+        help="Compare modules' outputs in a sample of sequences and rows (tokens), ± one standard error, or in full. The main "
+        "output is always compared in full.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],

@@ -302,8 +302,8 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     )
     chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
     sample = (
-        "A sample of each output's rows was compared: ± is the standard error of the SQNR, and max |Δ| and non-finite are of "
-        "those rows. --modules exact compares all."
+        "Outputs of modules were compared in a sample of sequences and rows: ± is the standard error of the SQNR, and max |Δ| and "
+        "non-finite are of those. --modules exact compares all."
     )
     table = Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)
     return Section("Where it drifts", (*((sample,) if is_sampled(worst) else ()), chart, table))

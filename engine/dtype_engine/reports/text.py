@@ -216,7 +216,7 @@ def drift_text(report: DriftReport) -> str:
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
     if worst := worst_modules(report.modules)[:8]:
-        how = " (of a sample of rows; --modules exact compares all)" if is_sampled(worst) else ""
+        how = " (of a sample; --modules exact compares all)" if is_sampled(worst) else ""
         lines.append(f"worst modules by SQNR{how}")
         lines += table_lines(
             [(printable(each.name), f"{module_text(each)}  max |Δ| {each.max_abs:.3e}") for each in worst],

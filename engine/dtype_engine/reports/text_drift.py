@@ -47,13 +47,13 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def module_text(reading: ModuleDrift) -> str:
-    """`43.17 dB`, and ` ± 0.30` where a sample of the output's rows was compared: one standard error."""
+    """`43.17 dB`, and ` ± 0.30` where its output was compared in a sample: one standard error."""
     words = decibels(reading.sqnr_db)
     return words if reading.sqnr_error_db < 0.005 else f"{words} ± {reading.sqnr_error_db:.2f}"
 
 
 def is_sampled(modules: Iterable[ModuleDrift]) -> bool:
-    """Whether a sample of the rows was compared of any of these outputs, and not each."""
+    """Whether any of these outputs was compared in a sample of sequences or rows, and not in full."""
     return any(reading.sqnr_error_db for reading in modules)
 
 

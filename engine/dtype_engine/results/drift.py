@@ -133,8 +133,8 @@ class ModuleDrift:
     `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an
     expert that was given other tokens).
 
-    sqnr_error_db: its standard error where not every row of the output was compared, 0.0 where each was. Then `max_abs` and
-    `nonfinite` are over the rows that were.
+    sqnr_error_db: its standard error where a sample of sequences and rows was compared, whose `max_abs` and `nonfinite` these are;
+    0.0 where all were, or nothing differed in those that were.
     """
 
     name: str

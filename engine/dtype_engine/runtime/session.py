@@ -25,7 +25,7 @@ from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
 from dtype_engine.runtime.measure.comparison import OnModules
-from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for
+from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for, unheard
 from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import aggregate
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -65,7 +65,7 @@ class Session(ExportableModel):
     def drift(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = lambda modules: None,
+        on_modules: OnModules = unheard,
         cancelled: IsCancelled = never,
         on_reading: OnReading = lambda reading: None,
         precision: Precision | None = None,

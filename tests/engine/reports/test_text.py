@@ -86,7 +86,7 @@ def test_a_reading_of_weights_alone_says_so() -> None:
         assert "weights only" not in drift_text(dataclasses.replace(found, activations="weights"))
 
 
-def test_a_sample_of_rows_is_told_and_all_of_them_not() -> None:
+def test_a_sample_is_told_and_a_full_comparison_not() -> None:
     from tests.helpers.recording_engine import report
 
     from dtype_engine.recipe import Recipe
@@ -95,5 +95,5 @@ def test_a_sample_of_rows_is_told_and_all_of_them_not() -> None:
     whole = ModuleDrift("model.norm", 30.0, 0.5, 0)
     for module, told in ((whole, False), (dataclasses.replace(whole, sqnr_error_db=0.2), True)):
         found = dataclasses.replace(report(Recipe()), modules=(module,))
-        assert ("of a sample of rows" in drift_text(found)) == told
+        assert ("of a sample;" in drift_text(found)) == told
         assert ("30.00 dB ± 0.20" in drift_text(found)) == told

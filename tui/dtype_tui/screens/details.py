@@ -42,7 +42,7 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row(
                 "drift",
                 f"SQNR {module_text(reading)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
-                + (" in the sample of rows that was compared" if is_sampled((reading,)) else ""),
+                + (" in the sample that was compared" if is_sampled((reading,)) else ""),
             )
     tensor = experiment.tensor(node) if module is None else None
     if tensor is not None:

@@ -223,7 +223,7 @@ class Attribution:
             prefix = 0
             if part is not None and base.trace.calls:
                 # A module that this batch's pass does not call is run in no place of it.
-                prefix = min(base.uses.get(name, len(base.trace.calls)) for name in part.modules)
+                prefix = min(base.uses.get(name, len(base.trace.names)) for name in part.modules)
             output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, base.trace, prefix)
             name, candidate = main_output(output)
             if comparison is None:

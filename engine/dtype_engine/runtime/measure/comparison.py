@@ -5,9 +5,8 @@ An output here is the first floating tensor that a module's call returned, of an
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ import torch
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper
+from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.row_comparison import ModuleSums, RowComparison
 from dtype_engine.runtime.model.torch_private import version_of
-from dtype_engine.runtime.numerics.metrics import sqnr_db
 from dtype_engine.runtime.numerics.sequence_comparison import ElementSums
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
@@ -31,20 +30,6 @@ _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logi
 def is_distribution(name: str, output: torch.Tensor) -> bool:
     """Whether the output field `name` holds logits over classes or tokens in its last dimension."""
     return name in _DISTRIBUTIONS and output.ndim >= 2 and output.shape[-1] >= 2
-
-
-def module_drifts(sums: Mapping[str, ModuleSums]) -> tuple[ModuleDrift, ...]:
-    """The figures of each module; its SQNR and the standard error of that are in dB, None where there is nothing to compare."""
-    return tuple(
-        ModuleDrift(
-            name,
-            sqnr_db(each.energy, each.noise) if each.comparable else None,
-            each.max_abs,
-            each.nonfinite,
-            10 / math.log(10) * math.sqrt(each.variance) / each.noise if each.variance and not each.nonfinite else 0.0,
-        )
-        for name, each in sums.items()
-    )
 
 
 def compare_output(kept: KeptRows, candidate: torch.Tensor) -> ModuleSums:
@@ -125,18 +110,22 @@ class _Last:
 
 @dataclass(slots=True)
 class _Kept:
-    """What is kept of one output, once it was looked at: `rows` is None where it did not fit. names: whose output it is."""
+    """What is kept of one output, once it was looked at: `rows` is None where it did not fit. names: whose output it is.
+    taken: it is or will be looked at.
+    """
 
-    names: list[tuple[str, int]]
+    names: list[tuple[str, int]] = field(default_factory=list)
     rows: KeptRows | None = None
     known: bool = False
+    taken: bool = False
 
 
 class OutputRecorder:
     """Observes a reference pass: keeps `rows` of every module output, or all of them `in_full`, up to `budget` bytes.
 
     `kept` has them by (module, call) after `finish`, `left_out` the modules with an output that did not fit. `on_progress(calls)`.
-    at_once: modules whose outputs are written to after they returned, as far as it is known; see `WaitingOutputs`.
+    at_once: modules whose outputs are written to after they returned, as far as it is known; see `WaitingOutputs`. wanted: the
+    modules whose outputs are kept, None for all; that of the one that gives the main output always is.
     """
 
     def __init__(
@@ -146,6 +135,7 @@ class OutputRecorder:
         on_progress: Callable[[int], None] = lambda calls: None,
         in_full: bool = False,
         rows: int = MOST_ROWS,
+        wanted: Container[str] | None = None,
     ) -> None:
         self.kept: dict[tuple[str, int], KeptRows] = {}
         self.left_out: set[str] = set()
@@ -153,13 +143,18 @@ class OutputRecorder:
         self._budget = budget
         self._on_progress = on_progress
         self._in_full = in_full
+        self._wanted = wanted
         self._rows = RowKeeper(in_full, rows)
         self._throttle = Throttle(first=False)
         self._outputs = WaitingOutputs(at_once)
         self._last: tuple[_Last, _Kept] | None = None
 
-    def finish(self) -> bool:
-        """The pass is over. False where outputs were missed: it has to be run again, with another recorder."""
+    def finish(self, output: torch.Tensor | None = None) -> bool:
+        """The pass is over; `output` is the main one. False where outputs were missed: it has to be run again, with another
+        recorder.
+        """
+        if self._last is not None and not self._last[1].taken and output is not None and self._last[0].is_same(output):
+            self._keep([(output, self._last[1])])
         self._keep(self._outputs.take())
         self._rows.finish()
         return not self._outputs.missed
@@ -177,14 +172,14 @@ class OutputRecorder:
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1
-        if self._last is not None and self._last[0].is_same(output):
-            kept = self._last[1]
-            kept.names.append((module, call))
-            if kept.known:
-                self._note(kept)
-        else:
-            kept = _Kept([(module, call)])
-            self._last = _Last.of(output), kept
+        if self._last is None or not self._last[0].is_same(output):
+            self._last = _Last.of(output), _Kept()
+        kept = self._last[1]
+        kept.names.append((module, call))
+        if kept.known:
+            self._note(kept)
+        elif not kept.taken and (self._wanted is None or module in self._wanted):
+            kept.taken = True
             self._keep(self._outputs.add(module, output, kept))
         if self._throttle.due():
             self._on_progress(self.calls)
@@ -212,21 +207,25 @@ class OutputComparer:
 
     Sums are filled in many at once; `finish` once the pass is over.
 
-    before: the sums of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. at_once: as for an
-    `OutputRecorder`.
+    before: the totals of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. at_once: as for an
+    `OutputRecorder`. left: in how many sequences beside this not all modules were compared; compared: all are in this one.
     """
 
     def __init__(
         self,
         reference: Mapping[tuple[str, int], KeptRows],
         at_once: set[str],
-        before: Mapping[str, ModuleSums],
+        before: Mapping[str, ModuleTotal],
         on_progress: Callable[[int], None],
         on_modules: OnModules,
+        left: int = 0,
+        compared: bool = True,
     ) -> None:
         self.sums: dict[str, ModuleSums] = {}
         self._reference = reference
         self._before = before
+        self._left = left
+        self._compared = compared
         self._on_progress = on_progress
         self._on_modules = on_modules
         self._calls = 0
@@ -304,11 +303,7 @@ class OutputComparer:
             self._fill_in()
             news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()
-            self._on_modules(module_drifts(news))
+            self._on_modules(module_drifts(news, self._left))
 
-    def _total(self, module: str) -> ModuleSums:
-        total = ModuleSums()
-        if module in self._before:
-            total.add(self._before[module])
-        total.add(self.sums[module])
-        return total
+    def _total(self, module: str) -> ModuleTotal:
+        return self._before.get(module, ModuleTotal()).with_sequence(self.sums[module], self._compared)

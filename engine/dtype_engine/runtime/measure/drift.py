@@ -12,13 +12,15 @@ from dtype_engine.core.errors import NoForward
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, Extent, Seconds
+from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, Seconds
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.inputs.processors import text_config
-from dtype_engine.runtime.measure.comparison import OnModules, OutputComparer, OutputRecorder, module_drifts
+from dtype_engine.runtime.measure.comparison import OnModules, OutputComparer, OutputRecorder
 from dtype_engine.runtime.measure.module_rows import rows_each
+from dtype_engine.runtime.measure.module_sample import ModuleSample, compared_sequences
+from dtype_engine.runtime.measure.module_totals import module_drifts
 from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
@@ -35,6 +37,10 @@ WHOLE_SHARE = 50
 """A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
+
+
+def unheard(modules: tuple[ModuleDrift, ...]) -> None:
+    """Nobody asks for modules before the end."""
 
 
 def budget_for(asked: int | None = None) -> int:
@@ -63,15 +69,26 @@ class DriftMeter:
     _traces: dict[int, tuple[ForwardTrace, bool]] = field(default_factory=dict)
     """Of each sequence, and whether its modules were compared in full."""
     _records: dict[int, ReferenceRecord] = field(default_factory=dict)
-    _calls: dict[int, int] = field(default_factory=dict)
+    _calls: dict[tuple[int, bool], int] = field(default_factory=dict)
+    """Of a pass over each sequence, with all modules watched or those that have to be."""
     _left_wide: set[str] = field(default_factory=set)
     _written: set[str] = field(default_factory=set)
     """Modules whose outputs are written to after they returned."""
+    _routed: bool = field(init=False)
+    _sample: ModuleSample = field(init=False)
+
+    def __post_init__(self) -> None:
+        batches, modules = self.inputs.batches, [name for name, _ in self.model.module.named_modules() if name]
+        elements = [batch.elements for batch in batches]
+        every = frozenset(range(len(batches)))
+        self._routed = _routes_tokens(self.model)
+        chosen = every if self._routed else compared_sequences(running_order(batches), elements)
+        self._sample = ModuleSample(chosen, modules)
 
     def measure(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = lambda modules: None,
+        on_modules: OnModules = unheard,
         cancelled: IsCancelled = never,
         on_reading: OnReading = lambda reading: None,
         enough: Enough = lambda extent: False,
@@ -137,7 +154,7 @@ class DriftMeter:
     def readings(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = lambda modules: None,
+        on_modules: OnModules = unheard,
         cancelled: IsCancelled = never,
         modules_in_full: InFull = never,
     ) -> Generator[Reading, None, None]:
@@ -145,8 +162,8 @@ class DriftMeter:
 
         `on_progress("reference" | "candidate", done, total)` counts elements of the inputs over all passes that are to be run;
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
-        `modules_in_full()` is asked before each pass and after the last: whether every row of the modules' outputs is compared,
-        instead of a sample; sequences whose were not are then run again.
+        `modules_in_full()` is asked before each pass and after the last: whether every row of the modules' outputs is compared in
+        every sequence, instead of a sample; sequences whose were not are then run again.
         Raises NoForward, KernelError, Cancelled.
         """
         batches = self.inputs.batches
@@ -165,8 +182,12 @@ class DriftMeter:
                 if record is None or (in_full and not record.in_full):
                     record = self._reference(runner, number, progress, in_full)
                 before = {} if reading is None or again else reading.modules
-                progress.begin("candidate", number)
-                comparer = OutputComparer(record.modules, self._written, before, progress, on_modules)
+                left = (len(batches) if reading is None else reading.left) - (record.compared and not again)
+                progress.begin("candidate", number, record.compared)
+                runner.watched = None if record.compared else self._sample.watched_in(number)
+                comparer = OutputComparer(
+                    record.modules, self._written, before, progress, on_modules, left, record.compared
+                )
                 ran = self._candidate(runner, number, comparer, record)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
@@ -175,16 +196,19 @@ class DriftMeter:
                         f"({record.output_name}, {tuple(record.output.shape)}), so they can't be compared"
                     )
                 if reading is None:
-                    reading = Reading(name, candidate, len(batches), _routes_tokens(self.model))
+                    reading = Reading(name, candidate, len(batches), self._routed)
                 if not again:
                     reading.add(number, batch, record, ran, candidate)
                 comparer.finish(candidate, reading.sums_of(number))
-                reading.set_modules(number, comparer.sums)
-                if not record.in_full and any(sums.variance for sums in comparer.sums.values()):
+                reading.set_modules(number, comparer.sums, record.compared)
+                if not record.compared or (
+                    not record.in_full and any(sums.variance for sums in comparer.sums.values())
+                ):
                     sampled.append(number)
                 if not waiting and modules_in_full():
                     waiting, sampled = sampled, []
-                on_modules(module_drifts(reading.modules))
+                if on_modules is not unheard:
+                    on_modules(module_drifts(reading.modules, reading.left))
                 yield reading
                 if number in self._traces:
                     runner.settle_kind(batch, ran)
@@ -199,7 +223,7 @@ class DriftMeter:
         batch, left = self.inputs.batches[number], self.budget - self.kept_bytes
         while True:
             try:
-                ran = runner.candidate(batch, comparer, left, earlier, record.calls // WHOLE_SHARE)
+                ran = runner.candidate(batch, comparer, left, earlier, max(self._calls.values()) // WHOLE_SHARE)
                 if not comparer.missed():
                     break
             except RunAgain:
@@ -212,21 +236,27 @@ class DriftMeter:
     def _reference(self, runner: ForwardRunner, number: int, progress: _Progress, in_full: bool) -> ReferenceRecord:
         """Run the reference on one batch and keep what it gave if that fits the budget; a sample that is kept stays."""
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        rows = rows_each(len(self.inputs.batches))
+        rows = rows_each(len(self._sample.compared))
+        wanted = None if in_full else self._sample.compared_in(number)
+        runner.watched = None if in_full else self._sample.watched_in(number)
         while True:
-            progress.begin("reference", number)
-            recorder = OutputRecorder(max(left, self.working), self._written, progress, in_full, rows)
+            progress.begin("reference", number, wanted is None)
+            recorder = OutputRecorder(max(left, self.working), self._written, progress, in_full, rows, wanted)
             try:
                 output, seconds = runner.reference(self.inputs.batches[number], recorder)
             except RunAgain:
                 continue
-            if recorder.finish():
+            name, tensor = main_output(output)
+            if recorder.finish(tensor):
                 break
-        name, tensor = main_output(output)
+        if number in self._sample.compared:
+            self._sample.note(runner.finished, runner.spans)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()
-        record = ReferenceRecord(name, own, recorder.kept, recorder.left_out, seconds, recorder.calls, in_full)
-        self._calls[number] = recorder.calls
+        record = ReferenceRecord(
+            name, own, recorder.kept, recorder.left_out, seconds, recorder.calls, in_full, wanted is None
+        )
+        self._calls[number, wanted is None] = recorder.calls
         if record.nbytes <= left and number not in self._records:
             self._records[number] = record
         return record
@@ -239,18 +269,19 @@ class DriftMeter:
 class _Progress:
     """Called with the module calls of the pass under way, tells how much of all passes is done: of each, its input's elements.
 
-    calls: of a pass over a batch, where that is known by now. modules: how many the model has, the best guess before any pass.
+    calls: of a pass over a batch, with all modules watched or not, where that is known by now. modules: how many the model has, the
+    best guess before any pass.
     """
 
     def __init__(
-        self, on_progress: OnProgress, batches: tuple[Batch, ...], calls: dict[int, int], modules: int
+        self, on_progress: OnProgress, batches: tuple[Batch, ...], calls: dict[tuple[int, bool], int], modules: int
     ) -> None:
         self._on_progress = on_progress
         self._sizes = [batch.elements for batch in batches]
         self._calls = calls
         self._modules = modules
         self._total = 0
-        self._run, self._number = "", 0
+        self._run, self._number, self._all = "", 0, True
         self._done = 0
 
     def expect(self, numbers: Sequence[int], recorded: set[int]) -> None:
@@ -259,11 +290,11 @@ class _Progress:
         left = sum(self._sizes[number] * (1 if number in recorded else 2) for number in numbers)
         self._total = self._done + left
 
-    def begin(self, run: str, number: int) -> None:
-        """A pass over a batch begins; the one before has ended, unless this is the same once more."""
+    def begin(self, run: str, number: int, every: bool) -> None:
+        """A pass over a batch begins; the one before has ended, unless it is the same once more. every: it watches all modules."""
         if (self._run, self._number) != (run, number):
             self._end()
-        self._run, self._number = run, number
+        self._run, self._number, self._all = run, number, every
 
     def _end(self) -> None:
         if self._run:
@@ -271,7 +302,7 @@ class _Progress:
         self._run = ""
 
     def __call__(self, calls: int) -> None:
-        expected = self._calls.get(self._number) or max(self._calls.values(), default=self._modules)
+        expected = self._calls.get((self._number, self._all)) or max(self._calls.values(), default=self._modules)
         share = min(1.0, calls / max(1, expected))
         self._on_progress(self._run, self._done + int(share * self._sizes[self._number]), self._total)
 

@@ -9,8 +9,9 @@ import torch
 
 from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.measure.comparison import is_distribution, module_drifts
+from dtype_engine.runtime.measure.comparison import is_distribution
 from dtype_engine.runtime.measure.module_rows import KeptRows
+from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.row_comparison import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.metrics import OutputComparison
@@ -20,7 +21,9 @@ from dtype_engine.runtime.passes.runner import CandidateRun
 
 @dataclass(slots=True)
 class ReferenceRecord:
-    """What the reference gave for one batch. modules: what is kept of their outputs, by (name, call); `in_full`: all of each."""
+    """What the reference gave for one batch. modules: what is kept of their outputs, by (name, call). compared: that is of every
+    module; in_full: and all of each.
+    """
 
     output_name: str
     output: torch.Tensor
@@ -29,6 +32,7 @@ class ReferenceRecord:
     seconds: float
     calls: int
     in_full: bool
+    compared: bool
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,14 +65,14 @@ class Reading:
     Figures are worked out when they are asked for, since percentiles need every position sorted, and are the same in
     whatever order the sequences were run.
 
-    numbers: of the sequences, in the order in which they were run. modules: their sums, in that order. routed: the model sends
+    numbers: of the sequences, in the order in which they were run. modules: their totals, in that order. routed: the model sends
     tokens to experts. A token that goes elsewhere moves the output a hundred times as far as others do, and is rare: sequences
     without one say nothing of those to come, so how far they may be is not known.
     """
 
     def __init__(self, output_name: str, output: torch.Tensor, total: int, routed: bool = False) -> None:
         self.numbers: list[int] = []
-        self.modules: dict[str, ModuleSums] = {}
+        self.modules: dict[str, ModuleTotal] = {}
         self._output_name = output_name
         self._dimensions = output.ndim
         self._total = total
@@ -77,6 +81,7 @@ class Reading:
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
+        self._compared: set[int] = set()
         self._left_out: set[str] = set()
         self._reference_seconds = 0.0
         self._candidate_seconds = 0.0
@@ -106,23 +111,33 @@ class Reading:
         """Of the main output of a sequence that was taken in."""
         return self._comparison.sequences[number].sums
 
-    def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
-        """The sums of the modules of a sequence that was taken in, in place of those it had."""
-        if number in self._modules:
-            self._modules[number] = modules
+    def set_modules(self, number: int, modules: dict[str, ModuleSums], compared: bool) -> None:
+        """The sums of the modules of a sequence that was taken in, in place of those it had. compared: they are all in it."""
+        again = number in self._modules
+        self._modules[number] = modules
+        if compared:
+            self._compared.add(number)
+        if again:
             self.modules = self._all_modules()
             return
-        self._modules[number] = modules
         for module, sums in modules.items():
-            self.modules.setdefault(module, ModuleSums()).add(sums)
+            self.modules.setdefault(module, ModuleTotal()).add(sums, compared)
 
-    def _all_modules(self) -> dict[str, ModuleSums]:
-        """In the order of the inputs."""
-        total: dict[str, ModuleSums] = {}
-        for _, of_sequence in sorted(self._modules.items()):
-            for module, sums in of_sequence.items():
-                total.setdefault(module, ModuleSums()).add(sums)
-        return total
+    @property
+    def left(self) -> int:
+        """In how many of all sequences not every module was compared."""
+        return self._total - len(self._compared)
+
+    def _all_modules(self) -> dict[str, ModuleTotal]:
+        """In the order of the inputs, those first in which all modules were compared: their first calls have an order. Without
+        those that are said to be left out.
+        """
+        totals: dict[str, ModuleTotal] = {}
+        for number in sorted(self._modules, key=lambda number: (number not in self._compared, number)):
+            for module, sums in self._modules[number].items():
+                if module not in self._left_out:
+                    totals.setdefault(module, ModuleTotal()).add(sums, number in self._compared)
+        return totals
 
     def extent(self) -> Extent:
         """How much of the inputs the figures are over, and how far they may be from those over all."""
@@ -163,7 +178,7 @@ class Reading:
         return Measurement(
             self._output_name,
             self._comparison.result(),
-            module_drifts(self._all_modules()),
+            module_drifts(self._all_modules(), self.left),
             self._reference_seconds,
             self._candidate_seconds,
             self._reused,

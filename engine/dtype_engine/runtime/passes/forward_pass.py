@@ -41,14 +41,15 @@ class ForwardPass:
     """The state of one forward pass while it is under way.
 
     Attributes:
-        calls: how many calls of each module have finished.
+        calls: how many calls of each module that is watched have finished.
         inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
-        finished: how many calls have finished, and `order` a hash of their modules, one after another.
+        finished: the modules of the calls that have finished, one after another.
+        spans: of each of them how many calls had finished when it began, where every module is watched.
         entered: the module that is called, from its hook on until its `forward` begins.
         effects: what watches for side effects, if anything does.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
-    weights: the model's, by `id`.
+    weights: the model's, by `id`. watched: the modules whose outputs are observed and kept in the trace, None for all.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class ForwardPass:
         reusable_calls: dict[tuple[str, int], int],
         earlier: ForwardTrace | None,
         weights: Container[int],
+        watched: Container[str] | None = None,
     ) -> None:
         self.mode = mode
         self.observer = observer
@@ -66,19 +68,20 @@ class ForwardPass:
         self.reusable_calls = reusable_calls
         self.earlier = earlier
         self.weights = weights
+        self.watched = watched
         self.effects: SideEffects | None = None
         self.calls: Counter[str] = Counter()
         self.inside: list[str] = []
         self.began: list[int] = []
-        self.finished = 0
-        self.order = 0
+        self.finished: list[str] = [] if trace is None else trace.names
+        self.spans: list[int] = []
         self.entered = ""
         self.observing_seconds = 0.0
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module is called. Returns the arguments to call it with instead, both kinds, or None for those it has."""
         self.inside.append(name)
-        self.began.append(self.finished)
+        self.began.append(len(self.finished))
         self.entered = name
         if self.effects is not None:
             self.effects.begin(args, kwargs)
@@ -94,30 +97,36 @@ class ForwardPass:
         began = self.began.pop()
         if self.effects is not None:
             self.effects.finish(name, len(self.inside))
-        call = self.calls[name]
-        index = self.reusable_calls.get((name, call))
-        if index is not None and self.earlier is not None:
-            # Everything that had finished inside it counts as finished again, with the readings it had.
-            for same in self.earlier.calls[self.earlier.calls[index].began_after : index + 1]:
-                self.observer.replay(same.module, same.reading)
-                self._count(same.module)
-                if self.trace is not None:
-                    self.trace.add(same)
+        if self.watched is None or name in self.watched:
+            self._observe(name, began, output)
         else:
-            tensor = first_tensor(output)
-            reading = self.observer(name, call, tensor) if tensor is not None else None
-            self._count(name)
-            if self.trace is not None:
-                self.trace.add(record_call(name, call, began, output, reading, self.weights))
+            self.finished.append(name)
         if self.mode is not None:
             self.mode.module = self.inside[-1] if self.inside else ""
-            self.mode.finished = self.finished
+            self.mode.finished = len(self.finished)
 
-    def _count(self, name: str) -> None:
-        """One more call of a module has finished."""
-        self.calls[name] += 1
-        self.finished += 1
-        self.order = hash((self.order, name))
+    def _observe(self, name: str, began: int, output: Any) -> None:
+        """Take in what a watched module returned, or all that an earlier output stands for."""
+        call = self.calls[name]
+        index = self.reusable_calls.get((name, call))
+        if index is None or self.earlier is None:
+            tensor = first_tensor(output)
+            reading = self.observer(name, call, tensor) if tensor is not None else None
+            if self.trace is not None:
+                span = began, len(self.finished)
+                self.trace.add(record_call(name, call, span, output, reading, self.weights))
+            self.calls[name] += 1
+            self.finished.append(name)
+            self.spans.append(began)
+            return
+        # Everything that had finished inside it counts as finished again, with the readings it had.
+        for same in self.earlier.within(index):
+            self.observer.replay(same.module, same.reading)
+            self.calls[same.module] += 1
+            if self.trace is not None:
+                self.trace.add(same)
+        whole = self.earlier.calls[index]
+        self.finished += self.earlier.names[whole.began_after : whole.ended_after + 1]
 
 
 @contextmanager

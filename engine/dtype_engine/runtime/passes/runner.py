@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ class ForwardRunner:
     left_wide: operations with a quantised weight whose input was not rounded, where activations are quantised.
     first_use: by the order of a reference pass's calls, how many had finished when each weight was first used.
     watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
+    watched: the modules whose outputs the next passes observe and keep in traces; None: all.
     """
 
     def __init__(self, model: LiveModel, settings: RunSettings, cancelled: IsCancelled, watch: bool = True) -> None:
@@ -57,14 +58,15 @@ class ForwardRunner:
         self.cancelled = cancelled
         self.first_use: dict[int, dict[str, int]] = {}
         self.left_wide: set[str] = set()
+        self.watched: frozenset[str] | None = None
+        self.finished, self.spans = list[str](), list[int]()
+        """Of the pass that ended last, as a `ForwardPass` has them."""
         self._order, self._uses = 0, dict[str, int]()
-        """Of the pass that ended last: the order of its calls, and the first uses that its mode noted."""
+        """Of the same: a hash of the order of its calls, and the first uses that its mode noted."""
         self._hooks = PassHooks(model.module, cancelled, model.device.type if settings.autocast else None)
 
     def __enter__(self) -> ForwardRunner:
-        if self.watch:
-            self._hooks.watch(self._hooks.names)
-        else:
+        if not self.watch:
             self._hooks.only_stop()
         return self
 
@@ -320,9 +322,15 @@ class ForwardRunner:
     ) -> tuple[Result, float]:
         """watched: what calls do beside returning their outputs is noted on the model."""
         model, modules = self.model, self._hooks.modules
-        run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id)
+        run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id, self.watched)
+        if self.watch:
+            # A mode has to know which module is running.
+            self._hooks.watch(self._hooks.names if mode is not None or self.watched is None else self.watched)
         try:
-            with same_random_numbers(model.device), left_as_found(model, modules), keeping_codes(model):
+            # A model that changes what it holds was seen to by the reference, and in sequences that are watched in full.
+            trusted = trace is not None and self.watched is not None and not model.stateful
+            left = nullcontext() if trusted else left_as_found(model, modules)
+            with same_random_numbers(model.device), left, keeping_codes(model):
                 if watched:
                     run.effects = SideEffects(modules, model.device)
                 self._hooks.under_way = run
@@ -353,7 +361,7 @@ class ForwardRunner:
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
             self._hooks.under_way = None
-        self._order = run.order
+        self.finished, self.spans, self._order = run.finished, run.spans, hash(tuple(run.finished))
         noted = mode.first_use.items() if mode is not None else ()
         self._uses = {model.by_id[key].info.name: finished for key, finished in noted}
         return output, seconds

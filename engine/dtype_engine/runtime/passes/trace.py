@@ -1,8 +1,8 @@
 """Unchanged prefixes are not run twice.
 
-A trace is the ordered list of a pass's finished module calls with what they returned. When a later recipe changes
-only weights that were first used after some calls had finished, those calls would return the very same again: their
-stored outputs are returned instead, and only the outermost of them need to be called at all.
+A trace has the modules of a pass's calls in the order in which they finished, and of those that were watched what they returned.
+When a later recipe changes only weights that were first used after some calls had finished, those calls would return the very
+same again: their stored outputs are returned instead, and only the outermost of them need to be called at all.
 
 Outputs are kept by reference, not copied: a tensor's version counter tells whether something wrote to it later in the
 pass, and such a call is not reused.
@@ -10,6 +10,7 @@ pass, and such a call is not reused.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Set
 from copy import copy
@@ -23,11 +24,14 @@ from dtype_engine.runtime.model.torch_private import base_of, version_of
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module: how many calls had finished when it began, what it returned, and what was read off it."""
+    """One call of a module: how many calls had finished when it began and before it finished, what it returned, and what was read
+    off it.
+    """
 
     module: str
     call: int
     began_after: int
+    ended_after: int
     output: Any
     reading: Any
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
@@ -42,11 +46,13 @@ _OPAQUE = object()
 
 
 def record_call(
-    module: str, call: int, began_after: int, output: Any, reading: Any, weights: Container[int] = ()
+    module: str, call: int, span: tuple[int, int], output: Any, reading: Any, weights: Container[int] = ()
 ) -> ModuleCall:
-    """Note a call. What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the
-    `weights` (by `id`) or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients,
-    one that nobody counts what is written to it, and a nested one.
+    """Note a call. span: how many had finished when it began and before it finished.
+
+    What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the `weights` (by `id`)
+    or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients, one that nobody
+    counts what is written to it, and a nested one.
     """
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or any(
@@ -57,19 +63,19 @@ def record_call(
         or tensor.is_nested
         for tensor in tensors
     ):
-        return ModuleCall(module, call, began_after, _OPAQUE, reading)
+        return ModuleCall(module, call, *span, _OPAQUE, reading)
     if isinstance(output, torch.Tensor):
-        return ModuleCall(module, call, began_after, output, reading, ((output, version_of(output)),))
+        return ModuleCall(module, call, *span, output, reading, ((output, version_of(output)),))
     # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
     kept = _rebuilt(output, lambda tensor: tensor)
-    return ModuleCall(module, call, began_after, kept, reading, tuple((t, version_of(t)) for t in tensors))
+    return ModuleCall(module, call, *span, kept, reading, tuple((t, version_of(t)) for t in tensors))
 
 
 @dataclass(slots=True)
 class ForwardTrace:
-    """A whole pass: its calls in the order they finished, the dtypes of the weights, and the kind of run that it was.
+    """A whole pass: the calls that were watched, in the order they finished, the dtypes of the weights, and the kind of run.
 
-    order: the modules of its calls, one after another, as a `ForwardPass` has them. first_use: how many calls had finished when
+    names: the modules of all its calls, one after another, and `order` a hash of them. first_use: how many calls had finished when
     each weight was first used; None for a plain pass, which notes nothing.
 
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
@@ -83,6 +89,7 @@ class ForwardTrace:
     whole: int = 0
     order: int = 0
     first_use: Mapping[str, int] | None = None
+    names: list[str] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
     _uses: Counter[int] = field(default_factory=Counter)
@@ -96,14 +103,22 @@ class ForwardTrace:
             self._uses[storage.data_ptr()] += 1
             if self._uses[storage.data_ptr()] == 1:
                 self.nbytes += storage.nbytes()
-        if len(self.calls) - call.began_after < self.whole and call.output is not _OPAQUE:
-            for inner in self.calls[call.began_after :]:
+        if call.ended_after - call.began_after < self.whole and call.output is not _OPAQUE:
+            for inner in reversed(self.calls):
+                if inner.ended_after < call.began_after:
+                    break
                 self._release(inner)
         self.calls.append(call)
         if self.nbytes > self.budget:
             self.budget, self.nbytes = -1, 0
             self.calls.clear()
             self._uses.clear()
+
+    def within(self, index: int) -> list[ModuleCall]:
+        """The call at an index of `calls`, after those that finished inside it."""
+        began_after = self.calls[index].began_after
+        first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
+        return self.calls[first : index + 1]
 
     def _release(self, call: ModuleCall) -> None:
         for tensor, _ in call.versions:
@@ -126,22 +141,22 @@ class ForwardTrace:
     def reusable_calls(
         self, prefix: int, hooked: Set[str] = frozenset(), writers: Set[str] = frozenset()
     ) -> dict[tuple[str, int], int]:
-        """The outermost of the first `prefix` calls by (module, call): their indices. A call that can't be reused runs,
+        """The outermost of the first `prefix` calls by (module, call): their indices in `calls`. A call that can't be reused runs,
         and those inside it are reused by themselves. So it is with one of a `hooked` module or that has calls of such in it: their
         hooks need their outputs, and may have changed them; and nothing inside a reused call is called at all. And with one of the
         `writers`, which change what they are given: what has such a call in it gave that itself, or is one of them."""
-        before = [0]  # calls of hooked modules before each index
-        for call in self.calls[:prefix]:
-            before.append(before[-1] + (call.module in hooked))
+        before = [0]  # calls of hooked modules before each
+        for name in self.names[:prefix]:
+            before.append(before[-1] + (name in hooked))
         indices: dict[tuple[str, int], int] = {}
-        index = prefix - 1
-        while index >= 0:
+        end = prefix
+        for index in reversed(range(len(self.calls))):
             call = self.calls[index]
-            if call.module not in writers and call.usable and before[index + 1] == before[call.began_after]:
+            if call.ended_after >= end or call.module in writers or not call.usable:
+                continue
+            if before[call.ended_after + 1] == before[call.began_after]:
                 indices[call.module, call.call] = index
-                index = call.began_after - 1
-            else:
-                index -= 1
+                end = call.began_after
         return indices
 
 

@@ -14,8 +14,9 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.measure.comparison import OutputComparer, OutputRecorder, compare_output, module_drifts
+from dtype_engine.runtime.measure.comparison import OutputComparer, OutputRecorder, compare_output
 from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper, rows_each
+from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.row_comparison import ModuleSums, estimated_total
 
 
@@ -39,7 +40,7 @@ def keep_rows(output: torch.Tensor, in_full: bool = False, rows: int = MOST_ROWS
 
 
 def reading(reference: torch.Tensor, candidate: torch.Tensor, in_full: bool = False) -> ModuleDrift:
-    return module_drifts({"module": compare_output(keep_rows(reference, in_full), candidate)})[0]
+    return module_drifts({"module": ModuleTotal(compare_output(keep_rows(reference, in_full), candidate))})[0]
 
 
 def sqnr(reference: torch.Tensor, candidate: torch.Tensor) -> float:
@@ -70,7 +71,7 @@ def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float, sequ
         sums, outputs = ModuleSums(), [tokens(180, 512, 100 * number + seed, spread) for number in range(sequences)]
         for reference, candidate in outputs:
             sums.add(compare_output(keep_rows(reference, False, rows_each(sequences)), candidate))
-        (found,) = module_drifts({"module": sums})
+        (found,) = module_drifts({"module": ModuleTotal(sums)})
         assert found.sqnr_db is not None
         assert 0 < found.sqnr_error_db < 3
         expected = sqnr(*map(torch.cat, zip(*outputs, strict=True)))

@@ -395,14 +395,15 @@ def test_nothing_is_left_on_the_modules() -> None:
 def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
     trace = ForwardTrace({}, "plain", budget=1 << 20, whole=3)
     shared = torch.zeros(100)
-    trace.add(record_call("block.up", 0, 0, torch.zeros(400), None))
-    trace.add(record_call("block.down", 0, 1, shared, None))
+    trace.add(record_call("block.up", 0, (0, 0), torch.zeros(400), None))
+    trace.add(record_call("block.down", 0, (1, 1), shared, None))
     assert trace.nbytes == 2000
-    trace.add(record_call("block", 0, 0, shared, None))
+    trace.add(record_call("block", 0, (0, 2), shared, None))
     assert trace.nbytes == 400  # what the module returned is still there
     assert [call.usable for call in trace.calls] == [False, False, True]
-    trace.add(record_call("head", 0, 3, torch.zeros(10), None))
-    trace.add(record_call("", 0, 0, torch.zeros(10), None))
+    trace.add(record_call("head", 0, (3, 3), torch.zeros(10), None))
+    trace.add(record_call("", 0, (0, 4), torch.zeros(10), None))
+    trace.names += ["block.up", "block.down", "block", "head", ""]
     assert trace.nbytes == 480  # more than three calls: what it called stays
     assert trace.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
 

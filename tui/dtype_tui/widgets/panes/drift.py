@@ -41,7 +41,7 @@ class DriftPane(Pane):
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is nats per position, ± its standard error; so far: how far that over all inputs may be. "
         "Same top: share of positions whose likeliest token is the same. "
-        "Of modules a sample of tokens is compared, ± one standard error; m compares all. "
+        "Modules are compared in a sample of sequences, ± one standard error; m compares all. "
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
         "two; a drift no larger is noise. "
         + HELP_MEANING
