@@ -181,6 +181,8 @@ class DriftMeter:
                 progress.expect([number, *waiting], self._recorded(in_full))
                 if record is None or (in_full and not record.in_full):
                     record = self._reference(runner, number, progress, in_full)
+                if not set(waiting) - self._recorded(in_full):
+                    runner.widened.clear()
                 before = {} if reading is None or again else reading.modules
                 left = (len(batches) if reading is None else reading.left) - (record.compared and not again)
                 progress.begin("candidate", number, record.compared)

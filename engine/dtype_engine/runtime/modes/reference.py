@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,13 +21,11 @@ from dtype_engine.runtime.modes.dispatch import (
     tensors_in,
 )
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.modes.widened import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})
 """Operations whose result is no view of a weight."""
-_WORTH_SHARING = 1 << 20
-"""Bytes. Below, memory is given out again without asking the kernel for it."""
-_ALIGNMENT = 64
 
 
 class ReferenceMode(WeightMode):
@@ -36,16 +33,15 @@ class ReferenceMode(WeightMode):
 
     A weight stored in float64 stays float64. Look-ups in an embedding widen only the rows they take.
 
-    Attributes:
-        shares_memory: large weights are widened into the same memory, one operation after another, where that is safe: on a
-            CPU, without gradients, and where no other mode keeps what it sees. Memory that is new for each costs as much as a
-            third of the product (24 times [150, 896] x [896, 4864]: 296 ms, 220 ms with shared memory; 2 cores, AMD EPYC).
+    widened: the memory for large weights, used where that is safe: on a CPU, without gradients. Not for passes in which another
+    mode keeps what it sees. None: new memory for each.
     """
 
-    def __init__(self, weights: Mapping[int, Weight], device: torch.device, shares_memory: bool = False) -> None:
+    def __init__(
+        self, weights: Mapping[int, Weight], device: torch.device, widened: WidenedWeights | None = None
+    ) -> None:
         super().__init__(weights, device)
-        self.shares_memory = shares_memory and device.type == "cpu"
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self.widened = widened if device.type == "cpu" else None
 
     def weight_of(self, tensor: object) -> Weight | None:
         weight = self.weights.get(id(tensor))
@@ -74,7 +70,10 @@ class ReferenceMode(WeightMode):
         }
         if is_in_place(name) and (written := found.get(id(args[0]))) is not None:
             _refuse_if_widened(written)
-        widened = self._widened(found.values()) if self._may_share(name) else map(self.value_of, found.values())
+        if self.widened is not None and name in _KEEPS_NO_ARGUMENT and not torch.is_grad_enabled():
+            widened = self.widened.values(found.values(), self.value_of)
+        else:
+            widened = [self.value_of(weight) for weight in found.values()]
         values = dict(zip(found, widened, strict=True))
         if values:
             args, kwargs = replace_tensors(args, kwargs, values)
@@ -85,27 +84,6 @@ class ReferenceMode(WeightMode):
                 args, kwargs = promote_floats(name, floats, args, kwargs)
         return call_torch(func, name, args, kwargs, self)
 
-    def _may_share(self, name: str) -> bool:
-        return self.shares_memory and name in _KEEPS_NO_ARGUMENT and not torch.is_grad_enabled()
-
-    def _widened(self, weights: Collection[Weight]) -> list[torch.Tensor]:
-        """As `value_of` gives them, large ones in the memory that is shared: they last until the next call."""
-        shared = [weight for weight in weights if _is_worth_sharing(weight)]
-        sizes = [-(-_widened_bytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
-        if sum(sizes) > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the next is taken
-            self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
-        places = dict(zip(map(id, shared), accumulate(sizes, initial=0), strict=False))
-        values = []
-        for weight in weights:
-            start = places.get(id(weight))
-            if start is None:
-                values.append(self.value_of(weight))
-                continue
-            memory = self._memory[start : start + _widened_bytes(weight)].view(reference_dtype(weight))
-            values.append(memory.view(weight.original.shape).copy_(weight.original))
-        return values
-
 
 def _refuse_if_widened(weight: Weight) -> None:
     """What is written to a widened copy would be lost. Raises NoForward."""
@@ -114,22 +92,6 @@ def _refuse_if_widened(weight: Weight) -> None:
             f"the model writes to {weight.info.name} while it runs; the reference can't keep that where it is stored in "
             f"{weight.info.dtype}: store it in float32"
         )
-
-
-def _widened_bytes(weight: Weight) -> int:
-    return weight.original.numel() * reference_dtype(weight).itemsize
-
-
-def _is_worth_sharing(weight: Weight) -> bool:
-    """Whether a weight is widened at all, by values alone, into what is laid out as it is."""
-    stored = weight.original
-    return (
-        weight.stored_scale is None
-        and stored.dtype != reference_dtype(weight)
-        and stored.device.type == "cpu"
-        and stored.is_contiguous()
-        and _widened_bytes(weight) >= _WORTH_SHARING
-    )
 
 
 class FirstUseRecorder(WeightMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from operator import is_
 from typing import Any
 
@@ -49,6 +49,16 @@ def keeping_codes(model: LiveModel) -> Iterator[None]:
             f"the model converts {converted[0].info.name} itself while it runs, so it can't be measured in {converted[0].dtype}; "
             "leave it in float32, float16 or bfloat16"
         )
+
+
+@contextmanager
+def as_every_pass(model: LiveModel, modules: Collection[nn.Module], trusted: bool) -> Iterator[None]:
+    """For a pass: it begins as every other does, and leaves the model as it found it. trusted: the model is known to keep what it
+    holds. Raises NoForward as `keeping_codes` does.
+    """
+    left = nullcontext() if trusted else left_as_found(model, modules)
+    with same_random_numbers(model.device), left, keeping_codes(model):
+        yield
 
 
 @contextmanager

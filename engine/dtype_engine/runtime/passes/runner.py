@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,12 +20,13 @@ from dtype_engine.runtime.modes.activations import ActivationRounding
 from dtype_engine.runtime.modes.autocast import AutocastCastRecorder
 from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
-from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
+from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.modes.widened import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
 from dtype_engine.runtime.passes.hooks import PassHooks
-from dtype_engine.runtime.passes.model_state import keeping_codes, left_as_found, same_random_numbers, stored_values
+from dtype_engine.runtime.passes.model_state import as_every_pass, stored_values
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.trace import ForwardTrace
@@ -47,6 +48,7 @@ class ForwardRunner:
     first_use: by the order of a reference pass's calls, how many had finished when each weight was first used.
     watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
     watched: the modules whose outputs the next passes observe and keep in traces; None: all.
+    widened: what reference passes leave for the next.
     """
 
     def __init__(self, model: LiveModel, settings: RunSettings, cancelled: IsCancelled, watch: bool = True) -> None:
@@ -59,6 +61,7 @@ class ForwardRunner:
         self.first_use: dict[int, dict[str, int]] = {}
         self.left_wide: set[str] = set()
         self.watched: frozenset[str] | None = None
+        self.widened = WidenedWeights(reference_dtype)
         self.finished, self.spans = list[str](), list[int]()
         """Of the pass that ended last, as a `ForwardPass` has them."""
         self._order, self._uses = 0, dict[str, int]()
@@ -262,8 +265,8 @@ class ForwardRunner:
             except Exception:
                 model.requires_mixed_mode.add("reference")
                 raise RunAgain from None
-        widened = ReferenceMode(model.by_id, model.device, shares_memory=True)
-        ran = self._run(call, widened, observer, None, {}, watched=True)
+        mode = ReferenceMode(model.by_id, model.device, self.widened)
+        ran = self._run(call, mode, observer, None, {}, watched=True)
         self._keep_uses()
         return ran
 
@@ -329,8 +332,7 @@ class ForwardRunner:
         try:
             # A model that changes what it holds was seen to by the reference, and in sequences that are watched in full.
             trusted = trace is not None and self.watched is not None and not model.stateful
-            left = nullcontext() if trusted else left_as_found(model, modules)
-            with same_random_numbers(model.device), left, keeping_codes(model):
+            with as_every_pass(model, modules, trusted):
                 if watched:
                     run.effects = SideEffects(modules, model.device)
                 self._hooks.under_way = run

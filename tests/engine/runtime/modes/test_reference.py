@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
 import dtype_engine as de
 from dtype_engine.core.cancellation import never
-from dtype_engine.runtime.modes.reference import ReferenceMode
+from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
+from dtype_engine.runtime.modes.widened import WidenedWeights
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner, NullObserver
 
@@ -42,32 +45,85 @@ def session() -> de.Session:
     return de.open(Several().to(torch.bfloat16), inputs=(torch.arange(24).reshape(2, 12),))
 
 
-def test_memory_that_weights_share_changes_no_bit(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Where each large weight was widened to, in the order of their uses."""
+    places: list[int] = []
+    values = WidenedWeights.values
+
+    def noting(self: WidenedWeights, *given: Any) -> list[torch.Tensor]:
+        widened = values(self, *given)
+        places.extend(value.data_ptr() for value in widened if value.numel() >= WIDTH * WIDTH)
+        return widened
+
+    monkeypatch.setattr(WidenedWeights, "values", noting)
+    return places
+
+
+def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: list[int]) -> None:
     batch = session.need_inputs().batches[0]
-    taken: list[int] = []
-    widened = ReferenceMode._widened
-
-    def counted(self: ReferenceMode, weights: object) -> list[torch.Tensor]:
-        values = widened(self, weights)  # type: ignore[arg-type]
-        taken.extend(value.data_ptr() for value in values if value.numel() >= WIDTH * WIDTH)
-        return values
-
-    monkeypatch.setattr(ReferenceMode, "_widened", counted)
     with ForwardRunner(session.model, session.settings, never) as runner:
-        found = main_output(runner.reference(batch, NullObserver())[0])[1]
+        found = [main_output(runner.reference(batch, NullObserver())[0])[1].clone() for _ in range(2)]
+        assert taken[5] == taken[6], "first in the memory of second, which is larger"
+        assert taken[7] == taken[3], "conv, the largest, is still there"
     module = session.model.module
     with torch.no_grad():
         wanted = nn.Module.float(module)(*batch.args)
-    assert torch.equal(found, wanted)
-    assert len(taken) == 4, "first twice, second and conv"
-    assert taken[1] == taken[2], "in the memory of the one before, which was larger"
+    assert torch.equal(found[0], wanted)
+    assert torch.equal(found[1], wanted)
+    assert len(taken) == 8, "first twice, second and conv"
+
+
+def test_a_weight_that_is_written_to_is_widened_anew(session: de.Session) -> None:
+    weight = next(each for each in session.model.weights.values() if each.info.name == "conv.weight")
+    widened = WidenedWeights(reference_dtype)
+    with torch.no_grad():
+        (first,) = widened.values([weight], lambda weight: weight.original.float())
+        (again,) = widened.values([weight], lambda weight: weight.original.float())
+        assert again is first
+        weight.original.mul_(2)
+        (other,) = widened.values([weight], lambda weight: weight.original.float())
+    assert torch.equal(other, weight.original.float())
+
+
+def test_the_largest_is_kept_whichever_comes_first(session: de.Session) -> None:
+    """In both orders what is given is right, and only one weight is kept."""
+    weights = [each for each in session.model.weights.values() if each.info.name in ("first.weight", "conv.weight")]
+    for order in (weights, weights[::-1]):
+        widened = WidenedWeights(reference_dtype)
+        for weight in (*order, *order):
+            (value,) = widened.values([weight], lambda weight: weight.original.float())
+            assert torch.equal(value, weight.original.float())
+        assert widened._kept is not None
+        assert widened._kept[1].shape == (WIDTH, WIDTH, 3)
+        assert len(widened._memory) in (0, WIDTH * WIDTH * 4)
+        both = widened.values(order, lambda weight: weight.original.float())
+        assert all(torch.equal(value, weight.original.float()) for value, weight in zip(both, order, strict=True))
+
+
+def test_a_measurement_leaves_nothing_widened(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once no reference pass is to come nothing is held while the candidate runs."""
+    held: list[bool] = []
+    candidate = ForwardRunner.candidate
+
+    def noting(self: ForwardRunner, *given: Any) -> Any:
+        held.append(self.widened._kept is not None)
+        return candidate(self, *given)
+
+    monkeypatch.setattr(ForwardRunner, "candidate", noting)
+    ids = [torch.arange(length).reshape(1, -1) for length in (12, 14, 16)]
+    several = de.open(session.model.module, inputs=[{"ids": each} for each in ids])
+    several.cast("first", "float16")
+    several.drift()
+    several.drift()
+    assert held == [True, True, False, False, False, False]
 
 
 def test_with_gradients_every_weight_keeps_its_own_memory(session: de.Session) -> None:
     """The backward pass needs them."""
     model = session.model
     (ids,) = session.need_inputs().batches[0].args
-    with ReferenceMode(model.by_id, model.device, shares_memory=True):
+    with ReferenceMode(model.by_id, model.device, WidenedWeights(reference_dtype)):
         hidden = model.module.table(ids).requires_grad_()
         (model.module.second(model.module.first(hidden)).sum()).backward()
     first, second = (layer.weight.detach().float() for layer in (model.module.first, model.module.second))
