@@ -6,6 +6,7 @@ Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted (143 and 1
 
 from __future__ import annotations
 
+import gc
 import sys
 from importlib import import_module
 
@@ -47,4 +48,7 @@ def cli() -> None:
 
 def main() -> None:
     """The `dtype-engine` program."""
-    sys.exit(run(cli, "dtype-engine"))
+    status = run(cli, "dtype-engine")
+    # Python's last collection goes over all that torch and transformers have made: 0.7 s of a `drift` of 10.
+    gc.freeze()
+    sys.exit(status)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import gc
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +30,20 @@ if TYPE_CHECKING:
 
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
+
+
+@contextmanager
+def _nothing_to_collect() -> Iterator[None]:
+    """What is imported and loaded meanwhile lives as long as the program: looking through it for garbage takes 0.4 s of 2.7."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            if not gc.get_freeze_count():  # once: in a process that opens many models they are not kept
+                gc.freeze()
+            gc.enable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +113,7 @@ class RunRequest:
         source.refuse_other_options(options)
         return source
 
+    @_nothing_to_collect()
     def open_session(self, source: Source | None = None) -> Session:
         """A session with the rules in force. Raises UserError, also for a rule that takes nothing."""
         source = source or self.locate()
