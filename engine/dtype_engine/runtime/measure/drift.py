@@ -82,8 +82,9 @@ class DriftMeter:
         elements = [batch.elements for batch in batches]
         every = frozenset(range(len(batches)))
         self._routed = _routes_tokens(self.model)
-        chosen = every if self._routed else compared_sequences(running_order(batches), elements)
-        self._sample = ModuleSample(chosen, modules)
+        order = running_order(batches)
+        chosen = every if self._routed else compared_sequences(order, elements)
+        self._sample = ModuleSample(chosen, order[0] if order else 0, modules)
 
     def measure(
         self,
@@ -102,7 +103,7 @@ class DriftMeter:
             for last in readings:
                 on_reading(last)
                 extent = last.extent()
-                if not extent.whole and enough(extent):
+                if last.has_modules and not extent.whole and enough(extent):
                     break
         if last is None:
             raise NoForward("there are no inputs to run the model on")
@@ -163,7 +164,8 @@ class DriftMeter:
         `on_progress("reference" | "candidate", done, total)` counts elements of the inputs over all passes that are to be run;
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
         `modules_in_full()` is asked before each pass and after the last: whether every row of the modules' outputs is compared in
-        every sequence, instead of a sample; sequences whose were not are then run again.
+        every sequence, instead of a sample; sequences whose were not are then run again. So is the first where it alone called a
+        module.
         Raises NoForward, KernelError, Cancelled.
         """
         batches = self.inputs.batches
@@ -185,8 +187,8 @@ class DriftMeter:
                     runner.widened.clear()
                 before = {} if reading is None or again else reading.modules
                 left = (len(batches) if reading is None else reading.left) - (record.compared and not again)
-                progress.begin("candidate", number, record.compared)
                 runner.watched = None if record.compared else self._sample.watched_in(number)
+                progress.begin("candidate", number, runner.watched is None)
                 comparer = OutputComparer(
                     record.modules, self._written, before, progress, on_modules, left, record.compared
                 )
@@ -209,6 +211,11 @@ class DriftMeter:
                     sampled.append(number)
                 if not waiting and modules_in_full():
                     waiting, sampled = sampled, []
+                elif not waiting and not in_full and self._sample.called_by_the_first_alone():
+                    waiting = [self._sample.first]
+                    sampled = [other for other in sampled if other != self._sample.first]
+                    for kept in (self._records, self._traces):
+                        kept.pop(self._sample.first, None)  # they lack these modules
                 if on_modules is not unheard:
                     on_modules(module_drifts(reading.modules, reading.left))
                 yield reading
@@ -242,7 +249,7 @@ class DriftMeter:
         wanted = None if in_full else self._sample.compared_in(number)
         runner.watched = None if in_full else self._sample.watched_in(number)
         while True:
-            progress.begin("reference", number, wanted is None)
+            progress.begin("reference", number, runner.watched is None)
             recorder = OutputRecorder(max(left, self.working), self._written, progress, in_full, rows, wanted)
             try:
                 output, seconds = runner.reference(self.inputs.batches[number], recorder)
@@ -251,14 +258,14 @@ class DriftMeter:
             name, tensor = main_output(output)
             if recorder.finish(tensor):
                 break
-        if number in self._sample.compared:
-            self._sample.note(runner.finished, runner.spans)
+        if runner.watched is None:
+            self._sample.note(number, runner.finished, runner.spans)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()
         record = ReferenceRecord(
             name, own, recorder.kept, recorder.left_out, seconds, recorder.calls, in_full, wanted is None
         )
-        self._calls[number, wanted is None] = recorder.calls
+        self._calls[number, runner.watched is None] = recorder.calls
         if record.nbytes <= left and number not in self._records:
             self._records[number] = record
         return record

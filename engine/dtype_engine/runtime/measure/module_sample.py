@@ -2,8 +2,9 @@
 
 A module's output costs as much in a short pass as in a long one: of a bfloat16 pass over 128 tokens, on a processor with units for
 it, all of them take up to half (Intel Xeon with AMX). So modules are compared in sequences with at least a quarter of all
-positions: in the first that is run, and in each without which it would be less than a quarter of those run so far. How far figures
-may be from those over all sequences: `module_totals`. The main output is compared in every sequence.
+positions but the first's: not in the first that is run, which is short and whose figures are waited for, but in the second, and in
+each without which it would be less than a quarter of those run so far. How far figures may be from those over all sequences:
+`module_totals`. The main output is compared in every sequence.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ _OUTLINE = 10
 
 def compared_sequences(order: Iterable[int], elements: Sequence[int]) -> frozenset[int]:
     """The numbers of the sequences in which modules are compared, of those that are run in this order, by their elements."""
+    first, *others = [*order] or [0]
     chosen, compared, run = set[int](), 0, 0
-    for number in order:
+    for number in others:
         run += elements[number]
-        if not chosen or _SHARE * compared < run:
+        if _SHARE * compared < run:
             chosen.add(number)
             compared += elements[number]
-    return frozenset(chosen)
+    return frozenset(chosen) or frozenset({first})
 
 
 def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
@@ -48,28 +50,39 @@ def outline(finished: Sequence[str], spans: Sequence[int]) -> frozenset[str]:
 class ModuleSample:
     """The sequences in which modules are compared, and what is watched in the others: once settled, it stays.
 
-    compared: their numbers. modules: the names of all modules.
+    compared: their numbers. first: the one that is run first. modules: the names of all modules.
     """
 
-    def __init__(self, compared: frozenset[int], modules: Collection[str]) -> None:
+    def __init__(self, compared: frozenset[int], first: int, modules: Collection[str]) -> None:
         self.compared = compared
+        self.first = first
         self._uncalled = set(modules)
+        self._of_first = frozenset[str]()
         self._outline: frozenset[str] | None = None
         self._elsewhere: dict[int, frozenset[str]] = {}
 
-    def note(self, finished: Sequence[str], spans: Sequence[int]) -> None:
+    def note(self, number: int, finished: Sequence[str], spans: Sequence[int]) -> None:
         """A sequence was run with all modules watched; these are its calls, as `outline` has them."""
-        self._uncalled.difference_update(finished)
-        if self._outline is None:
-            self._outline = outline(finished, spans)
+        if number == self.first:
+            self._of_first, self._outline = frozenset(finished), outline(finished, spans)
+        if number in self.compared:
+            self._uncalled.difference_update(finished)
 
     def compared_in(self, number: int) -> frozenset[str] | None:
         """The modules that are compared in a sequence, None for all: elsewhere those that no compared sequence called."""
         if number in self.compared:
             return None
-        return self._elsewhere.setdefault(number, frozenset(self._uncalled))
+        return self._elsewhere.setdefault(number, frozenset(self._uncalled if number != self.first else ()))
 
     def watched_in(self, number: int) -> frozenset[str] | None:
         """The modules that are watched in a sequence, None for all."""
         compared = self.compared_in(number)
-        return None if compared is None else compared | (self._outline or frozenset())
+        return None if compared is None or self._outline is None else compared | self._outline
+
+    def called_by_the_first_alone(self) -> bool:
+        """All sequences were run: whether only the first called some modules, which are compared in it from now on."""
+        alone = self._of_first & self._uncalled
+        if self.compared_in(self.first) in (None, alone):
+            return False
+        self._elsewhere[self.first] = alone
+        return True

@@ -124,6 +124,11 @@ class Reading:
             self.modules.setdefault(module, ModuleTotal()).add(sums, compared)
 
     @property
+    def has_modules(self) -> bool:
+        """Whether modules were compared in one of the sequences so far."""
+        return bool(self._compared)
+
+    @property
     def left(self) -> int:
         """In how many of all sequences not every module was compared."""
         return self._total - len(self._compared)

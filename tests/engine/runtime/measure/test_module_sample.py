@@ -14,7 +14,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.drift import DriftMeter, running_order
 from dtype_engine.runtime.measure.module_sample import ModuleSample, compared_sequences, outline
 from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.reading import Measurement
@@ -27,18 +27,16 @@ DECIBELS = 10 / math.log(10)
     ("sizes", "expected"),
     [
         ([7], {0}),
-        ([5, 5], {0}),
-        ([5, 5, 5, 5], {0}),
-        ([5] * 9, {0, 4, 8}),
-        ([1, 500], {0, 1}),  # the shortest alone would say little
-        ([1, 500, 500, 500, 500, 500], {0, 1, 5}),
-        ([], set()),
+        ([5, 5], {1}),
+        ([5, 5, 5, 5], {1}),
+        ([5] * 10, {1, 5, 9}),
+        ([1, 5, 500, 500], {1, 2}),  # the second alone would say little
     ],
 )
-def test_a_quarter_of_all_positions_is_compared(sizes: list[int], expected: set[int]) -> None:
+def test_a_quarter_of_all_positions_but_the_firsts_is_compared(sizes: list[int], expected: set[int]) -> None:
     chosen = compared_sequences(range(len(sizes)), sizes)
     assert chosen == expected
-    assert 4 * sum(sizes[number] for number in chosen) >= sum(sizes)
+    assert 4 * sum(sizes[number] for number in chosen) >= sum(sizes[1:])
 
 
 def test_large_calls_are_looked_into_and_small_ones_are_not() -> None:
@@ -58,13 +56,18 @@ def test_large_calls_are_looked_into_and_small_ones_are_not() -> None:
 
 
 def test_what_no_compared_sequence_called_is_compared_elsewhere_and_stays_so() -> None:
-    sample = ModuleSample(frozenset({2, 3}), ["a", "b", "c", "d"])
-    sample.note(["a", "b"], [0, 0])
+    sample = ModuleSample(frozenset({2, 3}), 4, ["a", "b", "c", "d", "e"])
+    assert (sample.compared_in(4), sample.watched_in(4)) == (frozenset(), None)  # it shows which there are
+    sample.note(4, ["a", "d"], [0, 0])
+    assert sample.watched_in(4) == {"a", "d"}
+    sample.note(2, ["a", "b"], [0, 0])
     assert (sample.compared_in(2), sample.watched_in(2)) == (None, None)
-    assert sample.compared_in(0) == {"c", "d"}
-    assert sample.watched_in(0) == {"a", "b", "c", "d"}
-    sample.note(["a", "c"], [0, 0])
-    assert (sample.compared_in(0), sample.compared_in(1)) == ({"c", "d"}, {"d"})
+    assert sample.compared_in(0) == {"c", "d", "e"}
+    assert sample.watched_in(0) == {"a", "c", "d", "e"}
+    sample.note(3, ["a", "c"], [0, 0])
+    assert (sample.compared_in(0), sample.compared_in(1)) == ({"c", "d", "e"}, {"d", "e"})
+    assert [sample.called_by_the_first_alone() for _ in range(2)] == [True, False]
+    assert sample.compared_in(4) == {"d"}
 
 
 def figure(energies: Sequence[float], noises: Sequence[float], compared: int, left: int) -> ModuleDrift:
@@ -140,14 +143,15 @@ def test_figures_are_those_of_the_sequences_that_were_compared() -> None:
     cast = architectures.make("llama")[0]
     for parameter in cast.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
-    of_first, of_all = by_hand(module, cast, inputs[:1]), by_hand(module, cast, inputs)
+    second = running_order(session.need_inputs().batches)[1]
+    of_one, of_all = by_hand(module, cast, [inputs[second]]), by_hand(module, cast, inputs)
     sampled = {each.name: each for each in session.drift().modules}
     exact = {each.name: each for each in session.drift(modules_in_full=lambda: True).modules}
     assert set(sampled) == set(exact)
     for name, each in sampled.items():
         head = name == "lm_head"
-        assert each.sqnr_db == pytest.approx((of_all if head else of_first)[name], abs=1e-3)
-        assert (each.sqnr_error_db == 0) == (head or math.isinf(of_first[name]))
+        assert each.sqnr_db == pytest.approx((of_all if head else of_one)[name], abs=1e-3)
+        assert (each.sqnr_error_db == 0) == (head or math.isinf(of_one[name]))
         assert exact[name].sqnr_db == pytest.approx(of_all[name], abs=1e-3)
         assert exact[name].sqnr_error_db == 0
 
@@ -194,21 +198,20 @@ def routed(*experts: int) -> list[dict[str, torch.Tensor]]:
 
 
 def test_a_module_that_only_other_sequences_call_is_compared_in_them() -> None:
-    inputs = routed(0, 1, 0, 2)
+    inputs = routed(0, 1, 1, 2)  # in the order 0, 3, 2, 1
     session = de.open(Routes().eval(), inputs=inputs)
     session.cast("*", "bfloat16")
     sample = DriftMeter(session.model, session.inputs)._sample  # type: ignore[arg-type]
-    assert sample.compared == {0}
+    assert (sample.compared, sample.first) == ({3}, 0)
     cast = Routes().eval().to(torch.bfloat16)
     for _ in range(2):  # the second time from what is kept
         found = {each.name: each for each in session.drift().modules}
-        for expert, number in ((0, 0), (1, 1), (2, 3)):
-            x = inputs[number]["x"]
+        for expert, numbers in ((0, [0]), (1, [1, 2]), (2, [3])):
+            x = torch.cat([inputs[number]["x"] for number in numbers])
             with torch.no_grad():
                 r, c = Routes().eval().experts[expert](x).double(), cast.experts[expert](x.bfloat16()).double()
-            assert found[f"experts.{expert}"].sqnr_db == pytest.approx(
-                float(20 * torch.log10(r.norm() / (c - r).norm()))
-            )
+            wanted = float(20 * torch.log10(r.norm() / (c - r).norm()))
+            assert found[f"experts.{expert}"].sqnr_db == pytest.approx(wanted, abs=1e-3)
 
 
 class Counting(nn.Linear):
@@ -271,10 +274,10 @@ class Grows(nn.Module):
 
 
 def test_what_a_longer_input_changes_in_the_model_is_put_back() -> None:
-    session = de.open(Grows().eval(), inputs=[{"x": torch.randn(rows, 8)} for rows in (3, 3, 3, 5)])
+    session = de.open(Grows().eval(), inputs=[{"x": torch.randn(rows, 8)} for rows in (3, 5, 3, 3)])
     assert session.inputs is not None
     meter = DriftMeter(session.model, session.inputs)
-    assert 3 not in meter._sample.compared
+    assert 1 not in meter._sample.compared
     session.cast("*", "bfloat16")
     meter.measure()
     assert len(session.model.module.table) == 4  # type: ignore[arg-type]
@@ -293,3 +296,13 @@ def test_a_measurement_under_way_has_the_error_of_what_is_to_come() -> None:
     first, *_, last = [each.sqnr_error_db for each in heads]
     assert first > 0.5
     assert last == 0
+
+
+def test_a_measurement_that_ends_early_has_modules() -> None:
+    """The first sequence is not compared, whatever precision is enough."""
+    session = de.open(architectures.make("llama")[0], inputs=several(5))
+    session.cast("*", "bfloat16")
+    assert session.inputs is not None
+    found = DriftMeter(session.model, session.inputs).measure(enough=lambda extent: True)
+    assert found.extent.done == 2
+    assert len(found.modules) > 10
