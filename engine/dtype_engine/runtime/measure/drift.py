@@ -187,7 +187,9 @@ class DriftMeter:
                     runner.widened.clear()
                 before = {} if reading is None or again else reading.modules
                 left = (len(batches) if reading is None else reading.left) - (record.compared and not again)
-                runner.watched = None if record.compared else self._sample.watched_in(number)
+                runner.watched, runner.kept = self._sample.watched_in(number), self._sample.outline
+                if record.compared:
+                    runner.watched = None
                 progress.begin("candidate", number, runner.watched is None)
                 comparer = OutputComparer(
                     record.modules, self._written, before, progress, on_modules, left, record.compared

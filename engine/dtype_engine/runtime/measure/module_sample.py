@@ -58,13 +58,14 @@ class ModuleSample:
         self.first = first
         self._uncalled = set(modules)
         self._of_first = frozenset[str]()
-        self._outline: frozenset[str] | None = None
+        self.outline: frozenset[str] | None = None
+        """The modules that a pass falls into (see `outline`), once the first sequence was run."""
         self._elsewhere: dict[int, frozenset[str]] = {}
 
     def note(self, number: int, finished: Sequence[str], spans: Sequence[int]) -> None:
         """A sequence was run with all modules watched; these are its calls, as `outline` has them."""
         if number == self.first:
-            self._of_first, self._outline = frozenset(finished), outline(finished, spans)
+            self._of_first, self.outline = frozenset(finished), outline(finished, spans)
         if number in self.compared:
             self._uncalled.difference_update(finished)
 
@@ -77,7 +78,7 @@ class ModuleSample:
     def watched_in(self, number: int) -> frozenset[str] | None:
         """The modules that are watched in a sequence, None for all."""
         compared = self.compared_in(number)
-        return None if compared is None or self._outline is None else compared | self._outline
+        return None if compared is None or self.outline is None else compared | self.outline
 
     def called_by_the_first_alone(self) -> bool:
         """All sequences were run: whether only the first called some modules, which are compared in it from now on."""

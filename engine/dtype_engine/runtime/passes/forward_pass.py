@@ -14,7 +14,7 @@ from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, record_call
+from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, count_call, record_call
 
 
 class ModuleObserver(Protocol):
@@ -113,8 +113,11 @@ class ForwardPass:
             tensor = first_tensor(output)
             reading = self.observer(name, call, tensor) if tensor is not None else None
             if self.trace is not None:
-                span = began, len(self.finished)
-                self.trace.add(record_call(name, call, span, output, reading, self.weights))
+                span, only = (began, len(self.finished)), self.trace.only
+                if only is None or name in only:
+                    self.trace.add(record_call(name, call, span, output, reading, self.weights))
+                else:
+                    self.trace.add(count_call(name, call, span, reading))
             self.calls[name] += 1
             self.finished.append(name)
             self.spans.append(began)

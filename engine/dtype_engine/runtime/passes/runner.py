@@ -47,7 +47,7 @@ class ForwardRunner:
     left_wide: operations with a quantised weight whose input was not rounded, where activations are quantised.
     first_use: by the order of a reference pass's calls, how many had finished when each weight was first used.
     watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
-    watched: the modules whose outputs the next passes observe and keep in traces; None: all.
+    watched: the modules whose outputs the next passes observe; None: all. kept: of those the ones that traces keep; None: all.
     widened: what reference passes leave for the next.
     """
 
@@ -58,9 +58,9 @@ class ForwardRunner:
         self.autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self.watch = watch
         self.cancelled = cancelled
-        self.first_use: dict[int, dict[str, int]] = {}
-        self.left_wide: set[str] = set()
+        self.first_use, self.left_wide = dict[int, dict[str, int]](), set[str]()
         self.watched: frozenset[str] | None = None
+        self.kept: frozenset[str] | None = None
         self.widened = WidenedWeights(reference_dtype)
         self.finished, self.spans = list[str](), list[int]()
         """Of the pass that ended last, as a `ForwardPass` has them."""
@@ -95,9 +95,9 @@ class ForwardRunner:
         key = (uniform, self.settings)
         now = {name: weight.form for name, weight in model.weights.items()}
         if uniform is None or key in model.requires_mixed_mode:
-            trace = ForwardTrace(now, self._kind_of_rules, budget, whole)
+            trace = ForwardTrace(now, self._kind_of_rules, budget, whole, self.kept)
             return self._candidate(batch, self._rules(), observer, trace, earlier)
-        trace = ForwardTrace(now, f"plain {uniform}, {self.settings}", budget, whole)
+        trace = ForwardTrace(now, f"plain {uniform}, {self.settings}", budget, whole, self.kept)
         return self._candidate(batch, None, observer, trace, earlier)
 
     def settle_kind(self, batch: Batch, ran: CandidateRun) -> None:

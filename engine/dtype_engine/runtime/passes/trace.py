@@ -45,6 +45,11 @@ class ModuleCall:
 _OPAQUE = object()
 
 
+def count_call(module: str, call: int, span: tuple[int, int], reading: Any) -> ModuleCall:
+    """Note a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
+    return ModuleCall(module, call, *span, _OPAQUE, reading)
+
+
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, reading: Any, weights: Container[int] = ()
 ) -> ModuleCall:
@@ -75,6 +80,7 @@ def record_call(
 class ForwardTrace:
     """A whole pass: the calls that were watched, in the order they finished, the dtypes of the weights, and the kind of run.
 
+    only: the modules whose outputs it keeps, None for all.
     names: the modules of all its calls, one after another, and `order` a hash of them. first_use: how many calls had finished when
     each weight was first used; None for a plain pass, which notes nothing.
 
@@ -87,6 +93,7 @@ class ForwardTrace:
     kind: str
     budget: int
     whole: int = 0
+    only: Container[str] | None = None
     order: int = 0
     first_use: Mapping[str, int] | None = None
     names: list[str] = field(default_factory=list)
@@ -103,7 +110,7 @@ class ForwardTrace:
             self._uses[storage.data_ptr()] += 1
             if self._uses[storage.data_ptr()] == 1:
                 self.nbytes += storage.nbytes()
-        if call.ended_after - call.began_after < self.whole and call.output is not _OPAQUE:
+        if call.output is not _OPAQUE and call.ended_after - call.began_after < self.whole:
             for inner in reversed(self.calls):
                 if inner.ended_after < call.began_after:
                     break

@@ -14,8 +14,10 @@ from transformers.utils import ModelOutput
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
+from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.passes.runner import ForwardRunner, NullObserver
 from dtype_engine.runtime.passes.trace import ForwardTrace, record_call
 
 
@@ -452,3 +454,34 @@ def test_what_somebody_else_listens_to_is_called_again() -> None:
         fresh = de.open(again, inputs=inputs)
         fresh.cast(pattern, "bfloat16")
         assert fresh.drift().output == found
+
+
+def test_a_trace_keeps_the_outputs_of_some_modules_alone() -> None:
+    """Of the others a pass has that they ran and what was read off them, which is read again where the kept one stands in."""
+    module = nn.Sequential(nn.Sequential(Counting(8, 8), nn.ReLU()), Counting(8, 8), nn.Linear(8, 8))
+    session = de.open(module, inputs=(torch.randn(2, 8),))
+    (batch,) = session.need_inputs().batches
+
+    class Reads:
+        def __init__(self) -> None:
+            self.found: list[tuple[str, object]] = []
+
+        def __call__(self, module: str, call: int, output: torch.Tensor) -> str:
+            self.found.append((module, f"read of {module}"))
+            return f"read of {module}"
+
+        def replay(self, module: str, reading: object) -> None:
+            self.found.append((module, reading))
+
+    with ForwardRunner(session.model, session.settings, never) as runner:
+        runner.reference(batch, NullObserver())
+        runner.kept = frozenset({"0"})
+        first = runner.candidate(batch, before := Reads(), 1 << 20)
+        runner.settle_kind(batch, first)
+        assert first.trace.names == ["0.0", "0.1", "0", "1", "2"]
+        assert [call.module for call in first.trace.calls if call.usable] == ["0"]
+        session.cast("2", "float16")
+        Counting.runs = 0
+        runner.candidate(batch, after := Reads(), 1 << 20, first.trace)
+        assert Counting.runs == 1  # "1", whose output was not kept
+    assert after.found == before.found
