@@ -11,6 +11,7 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
+from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, Seconds
 from dtype_engine.results.losses import ValueLoss
@@ -279,6 +280,7 @@ class DriftMeter:
 
 class _Progress:
     """Called with the module calls of the pass under way, tells how much of all passes is done: of each, its input's elements.
+    Where passes are short, so does the beginning of one in a tenth of a second.
 
     calls: of a pass over a batch, with all modules watched or not, where that is known by now. modules: how many the model has, the
     best guess before any pass.
@@ -294,6 +296,7 @@ class _Progress:
         self._total = 0
         self._run, self._number, self._all = "", 0, True
         self._done = 0
+        self._throttle = Throttle()
 
     def expect(self, numbers: Sequence[int], recorded: set[int]) -> None:
         """The batches that are still to be run, the next one first, and those of which the reference need not."""
@@ -306,6 +309,8 @@ class _Progress:
         if (self._run, self._number) != (run, number):
             self._end()
         self._run, self._number, self._all = run, number, every
+        if self._throttle.due():  # a pass may end before its observer has anything to tell
+            self._on_progress(run, self._done, self._total)
 
     def _end(self) -> None:
         if self._run:

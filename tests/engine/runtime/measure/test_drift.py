@@ -310,3 +310,15 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
     report = session.drift(on_modules=lambda modules: told.extend(module.name for module in modules))
     assert report.output.max_abs > 0
     assert {"first.0", "first.1", "second"} <= set(told)
+
+
+def test_passes_that_are_short_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observers of a pass tell nothing within a tenth of a second, and many passes take less."""
+    session = de.open(architectures.make("llama")[0], inputs=[{"input_ids": architectures.tokens(9)}] * 40)
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(throttle, "INTERVAL_S", 0.005)
+    session.drift(on_progress=lambda run, done, total: told.append((done, total)))
+    assert told[0] == (0, 80 * 9)
+    assert len(told) > 5
+    assert told == sorted(told)
+    assert all(done < total for done, total in told)
