@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.measure.reading import Measurement
 
 ROUNDS = 3
+_MODULES_EACH = 5
+"""Modules of every fifth recipe are compared in full, too."""
 _BY_HAND = """
 import json, sys, time
 began = time.perf_counter()
@@ -201,8 +203,10 @@ def errors(folder: Path) -> list[Row]:
 
 
 def _covered(name: str, session: Any, count: int) -> list[Row]:
+    from dtype_engine.results.drift import sqnr_gain
+
     chooser = random.Random(7)
-    first, half, stopped = [], [], []
+    first, half, stopped, modules = [], [], [], list[bool]()
     while len(first) < count:
         session.apply(random_recipe(session, chooser))
         readings: list[Measurement] = []
@@ -214,10 +218,15 @@ def _covered(name: str, session: Any, count: int) -> list[Row]:
         half.append(_within_two_errors(readings[len(readings) // 2 - 1], whole))
         enough = next(reading for reading in readings if reading.extent.is_within(0.05))
         stopped.append(abs(_figure(enough.output) - whole) <= 0.1 * whole)
+        if len(first) % _MODULES_EACH == 0:
+            exact = {module.name: module for module in session.drift(modules_in_full=lambda: True).modules}
+            sampled = (module for module in readings[-1].modules if module.sqnr_error_db)
+            modules += [abs(sqnr_gain(each, exact[each.name]) or 0.0) <= 2 * each.sqnr_error_db for each in sampled]
     return [
         Row(f"{name}: all within two errors of the first reading", 100 * statistics.mean(first), "%", least=85),
         Row(f"{name}: all within two errors of the half-way reading", 100 * statistics.mean(half), "%", least=90),
         Row(f"{name}: --precision 5% ends within 10 % of all", 100 * statistics.mean(stopped), "%", least=90),
+        Row(f"{name}: modules within two errors of all their rows", 100 * statistics.mean(modules), "%", least=90),
     ]
 
 
