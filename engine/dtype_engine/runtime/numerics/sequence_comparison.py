@@ -1,8 +1,8 @@
 """One sequence's output against the reference's: sums over elements, and the figures of every position. What they mean: `metrics`.
 
-Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU each chunk is one thread's, in buffers of its
-own that stay in the core's cache: threads that share every operation wait for each other after each, and new memory for every
-result takes several times as long as the arithmetic.
+Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU torch's threads share each operation, which
+writes over one of three buffers that stay in their caches: new memory for every result takes several times as long as the
+arithmetic. Python threads with a chunk each wait for the interpreter's lock a third of the time (20 µs an operation; Intel Xeon).
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 import torch
 
-from dtype_engine.runtime.chunks import parallel_map
-
 _CHUNK_ELEMENTS = 1 << 17
-"""Elements of a chunk: three of them in float64 stay in the cache that cores share, and of half as many the calls cost more."""
-_NUMPY_EXP = torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Elements of a chunk at least, and on the CPU `_THREAD_ELEMENTS` for each thread: three times that in float64 stay in the cache of
+a core, or where that is small in the one that cores share, and of half as many the calls cost more.
+"""
+_THREAD_ELEMENTS = 1 << 16
 _EXP_IN_RANGE = 500.0
 """e^x of float64, and sums of 10^90 of them, are in range for |x| up to this."""
 
@@ -107,27 +106,21 @@ def _chunk_sums(
 
 
 def _compare_on_cpu(reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison) -> None:
-    """The same on the CPU: chunks side by side, each by one thread in buffers of its own."""
+    """The same on the CPU, in memory that every chunk uses again."""
     count, width = reference.shape
-    step = max(1, _CHUNK_ELEMENTS // max(1, width))
-    chunks = [slice(start, min(start + step, count)) for start in range(0, count, step)]
-    found: list[ElementSums] = [ElementSums()] * len(chunks)
-
-    def work(numbers: range) -> None:
-        buffers = [torch.empty(min(step, count), width, dtype=torch.float64) for _ in range(3)]
-        for number in numbers:
-            rows = chunks[number]
-            r, c = reference[rows], candidate[rows]
-            equal = r.dtype == c.dtype and torch.equal(r, c)
-            used = [buffer[: len(r)] for buffer in buffers]
-            of_same, of_two = partial(_equal_sums, r), partial(_finite_sums, r, c)
-            sums = (of_same if equal else of_two)(rows, into.positions, used)
-            found[number] = _chunk_sums(r, c, rows, into.positions) if sums is None else sums
-
+    most = max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
+    step = max(1, most // max(1, width))
     with torch.no_grad():
-        parallel_map(work, len(chunks))
-    for sums in found:
-        into.add(sums)
+        buffers = [torch.empty(min(step, count), width, dtype=torch.float64) for _ in range(3)]
+        for start in range(0, count, step):
+            rows = slice(start, min(start + step, count))
+            r, c = reference[rows], candidate[rows]
+            used = [buffer[: len(r)] for buffer in buffers]
+            if r.dtype == c.dtype and torch.equal(r, c):
+                sums = _equal_sums(r, rows, into.positions, used)
+            else:
+                sums = _finite_sums(r, c, rows, into.positions, used)
+            into.add(_chunk_sums(r, c, rows, into.positions) if sums is None else sums)
 
 
 def _equal_sums(
@@ -139,7 +132,7 @@ def _equal_sums(
     if not math.isfinite(energy):
         return None
     if positions is not None:
-        positions.compare_equal(rows, buffers[0].numpy())
+        positions.compare_equal(rows, buffers[0])
     return ElementSums(len(flat), energy=energy, energy_candidate=energy, product=energy)
 
 
@@ -158,13 +151,13 @@ def _finite_sums(
     buffers[0].copy_(reference)
     buffers[1].copy_(candidate)
     torch.sub(buffers[1], buffers[0], out=buffers[2])
-    r, c, delta = (buffer.numpy() for buffer in buffers)
-    flat_r, flat_c, flat_delta = (buffer.reshape(-1) for buffer in buffers)
+    r, c, delta = buffers
+    flat_r, flat_c, flat_delta = (buffer.view(-1) for buffer in buffers)
     noise = float(torch.dot(flat_delta, flat_delta))
     if not math.isfinite(noise):
         return None
     sums = ElementSums(
-        elements=delta.size,
+        elements=delta.numel(),
         noise=noise,
         energy=float(torch.dot(flat_r, flat_r)),
         energy_candidate=float(torch.dot(flat_c, flat_c)),
@@ -172,9 +165,8 @@ def _finite_sums(
     )
     if positions is not None:
         positions.compare_finite(rows, r, c, delta)
-    np.abs(delta, out=delta)
-    sums.sum_abs = float(delta.sum())
-    sums.max_abs = float(delta.max(initial=0.0))
+    sums.sum_abs = float(flat_delta.abs_().sum())
+    sums.max_abs = float(flat_delta.amax()) if len(flat_delta) else 0.0
     return sums
 
 
@@ -237,20 +229,20 @@ class PositionFigures:
             self.log_p[rows] = log_p.gather(1, index)[:, 0].cpu()
             self.log_q[rows] = log_q.gather(1, index)[:, 0].cpu()
 
-    def compare_finite(self, rows: slice, r: np.ndarray, c: np.ndarray, delta: np.ndarray) -> None:
+    def compare_finite(self, rows: slice, r: torch.Tensor, c: torch.Tensor, delta: torch.Tensor) -> None:
         """Fill in some rows from logits that are all finite, float64 [rows, classes], and their difference c - r. Writes over `r`
         and `c`.
         """
         labels = self._labels_of(rows)
         top_r, shift_r, label_r, sum_r = _exponentials(r, labels)
         top_c, shift_c, label_c, sum_c = _exponentials(c, labels)
-        moved = np.einsum("ij,ij->i", r, delta) / sum_r
+        moved = r.mul_(delta).sum(-1).numpy() / sum_r
         self.kl.numpy()[rows] = (shift_c - shift_r) + np.log(sum_c / sum_r) - moved
         self.same_top.numpy()[rows] = top_r == top_c
         self.log_p.numpy()[rows] = label_r - np.log(sum_r)
         self.log_q.numpy()[rows] = label_c - np.log(sum_c)
 
-    def compare_equal(self, rows: slice, logits: np.ndarray) -> None:
+    def compare_equal(self, rows: slice, logits: torch.Tensor) -> None:
         """The same for logits that both have."""
         _, _, of_label, total = _exponentials(logits, self._labels_of(rows))
         self.same_top[rows] = True  # and the KL of zero is there already
@@ -262,25 +254,21 @@ class PositionFigures:
 
 
 def _exponentials(
-    logits: np.ndarray, labels: np.ndarray | None
+    logits: torch.Tensor, labels: np.ndarray | None
 ) -> tuple[np.ndarray, np.ndarray | float, np.ndarray, np.ndarray]:
     """Write e^(x - shift) over logits [rows, classes]. Of each row the likeliest class, the shift (0.0 for all where e^x is in
-    range), the logit of its label less that (where there are no labels, of the likeliest class), and the sum. With AVX-512 numpy
-    takes half the time of torch.
+    range), the logit of its label less that (where there are no labels, of the likeliest class), and the sum.
     """
-    every = np.arange(len(logits))
-    top = logits.argmax(-1)
-    largest = logits[every, top]
-    of_label = largest if labels is None else logits[every, labels]
+    values = logits.numpy()
+    every = np.arange(len(values))
+    top = values.argmax(-1)  # torch's takes six times as long
+    largest = values[every, top]
+    of_label = largest if labels is None else values[every, labels]
     shift: np.ndarray | float = 0.0
     if np.abs(largest).max(initial=0.0) > _EXP_IN_RANGE:
         shift = largest
-        np.subtract(logits, largest[:, None], out=logits)
-    if _NUMPY_EXP:
-        np.exp(logits, out=logits)
-    else:
-        torch.from_numpy(logits).exp_()
-    return top, shift, of_label - shift, logits.sum(-1)
+        logits.sub_(torch.from_numpy(largest)[:, None])
+    return top, shift, of_label - shift, logits.exp_().sum(-1).numpy()
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:

@@ -91,6 +91,7 @@ def test_chunks_and_sequences_give_the_figures_of_the_whole(monkeypatch: pytest.
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
     monkeypatch.setattr(sequence_comparison, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(sequence_comparison, "_THREAD_ELEMENTS", 1)
     comparison = OutputComparison(True)
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
