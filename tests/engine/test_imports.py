@@ -39,6 +39,12 @@ def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> No
     assert loaded_after(statement, "msgspec", "jinja2", "soxr") == set()
 
 
+def test_the_first_paint_waits_for_no_form_of_a_measurement() -> None:
+    """Dataclasses of many fields take milliseconds to make."""
+    names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
+    assert loaded_after("import dtype_tui.app, dtype_tui.cli.command", *names) == set()
+
+
 def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, human_bytes, plural
-from dtype_engine.results.attribution import LossRemedy
-from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.losses import ValueLoss, severe
+
+if TYPE_CHECKING:
+    from dtype_engine.results.attribution import LossRemedy
+    from dtype_engine.results.drift import OutputDrift
 
 HELP = (
     "Values lost: finite values that become infinite in the dtype they are cast to, and others that become zero. Each tensor "

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.results.attribution import NoiseFloor
-from dtype_engine.results.drift import Figures
+
+if TYPE_CHECKING:
+    from dtype_engine.results.attribution import NoiseFloor
+    from dtype_engine.results.drift import Figures
 
 Word = Literal["exact", "under the floor", "invisible", "small", "visible", "broken"]
 

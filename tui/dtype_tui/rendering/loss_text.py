@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import ancestors
 from dtype_engine.reports.text_losses import headline, loss_sentences, remedy_words
-from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.losses import ValueLoss, severe
+
+if TYPE_CHECKING:
+    from dtype_engine.results.attribution import LossRemedy
 
 _MOST_SENTENCES = 3
 

@@ -22,7 +22,6 @@ from dtype_engine.recipe import (
     select,
     tensor_bytes,
 )
-from dtype_engine.results.drift import worst_modules
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
 from dtype_tui.rendering.loss_text import loss_marks
@@ -178,7 +177,7 @@ class Experiment:
         if self.report is None:
             self.partial_drift = reading
         rules, settings = tuple(map(str, self.recipe.rules)), str(self.settings)
-        new = measured_in_part(reading, rules, settings, self.inputs, self.plan.planned_bytes)
+        new = measured_in_part(reading.output, reading.extent, rules, settings, self.inputs, self.plan.planned_bytes)
         remember(self.measured, new)
 
     def set_report(self, report: DriftReport) -> None:
@@ -235,6 +234,10 @@ class Experiment:
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
         """Modules that drift most, those with non-finite outputs first; none where nothing differs."""
+        if not self.modules:
+            return []
+        from dtype_engine.results.drift import worst_modules  # not for the first paint
+
         return worst_modules(self.modules.values())[:count]
 
     @property

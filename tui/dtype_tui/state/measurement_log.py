@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.results.drift import PartialDrift
 from dtype_engine.results.losses import severe
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import DriftReport, ModuleDrift
+    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,9 +89,9 @@ class ModuleLog:
 
 def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:
     """What the history keeps of a report."""
-    reading, lost = PartialDrift(report.output, report.sequences), severe(report.lost)
+    lost = severe(report.lost)
     return dataclasses.replace(
-        measured_in_part(reading, report.rules, report.settings, report.inputs, planned_bytes),
+        measured_in_part(report.output, report.sequences, report.rules, report.settings, report.inputs, planned_bytes),
         # A pass whose beginning was not run again is no time of the recipe's, nor is one over some of the inputs.
         seconds=None if report.seconds.reused or not report.sequences.whole else report.seconds.candidate,
         overflowed=sum(loss.overflowed for loss in lost),
@@ -101,10 +100,9 @@ def measured(report: DriftReport, planned_bytes: int) -> MeasuredRecipe:
 
 
 def measured_in_part(
-    reading: PartialDrift, rules: tuple[str, ...], settings: str, inputs: str, planned_bytes: int
+    output: OutputDrift, extent: Extent, rules: tuple[str, ...], settings: str, inputs: str, planned_bytes: int
 ) -> MeasuredRecipe:
     """What the history keeps of the figures of a measurement that is under way, or was stopped."""
-    output, extent = reading.output, reading.extent
     error = output.kl_mean_se
     if not extent.whole:
         error = None
