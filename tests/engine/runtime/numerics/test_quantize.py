@@ -166,3 +166,16 @@ def test_the_values_of_a_cast_are_its_own_and_those_of_its_parts(dtype: str, sha
     assert torch.equal(values, expected)
     values.zero_()
     assert torch.equal(weight, before)  # also where nothing had to be cast
+
+
+def test_a_large_cast_of_bfloat16_to_float16_is_that_of_torch_bit_for_bit() -> None:
+    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
+    stored = codes.repeat(9)[:-5].view(torch.bfloat16)
+    assert stored.numel() > 2 * storage._HALF_BLOCK
+    with np.errstate(over="ignore"):
+        by_numpy = stored.float().numpy().astype(np.float16)
+    for tensor in (stored, stored[:-1].view(2, -1).t()):
+        cast, scale = cast_or_quantize(tensor, "float16")
+        assert scale is None
+        assert torch.equal(cast.view(torch.int16), tensor.to(torch.float16).view(torch.int16))
+    np.testing.assert_array_equal(cast_or_quantize(stored, "float16")[0].numpy(), by_numpy)
