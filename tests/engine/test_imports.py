@@ -39,10 +39,33 @@ def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> No
     assert loaded_after(statement, "msgspec", "jinja2", "soxr") == set()
 
 
+_PAINTED = """
+import asyncio
+from dtype_engine.checkpoint.source import locate
+from dtype_tui.app import DtypeApp
+from dtype_tui.state.launch import Launch
+
+class Silent:
+    host, can_restart = "", False
+
+    def __getattr__(self, name):
+        return lambda *request: None
+
+async def paint():
+    app = DtypeApp(Launch("demo", locate("demo").peek()[0]), lambda emit: Silent())
+    async with app.run_test(size=(120, 36)) as pilot:
+        await pilot.pause()
+        assert any("embed_tokens" in strip.text for strip in app.screen._compositor.render_strips())
+
+asyncio.run(paint())
+"""
+"""The app past its first paint, with an engine that has told nothing yet."""
+
+
 def test_the_first_paint_waits_for_no_form_of_a_measurement() -> None:
     """Dataclasses of many fields take milliseconds to make."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
-    assert loaded_after("import dtype_tui.app, dtype_tui.cli.command", *names) == set()
+    assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch", "msgspec") == set()
 
 
 def test_a_command_line_without_workers_imports_nothing_of_them() -> None:

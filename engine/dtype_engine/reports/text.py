@@ -20,6 +20,7 @@ from dtype_engine.core.units import (
     with_error,
 )
 from dtype_engine.reports.text_drift import is_sampled, module_text
+from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 
 if TYPE_CHECKING:
@@ -170,8 +171,7 @@ WEIGHTS_ONLY = "weights only: what a runtime does to activations (W8A8, W4A4) co
 
 def drift_text(report: DriftReport) -> str:
     """The figures of one measurement, the worst modules last."""
-    from dtype_engine.reports.text_losses import loss_lines
-    from dtype_engine.results.drift import worst_modules
+    from dtype_engine.results.drift import worst_modules  # not for the first paint
 
     output, memory = report.output, report.memory
     lines = [
