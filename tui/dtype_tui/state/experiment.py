@@ -234,8 +234,6 @@ class Experiment:
 
     def worst_modules(self, count: int | None = None) -> list[ModuleDrift]:
         """Modules that drift most, those with non-finite outputs first; none where nothing differs."""
-        if not self.modules:
-            return []
         from dtype_engine.results.drift import worst_modules  # not for the first paint
 
         return worst_modules(self.modules.values())[:count]
