@@ -58,7 +58,10 @@ if child:
     asking.send(b"%d\\n" % child)
     def watch():
         if not asking.recv(1):
-            os.kill(child, signal.SIGKILL)
+            try:
+                os.kill(child, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has just ended
     threading.Thread(target=watch, daemon=True).start()
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:

@@ -11,7 +11,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,8 @@ _BLOCK = 1 << 20
 """Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""
 _MOST_THREADS = 4
 """More would wait for the file more than they work, each with buffers of its own."""
+_LOOK_S = 0.2
+"""A signal that comes between two instructions of the interpreter, just before it waits for a thread, is seen after the wait."""
 
 
 class Progress:
@@ -113,10 +115,13 @@ def write_file(
         # A new thread takes over the number of torch threads set just now.
         with single_intraop_thread(), ThreadPoolExecutor(threads) as pool:
             try:
-                for _ in pool.map(write, items):
-                    pass
+                for future in [pool.submit(write, item) for item in items]:
+                    while wait([future], _LOOK_S).not_done:
+                        pass
+                    future.result()
             except BaseException:
                 progress.stop()
+                pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
 

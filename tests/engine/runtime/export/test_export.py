@@ -387,6 +387,23 @@ def test_a_disk_that_fills_up_is_a_sentence_and_leaves_nothing(make_llama: Any, 
     assert list(place.iterdir()) == []
 
 
+HALTING = """
+import os, signal, sys, threading, time
+from dtype_engine.runtime.export import write
+from dtype_engine.cli import cli, run
+def wait(tensor, dtype, out, at, progress, *more):
+    os.write(1, b"writing\\n")
+    if number := int(sys.argv[1]):
+        time.sleep(0.5)  # the main thread waits by then
+        signal.pthread_kill(threading.get_ident(), number)
+    while True: time.sleep(0.05); progress.wrote(0)
+write._write_tensor = wait
+sys.exit(run(cli, "dtype-engine", sys.argv[2:]))
+"""
+"""An export that gets no further than its first megabyte, in the middle of the file of weights. Before its arguments: the signal
+that its thread which writes is sent there, 0 for none."""
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path: Path, number: int) -> None:
@@ -394,16 +411,7 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
     before = {entry.name: entry.read_bytes() for entry in source.iterdir()}
     place = tmp_path / "place"
     place.mkdir()
-    # The program gets no further than its first megabyte, in the middle of the file of weights.
-    halting = (
-        "import os, sys, time; from dtype_engine.runtime.export import write; from dtype_engine.cli import cli, run\n"
-        "def wait(tensor, dtype, out, at, progress, *more):\n"
-        "    os.write(1, b'writing\\n')\n"
-        "    while True: time.sleep(0.05); progress.wrote(0)\n"
-        "write._write_tensor = wait; sys.exit(run(cli, 'dtype-engine', sys.argv[1:]))"
-    )
-    arguments = ["export", str(source), "--cast", "*=float16", "-o", str(place / "out")]
-    program = preloaded.Program(halting, *arguments)
+    program = preloaded.Program(HALTING, "0", "export", str(source), "--cast", "*=float16", "-o", str(place / "out"))
     assert program.stdout.readline() == "writing\n"
     assert [entry.name.startswith(".out.partial-") for entry in place.iterdir()] == [True]
     program.send_signal(number)
@@ -413,6 +421,21 @@ def test_a_killed_export_leaves_no_folder_of_that_name(make_llama: Any, tmp_path
     if number != signal.SIGKILL:
         assert done.returncode == 128 + number, done.stderr
         assert list(place.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="signals are POSIX's")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_that_does_not_wake_the_main_thread_ends_an_export(
+    make_llama: Any, tmp_path: Path, number: int
+) -> None:
+    """One that the system gives to another thread, as one that comes just before the main thread waits, wakes nobody."""
+    place = tmp_path / "place"
+    place.mkdir()
+    done = preloaded.run(
+        HALTING, str(int(number)), "export", str(make_llama()), "--cast", "*=float16", "-o", str(place / "out")
+    )
+    assert done.returncode == 128 + number, done.stderr
+    assert list(place.iterdir()) == []
 
 
 def test_a_live_module_without_a_checkpoint_is_exported_and_loaded_back(tmp_path: Path) -> None:
