@@ -35,7 +35,7 @@ def is_distribution(name: str, output: torch.Tensor) -> bool:
 def compare_output(kept: KeptRows, candidate: torch.Tensor) -> ModuleSums:
     """One output against what is kept of the reference's."""
     comparison, sums = RowComparison(), ModuleSums()
-    comparison.add(kept, candidate, sums)
+    comparison.add(kept, candidate, sums, alone=True)
     comparison.finish()
     return sums
 
@@ -75,11 +75,6 @@ class WaitingOutputs:
         self._waiting.clear()
         self._nbytes = 0
         return taken
-
-    def restart(self) -> None:
-        """The pass is run again."""
-        self._waiting.clear()
-        self._nbytes, self.missed = 0, False
 
 
 @dataclass(slots=True)
@@ -207,14 +202,13 @@ class OutputComparer:
 
     Sums are filled in many at once; `finish` once the pass is over.
 
-    before: the totals of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. at_once: as for an
-    `OutputRecorder`. left: in how many sequences beside this not all modules were compared; compared: all are in this one.
+    before: the totals of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. left: in how many
+    sequences beside this not all modules were compared; compared: all are in this one.
     """
 
     def __init__(
         self,
         reference: Mapping[tuple[str, int], KeptRows],
-        at_once: set[str],
         before: Mapping[str, ModuleTotal],
         on_progress: Callable[[int], None],
         on_modules: OnModules,
@@ -230,7 +224,6 @@ class OutputComparer:
         self._on_modules = on_modules
         self._calls = 0
         self._rows = RowComparison()
-        self._outputs = WaitingOutputs(at_once)
         self._found: list[tuple[str, ModuleSums]] = []
         """Of each call: sums that may have to be filled in."""
         self._unreported: set[str] = set()
@@ -245,26 +238,16 @@ class OutputComparer:
             return None
         if self._last is None or self._last[1] is not kept or not self._last[0].is_same(output):
             self._last = _Last.of(output), kept, ModuleSums()
-            self._compare(self._outputs.add(module, output, self._last[1:]))
+            self._rows.add(kept, output, self._last[2])
         sums = self._last[2]
         self.replay(module, sums)
         return sums
-
-    def _compare(self, outputs: list[tuple[torch.Tensor, tuple[KeptRows, ModuleSums]]]) -> None:
-        for output, (kept, sums) in outputs:
-            self._rows.add(kept, output, sums)
-
-    def missed(self) -> bool:
-        """The pass is over: whether outputs were missed, so that it has to be run again."""
-        self._compare(self._outputs.take())
-        return self._outputs.missed
 
     def restart(self) -> None:
         """The pass is run again from its beginning: what was compared so far does not count."""
         for found in (self.sums, self._found, self._unreported):
             found.clear()
         self._rows = RowComparison()
-        self._outputs.restart()
         self._last = None
 
     def replay(self, module: str, reading: ModuleSums | None) -> None:
@@ -286,7 +269,6 @@ class OutputComparer:
 
     def _fill_in(self) -> None:
         """All but the output of the module that returned last: it may be the main output."""
-        self._compare(self._outputs.take())
         self._rows.finish()
         last = self._last[2] if self._last is not None else None
         for module, sums in self._found:

@@ -192,9 +192,7 @@ class DriftMeter:
                 if record.compared:
                     runner.watched = None
                 progress.begin("candidate", number, runner.watched is None)
-                comparer = OutputComparer(
-                    record.modules, self._written, before, progress, on_modules, left, record.compared
-                )
+                comparer = OutputComparer(record.modules, before, progress, on_modules, left, record.compared)
                 ran = self._candidate(runner, number, comparer, record)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
@@ -236,11 +234,10 @@ class DriftMeter:
         while True:
             try:
                 ran = runner.candidate(batch, comparer, left, earlier, max(self._calls.values()) // WHOLE_SHARE)
-                if not comparer.missed():
-                    break
+                break
             except RunAgain:
                 earlier = None
-            comparer.restart()
+                comparer.restart()
         if self.reuse and ran.trace.calls:
             self._traces[number] = ran.trace, record.in_full
         return ran

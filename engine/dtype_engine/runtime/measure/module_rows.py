@@ -10,6 +10,7 @@ for all rows: `row_comparison`.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -24,6 +25,27 @@ _WIDTH = 512
 """Of outputs narrower than this as many more rows are compared."""
 _CERTAIN = 4
 """One row in so many of a sample is one of those with the largest energy."""
+_TOGETHER = {"cpu": 1 << 17}
+"""Values that are compared in one go, at most, by the kind of device: on a CPU those that stay in a core's cache; elsewhere
+`_TOGETHER_ELSEWHERE`, since whoever compares there waits for the device."""
+_TOGETHER_ELSEWHERE = 1 << 22
+
+
+def most_together(device: torch.device) -> int:
+    """How many values are compared in one go, at most."""
+    return _TOGETHER.get(device.type, _TOGETHER_ELSEWHERE)
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """What is kept of several outputs of one width, one after the other: they are compared in one go. rows: [rows, width], of each
+    output as many as `sizes` say. energies and strata: those of the outputs, [outputs] and [2, rows].
+    """
+
+    rows: torch.Tensor
+    sizes: list[int]
+    energies: torch.Tensor
+    strata: torch.Tensor
 
 
 @dataclass(slots=True)
@@ -33,6 +55,7 @@ class KeptRows:
     rows: [kept, width], in float32 or float64. index: their places, None for all in their order. certain: how many of the first
     were taken for sure. total: how many rows the output has. energy: Σr² over all that is finite, float64 on the output's device.
     strata: [2, kept], float64: how many times ΣΔ² of each row counts, and the energy of what it stands for beside itself.
+    pack, number: where the rows are, and the output's number there; None for too many to be compared in one go with others.
     """
 
     shape: torch.Size
@@ -42,6 +65,8 @@ class KeptRows:
     total: int
     energy: torch.Tensor = field(init=False)
     strata: torch.Tensor = field(init=False)
+    pack: Pack | None = None
+    number: int = 0
 
     def of(self, output: torch.Tensor) -> torch.Tensor:
         """The same rows of an output of this shape: a copy, or where all are taken perhaps the output itself."""
@@ -57,6 +82,16 @@ def as_rows(output: torch.Tensor) -> torch.Tensor:
 def rows_each(sequences: int) -> int:
     """How many rows of an output of each of so many sequences are compared at least: figures are of all of them together."""
     return min(MOST_ROWS, max(FEWEST_ROWS, _ROWS_OF_ALL // max(1, sequences)))
+
+
+def pack_of(together: Sequence[KeptRows]) -> Pack:
+    """A copy of what is kept of some outputs of one width."""
+    return Pack(
+        torch.cat([kept.rows for kept in together]),
+        [len(kept.rows) for kept in together],
+        torch.stack([kept.energy for kept in together]),
+        torch.cat([kept.strata for kept in together], 1),
+    )
 
 
 @dataclass(slots=True)
@@ -78,6 +113,8 @@ class RowKeeper:
         self._rows = rows
         self._unfinished: dict[tuple[Any, ...], list[_Unfinished]] = {}
         """By what is alike."""
+        self._widths: dict[tuple[int, torch.dtype, torch.device], list[KeptRows]] = {}
+        """By the width of their rows: what will be in packs."""
 
     def keep(self, output: torch.Tensor) -> KeptRows:
         """What is kept of an output; `finish` fills in its energy and strata."""
@@ -96,6 +133,8 @@ class RowKeeper:
             kept = KeptRows(output.shape, flat.index_select(0, index).to(wide), index, certain, total)
         alike = total, len(kept.rows), norms.dtype, output.device
         self._unfinished.setdefault(alike, []).append(_Unfinished(kept, norms, order))
+        if kept.rows.numel() <= most_together(output.device):
+            self._widths.setdefault((width, wide, output.device), []).append(kept)
         return kept
 
     def finish(self) -> None:
@@ -110,6 +149,29 @@ class RowKeeper:
             for each, energy, of_kept in zip(unfinished, energies.sum(1), strata, strict=True):
                 each.kept.energy, each.kept.strata = energy, of_kept
         self._unfinished.clear()
+        for alike in self._widths.values():
+            for together in _in_packs(alike):
+                _pack(together)
+        self._widths.clear()
+
+
+def _in_packs(alike: list[KeptRows]) -> Iterator[list[KeptRows]]:
+    """What is kept of outputs of one width, as many at a time as are compared in one go."""
+    together, values = list[KeptRows](), 0
+    for kept in alike:
+        size = kept.rows.numel()
+        if together and values + size > most_together(kept.rows.device):
+            yield together
+            together, values = [], 0
+        together.append(kept)
+        values += size
+    yield together
+
+
+def _pack(together: list[KeptRows]) -> None:
+    pack = pack_of(together)
+    for number, (kept, rows) in enumerate(zip(together, torch.split(pack.rows, pack.sizes), strict=True)):
+        kept.pack, kept.number, kept.rows = pack, number, rows
 
 
 def _norms(flat: torch.Tensor, wide: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

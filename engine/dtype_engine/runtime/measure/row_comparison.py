@@ -10,19 +10,17 @@ and not of Σr², two errors hold less often than nineteen times in twenty.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from dtype_engine.runtime.chunks import parallel_map
-from dtype_engine.runtime.measure.module_rows import KeptRows, strata_of
+from dtype_engine.runtime.measure.module_rows import KeptRows, Pack, as_rows, most_together, pack_of, strata_of
 
 _PRIOR_FREEDOM = 3
 _PRIOR_SPREAD = 0.5
-_STRIP = {"cpu": 1 << 17}
-"""Differences that are summed at a time, at most, by the kind of device: on a CPU those that stay in a core's cache; elsewhere
-`_STRIP_ELSEWHERE`, since whoever sums there waits for the device."""
-_STRIP_ELSEWHERE = 1 << 22
+_MOST_WAITING_BYTES = 1 << 25
+"""Of rows that wait to be compared: those of a model with 300 modules of a width of 1,000 are half of it."""
 
 
 @dataclass(slots=True)
@@ -50,60 +48,102 @@ class ModuleSums:
 
 
 @dataclass(slots=True)
-class _Strip:
-    """Differences of rows of one width, [rows, width], the first `used` in use, and what they belong to, in their order."""
-
-    deltas: torch.Tensor
-    used: int = 0
-    waiting: list[tuple[KeptRows, ModuleSums]] = field(default_factory=list)
-
-
-@dataclass(slots=True)
 class _Summed:
-    """Outputs whose rows are summed: their norms and largest |Δ|, one after another."""
+    """Outputs whose rows are summed: their norms and largest |Δ|, one after another, and what is known of the reference's."""
 
     outputs: list[tuple[KeptRows, ModuleSums]]
     norms: torch.Tensor
     peaks: torch.Tensor
+    energies: torch.Tensor
+    strata: torch.Tensor
+
+
+class _Candidates:
+    """The candidate's rows, copied beside those of a pack. dtype: theirs."""
+
+    def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
+        self.rows = torch.empty_like(pack.rows, dtype=dtype)
+        self._pack = pack
+        self._free: list[torch.Tensor | None] = [*torch.split(self.rows, pack.sizes)]
+        self._taken: dict[int, tuple[KeptRows, ModuleSums]] = {}
+        """By their number in the pack."""
+
+    def take(self, kept: KeptRows, output: torch.Tensor, sums: ModuleSums) -> bool:
+        """Copy the rows of an output; False where those of another were, which has the same rows kept of the reference."""
+        rows = self._free[kept.number]
+        if rows is None:
+            return False
+        self._free[kept.number] = None
+        self._taken[kept.number] = kept, sums
+        flat = as_rows(output)
+        if kept.index is None:
+            rows.copy_(flat)
+        else:
+            torch.index_select(flat, 0, kept.index, out=rows)
+        return True
+
+    def sum(self) -> _Summed:
+        """Sum the rows of all that was taken."""
+        numbers = sorted(self._taken)
+        outputs = [self._taken[number] for number in numbers]
+        candidate, pack = self.rows, self._pack
+        if len(numbers) < len(pack.sizes):
+            each = torch.split(candidate, pack.sizes)
+            candidate = torch.cat([each[number] for number in numbers])
+            pack = pack_of([kept for kept, _ in outputs])
+        deltas = candidate.to(pack.rows.dtype, copy=True).sub_(pack.rows)
+        norms = torch.linalg.vector_norm(deltas, dim=-1)
+        if not math.isfinite(float(norms.sum())):
+            start = 0
+            for number, (kept, sums) in enumerate(outputs):
+                rows = slice(start, start := start + len(kept.rows))
+                if not math.isfinite(float(norms[rows].sum())):
+                    sums.add(_not_finite(kept, deltas[rows]))
+                    outputs[number] = kept, ModuleSums()  # it is filled in
+        return _Summed(outputs, norms, _largest(deltas), pack.energies, pack.strata)
 
 
 class RowComparison:
     """Compares outputs with the rows kept of them, as these go by.
 
-    Differences are written one after another into memory that is used again, and summed once it is full: new memory for each output
-    takes several times as long as the arithmetic. The results leave the device in one piece.
+    The rows of an output are copied at once, and compared when the pass is over, or when many wait: right after a large product the
+    code for that is in no cache any more, and takes four times as long. The results leave the device in one piece.
     """
 
     def __init__(self) -> None:
-        self._strips: dict[tuple[int, torch.dtype, torch.device], _Strip] = {}
+        self._waiting: dict[tuple[int, torch.dtype], _Candidates] = {}
+        """By the `id` of a pack, and the dtype of the candidate's rows."""
+        self._nbytes = 0
         self._summed: list[_Summed] = []
 
-    def add(self, kept: KeptRows, output: torch.Tensor, sums: ModuleSums) -> None:
-        """Take in one output; `finish` fills in its `sums`, which are empty."""
+    def add(self, kept: KeptRows, output: torch.Tensor, sums: ModuleSums, alone: bool = False) -> None:
+        """Take in one output as it is now; `finish` fills in its `sums`, which are empty. alone: there will be no others."""
         if output.shape != kept.shape:
             # Experts see other tokens when the routing changes: there is nothing to compare element by element.
             sums.comparable = False
             return
-        rows, (count, width) = kept.of(output), kept.rows.shape
-        most = _STRIP.get(output.device.type, _STRIP_ELSEWHERE)
-        if count * width > most:
-            self._summed.append(_sum_alone(kept, sums, rows, most))
-            return
-        key = width, kept.rows.dtype, kept.rows.device
-        strip = self._strips.get(key)
-        if strip is None:
-            deltas = kept.rows.new_empty(most // max(1, width), width)
-            strip = self._strips[key] = _Strip(deltas)
-        if strip.used + count > len(strip.deltas):
-            self._sum(strip)
-        strip.deltas[strip.used : strip.used + count].copy_(rows).sub_(kept.rows)
-        strip.used += count
-        strip.waiting.append((kept, sums))
+        if alone or kept.pack is None or not self._beside(kept.pack, output.dtype).take(kept, output, sums):
+            self._summed.append(_sum_alone(kept, sums, kept.of(output)))
+
+    def _beside(self, pack: Pack, dtype: torch.dtype) -> _Candidates:
+        key = id(pack), dtype
+        beside = self._waiting.get(key)
+        if beside is None:
+            if self._nbytes > _MOST_WAITING_BYTES:
+                self._compare()
+            beside = self._waiting[key] = _Candidates(pack, dtype)
+            self._nbytes += beside.rows.nbytes
+        return beside
+
+    def _compare(self) -> None:
+        """Compare all that waits."""
+        self._summed += [candidates.sum() for candidates in self._waiting.values()]
+        self._waiting.clear()
+        self._nbytes = 0
 
     def finish(self) -> None:
         """Fill in the sums of all that was taken in."""
-        for strip in self._strips.values():
-            self._sum(strip)
+        self._compare()
         if not self._summed:
             return
         outputs = [output for summed in self._summed for output in summed.outputs]
@@ -111,8 +151,8 @@ class RowComparison:
         of_rows = sum(sizes)
         norms = torch.cat([summed.norms.double() for summed in self._summed])
         peaks = torch.cat([summed.peaks.double() for summed in self._summed])
-        plans = torch.cat([kept.strata for kept, _ in outputs], 1).reshape(-1)
-        energies = torch.stack([kept.energy for kept, _ in outputs])
+        plans = torch.cat([summed.strata for summed in self._summed], 1).reshape(-1)
+        energies = torch.cat([summed.energies for summed in self._summed])
         # All leaves the device at once: whoever asks it for a number waits for it.
         told = torch.cat([norms, peaks, plans, energies]).cpu()
         norms, peaks, plans, energies = torch.split(told, [of_rows, of_rows, 2 * of_rows, len(outputs)])
@@ -130,32 +170,16 @@ class RowComparison:
                 energy, noise_sum, variance, peak = of_one
                 outputs[number][1].add(ModuleSums(energy, noise_sum, peak, variance=variance))
 
-    def _sum(self, strip: _Strip) -> None:
-        """Sum what is in a strip, which is empty then."""
-        if not strip.waiting:
-            return
-        deltas, outputs = strip.deltas[: strip.used], strip.waiting
-        norms = torch.linalg.vector_norm(deltas, dim=-1)
-        if not math.isfinite(float(norms.sum())):
-            start = 0
-            for number, (kept, sums) in enumerate(outputs):
-                rows = slice(start, start := start + kept.rows.shape[0])
-                if not math.isfinite(float(norms[rows].sum())):
-                    sums.add(_not_finite(kept, deltas[rows]))
-                    outputs[number] = kept, ModuleSums()  # it is filled in
-        self._summed.append(_Summed(outputs, norms, _largest(deltas)))
-        strip.used, strip.waiting = 0, []
-
 
 def _largest(deltas: torch.Tensor) -> torch.Tensor:
     """The largest |Δ| of each row of [rows, width], which is overwritten."""
     return deltas.abs_().amax(-1) if deltas.shape[1] else deltas.new_zeros(len(deltas))
 
 
-def _sum_alone(kept: KeptRows, sums: ModuleSums, rows: torch.Tensor, most: int) -> _Summed:
-    """Sum the rows of one large output, `most` differences at a time, on the CPU side by side."""
+def _sum_alone(kept: KeptRows, sums: ModuleSums, rows: torch.Tensor) -> _Summed:
+    """Sum the rows of one output, some differences at a time, on the CPU side by side."""
     count, width = kept.rows.shape
-    step = max(1, most // width)
+    step = max(1, most_together(rows.device) // max(1, width))
     pieces = [slice(start, start + step) for start in range(0, count, step)]
     norms, peaks = kept.rows.new_empty(count), kept.rows.new_empty(count)
 
@@ -174,7 +198,7 @@ def _sum_alone(kept: KeptRows, sums: ModuleSums, rows: torch.Tensor, most: int) 
     if not math.isfinite(float(norms.sum())):
         sums.add(_not_finite(kept, rows.double() - kept.rows.double()))
         sums = ModuleSums()
-    return _Summed([(kept, sums)], norms, peaks)
+    return _Summed([(kept, sums)], norms, peaks, kept.energy[None], kept.strata)
 
 
 def estimated_total(

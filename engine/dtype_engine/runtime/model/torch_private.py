@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
 from typing import Any
@@ -21,6 +22,7 @@ __all__ = [
     "WithoutModes",
     "base_of",
     "forward_hook_ids",
+    "is_called_as_module",
     "own_tensors",
     "slots_of",
     "tensor_slots",
@@ -49,6 +51,17 @@ def version_of(tensor: torch.Tensor) -> int:
 def forward_hook_ids(module: nn.Module) -> set[int]:
     """The ids of the handles of a module's forward hooks and pre-hooks, whoever registered them."""
     return {*module._forward_hooks, *module._forward_pre_hooks}
+
+
+def is_called_as_module() -> bool:
+    """Asked by a function in place of a module's `forward`: whether the module itself was called, rather than its `forward` by the
+    model's own code, which no hook sees either.
+    """
+    return sys._getframe(2).f_globals is _OF_MODULES
+
+
+_OF_MODULES = nn.Module.__call__.__globals__
+"""The names of the file in which torch calls `forward`."""
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:

@@ -98,15 +98,18 @@ class ForwardPass:
         if self.effects is not None:
             self.effects.finish(name, len(self.inside))
         if self.watched is None or name in self.watched:
-            self._observe(name, began, output)
+            self.observe(name, output, began)
         else:
             self.finished.append(name)
         if self.mode is not None:
             self.mode.module = self.inside[-1] if self.inside else ""
             self.mode.finished = len(self.finished)
 
-    def _observe(self, name: str, began: int, output: Any) -> None:
-        """Take in what a watched module returned, or all that an earlier output stands for."""
+    def observe(self, name: str, output: Any, began: int | None = None) -> None:
+        """Take in what a watched module returned, or all that an earlier output stands for. began: how many calls had finished when
+        it began; nobody asks that of a module whose outputs the trace does not keep.
+        """
+        began = len(self.finished) if began is None else began
         call = self.calls[name]
         index = self.reusable_calls.get((name, call))
         if index is None or self.earlier is None:

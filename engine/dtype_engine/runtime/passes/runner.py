@@ -161,9 +161,8 @@ class ForwardRunner:
         reusable_calls: dict[tuple[str, int], int] = {}
         known: Mapping[str, int] = {}
         prefix, changed = 0, set[str]()
-        if earlier is not None and self._as_rules(earlier.kind, earlier.order) == self._as_rules(
-            trace.kind, earlier.order
-        ):
+        kinds = [self._as_rules(each.kind, earlier.order) for each in (earlier, trace)] if earlier is not None else []
+        if earlier is not None and earlier.only == trace.only and kinds[0] == kinds[1]:
             known, changed = earlier.uses(self.first_use), earlier.changed(trace.dtypes)
             prefix = min((known.get(name, 0) for name in changed), default=0)
             reusable_calls = self._reusable(earlier, prefix)
@@ -327,8 +326,9 @@ class ForwardRunner:
         model, modules = self.model, self._hooks.modules
         run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id, self.watched)
         if self.watch:
-            # A mode has to know which module is running.
-            self._hooks.watch(self._hooks.names if mode is not None or self.watched is None else self.watched)
+            # A mode has to know which module is running, and a trace when a call began whose output it keeps.
+            kept = trace.only if trace is not None and mode is None else None
+            self._hooks.watch(self._hooks.names if kept is None else kept)
         try:
             # A model that changes what it holds was seen to by the reference, and in sequences that are watched in full.
             trusted = trace is not None and self.watched is not None and not model.stateful

@@ -93,7 +93,7 @@ class ForwardTrace:
     kind: str
     budget: int
     whole: int = 0
-    only: Container[str] | None = None
+    only: frozenset[str] | None = None
     order: int = 0
     first_use: Mapping[str, int] | None = None
     names: list[str] = field(default_factory=list)

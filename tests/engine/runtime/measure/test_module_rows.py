@@ -8,6 +8,7 @@ import weakref
 from itertools import pairwise
 from typing import Literal
 
+import numpy as np
 import pytest
 import torch
 from tests.helpers import architectures
@@ -17,7 +18,7 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.measure.comparison import OutputComparer, OutputRecorder, compare_output
 from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper, rows_each
 from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
-from dtype_engine.runtime.measure.row_comparison import ModuleSums, estimated_total
+from dtype_engine.runtime.measure.row_comparison import ModuleSums, RowComparison, estimated_total
 
 
 def tokens(rows: int, width: int, seed: int, spread: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -171,6 +172,50 @@ def test_a_measurement_samples_modules_and_goes_over_all_when_asked() -> None:
     assert session.drift().modules == sampled.modules  # another time in a sample, and the same one
 
 
+def test_each_output_of_a_pass_is_compared_with_its_own_rows() -> None:
+    """Rows of many outputs are compared in one go. Not all are called again, some in another dtype, one is not finite; two may be
+    compared with the same of the reference, and some have too many rows for that.
+    """
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, 300, 512), (1, 300, 96), (1, 7, 512), (1, 300, 20_000), (300, 512), (2, 40, 2048), (1, 300, 1)] * 6
+    references = [torch.randn(shape, generator=generator) for shape in shapes]
+    keeper = RowKeeper(in_full=False)
+    kept = [keeper.keep(reference) for reference in references]
+    keeper.finish()
+    packs = {id(each.pack) for each in kept if each.pack is not None}
+    assert 4 < len(packs) < len(kept) / 2
+    assert [each.pack is None for each in kept[:7]] == [False, False, False, True, False, False, False]
+    comparison, found = RowComparison(), list[tuple[int, torch.Tensor, ModuleSums]]()
+
+    def add(number: int, candidate: torch.Tensor) -> None:
+        sums = ModuleSums()
+        comparison.add(kept[number], candidate, sums)
+        found.append((number, candidate.clone(), sums))
+        candidate.zero_()  # later in the pass something writes to it
+
+    for number in reversed(range(len(kept))):
+        if number % 5 == 3:
+            continue
+        noise = 0.01 * torch.randn(shapes[number], generator=generator)
+        candidate = (references[number] + noise).to((torch.bfloat16, torch.float32)[number % 4 == 0])
+        if number == 14:
+            candidate[..., 5] = torch.inf
+        add(number, candidate)
+    for number in (1, 8):
+        add(number, references[number] * 1.5)
+    comparison.finish()
+    for number, candidate, sums in found:
+        alone = compare_output(kept[number], candidate)
+        assert (sums.nonfinite, sums.comparable) == (alone.nonfinite, alone.comparable)
+        assert (sums.nonfinite > 0) == (number == 14)
+        for figure in ("energy", "noise", "max_abs", "variance"):
+            assert getattr(sums, figure) == pytest.approx(getattr(alone, figure), rel=1e-5), (number, figure)
+        rows = kept[number].of(candidate).double().numpy() - kept[number].rows.double().numpy()
+        if number != 14:
+            assert sums.max_abs == pytest.approx(np.abs(rows).max(), rel=1e-6)
+            assert sums.energy == pytest.approx(float((references[number].double() ** 2).sum()), rel=1e-6)
+
+
 def test_observers_are_gone_with_their_pass() -> None:
     """They hold outputs of hundreds of megabytes, and no cycle of references is collected while a model is measured."""
     output = torch.randn(50, 8)
@@ -179,9 +224,8 @@ def test_observers_are_gone_with_their_pass() -> None:
         recorder = OutputRecorder(1 << 20, set())
         recorder("module", 0, output)
         assert recorder.finish()
-        comparer = OutputComparer(recorder.kept, set(), {}, lambda calls: None, lambda modules: None)
+        comparer = OutputComparer(recorder.kept, {}, lambda calls: None, lambda modules: None)
         comparer("module", 0, output)
-        assert not comparer.missed()
         observers = weakref.ref(recorder), weakref.ref(comparer)
         del recorder, comparer
         assert [observer() for observer in observers] == [None, None]

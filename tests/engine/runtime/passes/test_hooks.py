@@ -1,0 +1,138 @@
+"""How a pass is told of the calls of modules: by hooks, or by a function around their `forward`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.passes.forward_pass import ForwardPass
+from dtype_engine.runtime.passes.hooks import PassHooks
+from dtype_engine.runtime.passes.trace import ForwardTrace
+
+
+class Adds(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x + times * self.number
+
+
+class Parent(nn.Module):
+    """Calls a child as a module, another by its `forward` too, and asks what arguments the third takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Adds(1.0), Adds(2.0), Adds(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.two.forward(self.one(x)))
+        return self.three(x, **({"times": 2} if "times" in inspect.signature(self.three.forward).parameters else {}))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent = Parent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parent(x)
+
+
+class Seen:
+    """An observer that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[str, int, float]] = []
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        self.outputs.append((module, call, float(output)))
+
+    def replay(self, module: str, reading: Any) -> None:
+        raise AssertionError("nothing is reused")
+
+
+NAMES = frozenset({"parent", "parent.one", "parent.two", "parent.three"})
+OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 11.0), ("parent", 0, 11.0)]
+
+
+def run(
+    model: nn.Module,
+    hooked: frozenset[str],
+    watched: frozenset[str] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[list[tuple[str, int, float]], list[str]]:
+    """The outputs that are observed, and the modules that finished."""
+    hooks, seen = PassHooks(model, cancelled), Seen()
+    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0, only=hooked), {}, None, {}, watched)
+    hooks.watch(hooked)
+    hooks.under_way = under_way
+    try:
+        model(torch.zeros(()))
+    finally:
+        hooks.under_way = None
+        hooks.remove()
+    return seen.outputs, under_way.finished
+
+
+@pytest.mark.parametrize("hooked", [NAMES, frozenset({"parent"}), frozenset()])
+def test_a_call_is_told_alike_whether_its_module_has_hooks_or_not(hooked: frozenset[str]) -> None:
+    """`forward` called by itself is no call of a module: hooks do not see it either."""
+    assert run(Model(), hooked) == (OUTPUTS, [name for name, *_ in OUTPUTS])
+
+
+@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
+def test_modules_that_are_not_watched_are_counted_alone(hooked: frozenset[str]) -> None:
+    outputs, finished = run(Model(), hooked, watched=frozenset({"parent.two"}))
+    assert outputs == [OUTPUTS[1]]
+    assert finished == [name for name, *_ in OUTPUTS]
+
+
+def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
+    model = Model()
+    model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
+    assert run(model, frozenset())[0][1] == ("parent.two", 0, 50.0)
+
+
+def test_nothing_is_left_on_the_modules() -> None:
+    model = Model()
+    own = model.parent.one.forward = lambda x: x + 100.0
+    assert run(model, frozenset({"parent.three"}))[0][0] == ("parent.one", 0, 100.0)
+    assert model.parent.one.forward is own
+    assert all("forward" not in module.__dict__ for module in model.modules() if module is not model.parent.one)
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
+    class Replaces(Adds):
+        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            self.forward = self.faster
+            return super().forward(x, times)
+
+        def faster(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            return super().forward(x, times)
+
+    model = Model()
+    model.parent.one = Replaces(1.0)
+    assert run(model, frozenset())[0] == OUTPUTS
+    assert model.parent.one.forward == model.parent.one.faster
+
+
+@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
+def test_a_pass_is_stopped_between_two_modules(hooked: frozenset[str]) -> None:
+    calls: list[int] = []
+
+    def cancelled() -> bool:
+        calls.append(1)
+        return len(calls) > 2
+
+    with pytest.raises(Cancelled):
+        run(Model(), hooked, cancelled=cancelled)
+    assert len(calls) == 3
