@@ -1,4 +1,4 @@
-"""The default prompts: prose, code, figures and dialogue, so that a model meets more than one kind of text. One is a third as long
+"""The default prompts: prose, code, figures and dialogue, so that a model meets more than one kind of text. One is a fifth as long
 as the others: it is run first, so that there is a figure soon.
 """
 
@@ -44,7 +44,7 @@ def main(argv=None):
     "A floating-point number has a sign, an exponent and a fraction. When the exponent has fewer bits, large values overflow "
     "to infinity and small ones vanish to zero; when the fraction has fewer bits, neighbouring values become the same. "
     "Which of the two matters more depends on the numbers that a model really uses, and that can only be measured.",
-    "Question: A train leaves at 9:40 and arrives at 13:05. How long does it take?\nAnswer: 3 hours and 25 minutes.",
+    "Question: How many minutes are three hours?\nAnswer: 180.",
     '''class Node(object):
     """One node of a tree. Children are kept in the order in which they were added."""
 

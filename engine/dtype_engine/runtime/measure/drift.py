@@ -77,6 +77,8 @@ class DriftMeter:
     """Modules whose outputs are written to after they returned."""
     _routed: bool = field(init=False)
     _sample: ModuleSample = field(init=False)
+    _modules: int = field(init=False)
+    """How many the model has."""
 
     def __post_init__(self) -> None:
         batches, modules = self.inputs.batches, [name for name, _ in self.model.module.named_modules() if name]
@@ -86,6 +88,7 @@ class DriftMeter:
         order = running_order(batches)
         chosen = every if self._routed else compared_sequences(order, elements)
         self._sample = ModuleSample(chosen, order[0] if order else 0, modules)
+        self._modules = len(modules)
 
     def measure(
         self,
@@ -174,8 +177,7 @@ class DriftMeter:
             runner.first_use = self._first_use
             runner.left_wide = self._left_wide = set()
             reading: Reading | None = None
-            modules = sum(1 for _ in self.model.module.modules())
-            progress = _Progress(on_progress, batches, self._calls, modules)
+            progress = _Progress(on_progress, batches, self._calls, self._modules)
             waiting, sampled = running_order(batches), list[int]()
             while waiting:
                 number, in_full = waiting.pop(0), modules_in_full()
