@@ -101,6 +101,7 @@ def live(folder: Path) -> Iterator[Row]:
         yield from _after_a_cast(name, model)
         if model is large:
             yield from _command(name, model, hand)
+            yield from _beside_plain_passes(name, model)
 
 
 def _after_a_cast(name: str, model: Path) -> list[Row]:
@@ -133,6 +134,35 @@ def _after_a_cast(name: str, model: Path) -> list[Row]:
         share = statistics.median(late) / _rest(session, cast_at)
         rows.append(Row(f"{name}: the same / the share of a plain pass from there on", share, "x", 1.1))
     return rows
+
+
+def _beside_plain_passes(name: str, model: Path) -> Iterator[Row]:
+    """Measuring a candidate that is all in one dtype, beside its plain passes: with 150,000 words most of what is ours is comparing
+    their logits.
+    """
+    import torch
+
+    import dtype_engine as de
+    from dtype_engine import Recipe, Rule
+    from dtype_engine.runtime.measure.drift import DriftMeter
+
+    session = de.open(str(model))
+    assert session.inputs is not None
+    for dtype in ("float32", "bfloat16", "float16"):
+        session.apply(Recipe((Rule("*", dtype),)))
+        meter = DriftMeter(session.model, session.inputs)
+        meter.measure()
+        ratios = []
+        for _ in range(ROUNDS + 1):  # the first is slower
+            started = time.perf_counter()
+            with torch.no_grad():
+                for batch in session.inputs.batches:
+                    session.model.module(*batch.args, **batch.kwargs)
+            middle = time.perf_counter()
+            meter.measure()
+            ratios.append((time.perf_counter() - middle) / (middle - started))
+        ratio = statistics.median(ratios[1:])
+        yield Row(f"{name}: measuring drift, all in {dtype} / a plain forward pass", ratio, "x", 1.10)
 
 
 def _rest(session: Any, layer: int) -> float:

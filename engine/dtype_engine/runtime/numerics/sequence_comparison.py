@@ -2,7 +2,8 @@
 
 Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU torch's threads share each operation, which
 writes over one of three buffers that stay in their caches: new memory for every result takes several times as long as the
-arithmetic. Python threads with a chunk each wait for the interpreter's lock a third of the time (20 µs an operation; Intel Xeon).
+arithmetic, and so does what follows where one thread has gone over what both had written. Python threads with a chunk each wait for
+the interpreter's lock a third of the time (20 µs an operation; Intel Xeon).
 """
 
 from __future__ import annotations
@@ -21,6 +22,12 @@ a core, or where that is small in the one that cores share, and of half as many 
 _THREAD_ELEMENTS = 1 << 16
 _EXP_IN_RANGE = 500.0
 """e^x of float64, and sums of 10^90 of them, are in range for |x| up to this."""
+_CANCELLED = 1e-3
+"""Σc² as Σr² + 2 Σrδ + Σδ² is exact to 10^-13 where it is at least this share of Σr²."""
+_INTEGERS = {
+    torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32, torch.float64: torch.int64,
+}  # fmt: skip
+"""Those that have the bits of a float."""
 
 
 @dataclass(slots=True)
@@ -110,6 +117,7 @@ def _compare_on_cpu(reference: torch.Tensor, candidate: torch.Tensor, into: Sequ
     count, width = reference.shape
     most = max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads())
     step = max(1, most // max(1, width))
+    finite = _FinitePositions(count) if into.positions is not None else None
     with torch.no_grad():
         buffers = [torch.empty(min(step, count), width, dtype=torch.float64) for _ in range(3)]
         for start in range(0, count, step):
@@ -117,22 +125,24 @@ def _compare_on_cpu(reference: torch.Tensor, candidate: torch.Tensor, into: Sequ
             r, c = reference[rows], candidate[rows]
             used = [buffer[: len(r)] for buffer in buffers]
             if r.dtype == c.dtype and torch.equal(r, c):
-                sums = _equal_sums(r, rows, into.positions, used)
+                sums = _equal_sums(r, rows, finite, used)
             else:
-                sums = _finite_sums(r, c, rows, into.positions, used)
+                sums = _finite_sums(r, c, rows, finite, used)
             into.add(_chunk_sums(r, c, rows, into.positions) if sums is None else sums)
+        if finite is not None and into.positions is not None:
+            finite.fill(into.positions, reference, candidate)
 
 
 def _equal_sums(
-    output: torch.Tensor, rows: slice, positions: PositionFigures | None, buffers: Sequence[torch.Tensor]
+    output: torch.Tensor, rows: slice, positions: _FinitePositions | None, buffers: Sequence[torch.Tensor]
 ) -> ElementSums | None:
     """As `_finite_sums`, of two outputs that are the same."""
-    flat = buffers[0].copy_(output).reshape(-1)
+    flat = _widen(output, buffers[0]).reshape(-1)
     energy = float(torch.dot(flat, flat))
     if not math.isfinite(energy):
         return None
     if positions is not None:
-        positions.compare_equal(rows, buffers[0])
+        positions.add_equal(rows, output, buffers[0])
     return ElementSums(len(flat), energy=energy, energy_candidate=energy, product=energy)
 
 
@@ -140,34 +150,36 @@ def _finite_sums(
     reference: torch.Tensor,
     candidate: torch.Tensor,
     rows: slice,
-    positions: PositionFigures | None,
+    positions: _FinitePositions | None,
     buffers: Sequence[torch.Tensor],
 ) -> ElementSums | None:
-    """The sums of some rows of which every value is finite, and the figures of their positions filled in; None where one is not.
+    """The sums of some rows of which every value is finite, whose positions are added; None where one is not.
 
-    Every operation writes over one of `buffers`, three of float64 [rows, width]. A position's KL is
-    Σ p (r - c) + ln Σ e^c - ln Σ e^r.
+    Every operation writes over one of `buffers`, three of float64 [rows, width].
     """
-    buffers[0].copy_(reference)
-    buffers[1].copy_(candidate)
-    torch.sub(buffers[1], buffers[0], out=buffers[2])
-    r, c, delta = buffers
-    flat_r, flat_c, flat_delta = (buffer.view(-1) for buffer in buffers)
+    r, c, delta = _widen(reference, buffers[0]), _widen(candidate, buffers[1]), buffers[2]
+    torch.sub(c, r, out=delta)
+    flat_r, flat_delta = r.view(-1), delta.view(-1)
     noise = float(torch.dot(flat_delta, flat_delta))
     if not math.isfinite(noise):
         return None
-    sums = ElementSums(
-        elements=delta.numel(),
-        noise=noise,
-        energy=float(torch.dot(flat_r, flat_r)),
-        energy_candidate=float(torch.dot(flat_c, flat_c)),
-        product=float(torch.dot(flat_r, flat_c)),
-    )
+    energy, change = float(torch.dot(flat_r, flat_r)), float(torch.dot(flat_r, flat_delta))
+    energy_candidate = energy + 2 * change + noise
+    if energy_candidate < _CANCELLED * energy:
+        energy_candidate = float(torch.dot(c.view(-1), c.view(-1)))
     if positions is not None:
-        positions.compare_finite(rows, r, c, delta)
+        positions.add(rows, reference, candidate, buffers)
+    sums = ElementSums(
+        len(flat_r), noise=noise, energy=energy, energy_candidate=energy_candidate, product=energy + change
+    )
     sums.sum_abs = float(flat_delta.abs_().sum())
     sums.max_abs = float(flat_delta.amax()) if len(flat_delta) else 0.0
     return sums
+
+
+def _widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write values over a buffer of float64, float16 by way of float32: torch has vector code for these two steps alone."""
+    return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 class SequenceComparison:
@@ -229,46 +241,85 @@ class PositionFigures:
             self.log_p[rows] = log_p.gather(1, index)[:, 0].cpu()
             self.log_q[rows] = log_q.gather(1, index)[:, 0].cpu()
 
-    def compare_finite(self, rows: slice, r: torch.Tensor, c: torch.Tensor, delta: torch.Tensor) -> None:
-        """Fill in some rows from logits that are all finite, float64 [rows, classes], and their difference c - r. Writes over `r`
-        and `c`.
-        """
-        labels = self._labels_of(rows)
-        top_r, shift_r, label_r, sum_r = _exponentials(r, labels)
-        top_c, shift_c, label_c, sum_c = _exponentials(c, labels)
-        moved = r.mul_(delta).sum(-1).numpy() / sum_r
-        self.kl.numpy()[rows] = (shift_c - shift_r) + np.log(sum_c / sum_r) - moved
-        self.same_top.numpy()[rows] = top_r == top_c
-        self.log_p.numpy()[rows] = label_r - np.log(sum_r)
-        self.log_q.numpy()[rows] = label_c - np.log(sum_c)
 
-    def compare_equal(self, rows: slice, logits: torch.Tensor) -> None:
-        """The same for logits that both have."""
-        _, _, of_label, total = _exponentials(logits, self._labels_of(rows))
-        self.same_top[rows] = True  # and the KL of zero is there already
-        self.log_p.numpy()[rows] = self.log_q.numpy()[rows] = of_label - np.log(total)
+class _Exponentials:
+    """Of the rows of logits: the likeliest class, what is taken off before e^x (0 where e^x is in range), and Σ e^(x - shift)."""
 
-    def _labels_of(self, rows: slice) -> np.ndarray | None:
-        """The correct class of some rows, any of them where there is none."""
-        return None if self.labels is None else np.maximum(self.labels.numpy()[rows], 0)
+    def __init__(self, count: int) -> None:
+        self.top = np.zeros(count, dtype=np.int64)
+        self.shift, self.total = np.zeros(count), np.ones(count)
+
+    def take(self, rows: slice, logits: torch.Tensor, wide: torch.Tensor) -> None:
+        """Some rows, and the same in float64, over which e^(x - shift) is written."""
+        values = wide.numpy()
+        top = self.top[rows] = _first_of_largest(logits, values)
+        largest = values[np.arange(len(values)), top]
+        if np.abs(largest).max(initial=0.0) > _EXP_IN_RANGE:
+            self.shift[rows] = largest
+            wide.sub_(torch.from_numpy(largest)[:, None])
+        self.total[rows] = wide.exp_().sum(-1).numpy()
+
+    def log_of(self, labels: torch.Tensor, logits: torch.Tensor) -> np.ndarray:
+        """The logarithm of the probability of one class in each row."""
+        chosen: np.ndarray = logits.detach().gather(1, labels[:, None])[:, 0].double().numpy()
+        return chosen - self.shift - np.log(self.total)
 
 
-def _exponentials(
-    logits: torch.Tensor, labels: np.ndarray | None
-) -> tuple[np.ndarray, np.ndarray | float, np.ndarray, np.ndarray]:
-    """Write e^(x - shift) over logits [rows, classes]. Of each row the likeliest class, the shift (0.0 for all where e^x is in
-    range), the logit of its label less that (where there are no labels, of the likeliest class), and the sum.
+class _FinitePositions:
+    """The positions of one sequence whose logits are all finite, as they go by; `fill` has their figures, once all have.
+
+    With δ = c - r a position's KL is ln Σ e^c - ln Σ e^r - Σ p δ.
     """
-    values = logits.numpy()
-    every = np.arange(len(values))
-    top = values.argmax(-1)  # torch's takes six times as long
-    largest = values[every, top]
-    of_label = largest if labels is None else values[every, labels]
-    shift: np.ndarray | float = 0.0
-    if np.abs(largest).max(initial=0.0) > _EXP_IN_RANGE:
-        shift = largest
-        logits.sub_(torch.from_numpy(largest)[:, None])
-    return top, shift, of_label - shift, logits.exp_().sum(-1).numpy()
+
+    def __init__(self, count: int) -> None:
+        self._known = np.zeros(count, dtype=np.bool_)
+        self._of_reference, self._of_candidate = _Exponentials(count), _Exponentials(count)
+        self._moved = np.zeros(count)
+        """Σ e^(r - shift) δ."""
+
+    def add(
+        self, rows: slice, reference: torch.Tensor, candidate: torch.Tensor, buffers: Sequence[torch.Tensor]
+    ) -> None:
+        """Some rows; `buffers` have them and their δ in float64, and the first two are written over."""
+        r, c, delta = buffers
+        self._of_reference.take(rows, reference, r)
+        self._of_candidate.take(rows, candidate, c)
+        one = len(r) == 1
+        self._moved[rows] = float(torch.dot(r[0], delta[0])) if one else r.mul_(delta).sum(-1).numpy()
+        self._known[rows] = True
+
+    def add_equal(self, rows: slice, logits: torch.Tensor, wide: torch.Tensor) -> None:
+        """The same for logits that both have."""
+        self._of_reference.take(rows, logits, wide)
+        for figure in ("top", "shift", "total"):
+            getattr(self._of_candidate, figure)[rows] = getattr(self._of_reference, figure)[rows]
+        self._known[rows] = True
+
+    def fill(self, figures: PositionFigures, reference: torch.Tensor, candidate: torch.Tensor) -> None:
+        """Fill in the figures of these positions, of the outputs [rows, classes] of all."""
+        known, r, c = self._known, self._of_reference, self._of_candidate
+        kl = (c.shift - r.shift) + np.log(c.total / r.total) - self._moved / r.total
+        figures.kl.numpy()[known] = kl[known]
+        figures.same_top.numpy()[known] = (r.top == c.top)[known]
+        if figures.labels is not None and known.any():
+            labels = figures.labels.clamp(min=0)
+            figures.log_p.numpy()[known] = r.log_of(labels, reference)[known]
+            figures.log_q.numpy()[known] = c.log_of(labels, candidate)[known]
+
+
+def _first_of_largest(logits: torch.Tensor, wide: np.ndarray) -> np.ndarray:
+    """The first of the largest of each row [rows, classes], all of them finite; `wide` has the same in float64.
+
+    Positive floats are in the order of their bits as integers, and above all that are negative. So what both threads have just
+    written need not be read by one: logits of bfloat16 are a quarter of it. torch's own takes six times as long.
+    """
+    integers = _INTEGERS.get(logits.dtype)
+    if integers is not None:
+        bits = logits.detach().view(integers).numpy()
+        top: np.ndarray = bits.argmax(-1)
+        if (bits[np.arange(len(bits)), top] > 0).all():
+            return top
+    return np.asarray(wide.argmax(-1))
 
 
 def _likeliest(logits: torch.Tensor) -> torch.Tensor:
