@@ -25,8 +25,7 @@ class PassHooks:
 
     Attributes:
         under_way: the pass that is told, None between passes.
-        names: of the modules below the one.
-        modules: they, and the one that they are below.
+        modules: those that are told of, and the one that they are below.
 
     autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
     """
@@ -42,12 +41,9 @@ class PassHooks:
         self._around: dict[str, tuple[Callable[..., Any], Callable[..., Any] | None]] = {}
         """The functions around modules' `forward`, and the `forward` that a module had of its own, not of its class."""
 
-    @property
-    def names(self) -> frozenset[str]:
-        return frozenset(self._modules)
-
-    def watch(self, names: frozenset[str]) -> None:
-        """Have hooks on these modules, and on those that have others, which may change what the module returns."""
+    def watch(self, only: frozenset[str] | None = None) -> None:
+        """Have hooks on these modules, None: on all, and on those that have others, which may change what the module returns."""
+        names = frozenset(self._modules) if only is None else only
         if names == self._hooked:
             return
         for name, module in self._modules.items():

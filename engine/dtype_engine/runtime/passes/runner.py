@@ -117,9 +117,11 @@ class ForwardRunner:
             same = False  # the figures stand
         (model.mixed_mode_is_noop if same else model.mixed_mode_differs).add(kind)
 
-    def _as_rules(self, kind: str, order: int) -> str:
-        """The kind of run that a pass whose calls have this order is the same as."""
-        return self._kind_of_rules if (kind, order) in self.model.mixed_mode_is_noop else kind
+    def _is_of_a_kind(self, earlier: ForwardTrace, trace: ForwardTrace) -> bool:
+        """Whether both keep outputs of the same modules, of kinds of runs that are the same where calls have this order."""
+        same = self.model.mixed_mode_is_noop
+        kinds = {self._kind_of_rules if (each.kind, earlier.order) in same else each.kind for each in (earlier, trace)}
+        return len(kinds) == 1 and earlier.only == trace.only
 
     def _reusable(self, earlier: ForwardTrace, prefix: int) -> dict[tuple[str, int], int]:
         """What of the first `prefix` calls of an earlier pass is reused."""
@@ -161,8 +163,7 @@ class ForwardRunner:
         reusable_calls: dict[tuple[str, int], int] = {}
         known: Mapping[str, int] = {}
         prefix, changed = 0, set[str]()
-        kinds = [self._as_rules(each.kind, earlier.order) for each in (earlier, trace)] if earlier is not None else []
-        if earlier is not None and earlier.only == trace.only and kinds[0] == kinds[1]:
+        if earlier is not None and self._is_of_a_kind(earlier, trace):
             known, changed = earlier.uses(self.first_use), earlier.changed(trace.dtypes)
             prefix = min((known.get(name, 0) for name in changed), default=0)
             reusable_calls = self._reusable(earlier, prefix)
@@ -327,8 +328,7 @@ class ForwardRunner:
         run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id, self.watched)
         if self.watch:
             # A mode has to know which module is running, and a trace when a call began whose output it keeps.
-            kept = trace.only if trace is not None and mode is None else None
-            self._hooks.watch(self._hooks.names if kept is None else kept)
+            self._hooks.watch(trace.only if trace is not None and mode is None else None)
         try:
             # A model that changes what it holds was seen to by the reference, and in sequences that are watched in full.
             trusted = trace is not None and self.watched is not None and not model.stateful
