@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -90,11 +92,12 @@ class PassHooks:
             raise Cancelled
 
     def _put_around(self, name: str, module: nn.Module) -> None:
-        forward = module.forward
+        own = module.__dict__.get("forward")
+        of_class = type(module).forward
 
-        def around(*args: Any, **kwargs: Any) -> Any:
+        def around(self_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             called = is_called_as_module()
-            output = forward(*args, **kwargs)
+            output = of_class(self_, *args, **kwargs) if own is None else own(*args, **kwargs)
             run = self.under_way
             if called and run is not None:
                 if run.watched is None or name in run.watched:
@@ -105,9 +108,16 @@ class PassHooks:
                     raise Cancelled
             return output
 
-        around.__wrapped__ = forward  # type: ignore[attr-defined]  # models ask for the names of its arguments
-        self._around[name] = around, module.__dict__.get("forward")
-        module.__dict__["forward"] = around
+        # Bound: where a model copies the module, the copy runs itself. Models ask for the names of its arguments.
+        told: Any
+        if own is None:
+            around.__wrapped__ = of_class  # type: ignore[attr-defined]
+            told = MethodType(around, module)
+        else:
+            told = partial(around, module)
+            told.__wrapped__ = own
+        self._around[name] = told, own
+        module.__dict__["forward"] = told
 
     def _before(self, name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:

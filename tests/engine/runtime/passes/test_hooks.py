@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,27 @@ def test_nothing_is_left_on_the_modules() -> None:
     assert model.parent.one.forward is own
     assert all("forward" not in module.__dict__ for module in model.modules() if module is not model.parent.one)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
+def test_a_copy_of_a_module_runs_itself(hooked: frozenset[str]) -> None:
+    class Copies(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            copied = copy.deepcopy(self.parent.one)
+            copied.number = 50.0
+            return copied(x)
+
+    assert run(Copies(), hooked)[0] == [("parent.one", 0, 50.0)]
+
+
+def test_arguments_have_their_names() -> None:
+    model = Model()
+    model.parent.one.forward = lambda value, *, scale=1.0: scale * value
+    before = [inspect.signature(module.forward) for module in model.modules()]
+    hooks = PassHooks(model, lambda: False)
+    hooks.watch(frozenset())
+    assert [inspect.signature(module.forward) for module in model.modules()] == before
+    hooks.remove()
 
 
 def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
