@@ -122,6 +122,14 @@ def test_a_copy_of_a_module_runs_itself(hooked: frozenset[str]) -> None:
     assert run(Copies(), hooked)[0] == [("parent.one", 0, 50.0)]
 
 
+@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
+@pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
+def test_a_forward_that_takes_no_module(forward: Any, hooked: frozenset[str]) -> None:
+    model = Model()
+    model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
+    assert run(model, hooked)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
+
+
 def test_arguments_have_their_names() -> None:
     model = Model()
     model.parent.one.forward = lambda value, *, scale=1.0: scale * value
