@@ -17,7 +17,7 @@ from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKee
 from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.row_comparison import ModuleSums, RowComparison
 from dtype_engine.runtime.model.torch_private import version_of
-from dtype_engine.runtime.numerics.sequence_comparison import ElementSums
+from dtype_engine.runtime.numerics.element_sums import ElementSums
 
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 _MOST_WAITING = 20

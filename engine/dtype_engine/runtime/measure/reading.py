@@ -14,8 +14,10 @@ from dtype_engine.runtime.measure.module_rows import KeptRows
 from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
 from dtype_engine.runtime.measure.row_comparison import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
+from dtype_engine.runtime.numerics.element_sums import ElementSums
 from dtype_engine.runtime.numerics.metrics import OutputComparison
-from dtype_engine.runtime.numerics.sequence_comparison import ElementSums, SequenceComparison
+from dtype_engine.runtime.numerics.reference_rows import ReferenceRows
+from dtype_engine.runtime.numerics.sequence_comparison import SequenceComparison
 from dtype_engine.runtime.passes.runner import CandidateRun
 
 
@@ -34,6 +36,8 @@ class ReferenceRecord:
     in_full: bool
     compared: bool
     nbytes: int = field(init=False)
+    rows: ReferenceRows | None = None
+    """Of `output`, once it was compared with."""
 
     def __post_init__(self) -> None:
         held = {kept.rows.data_ptr(): kept.rows.nbytes for kept in self.modules.values()}
@@ -96,7 +100,9 @@ class Reading:
         candidate: torch.Tensor,
     ) -> None:
         """Take in the sequence of this number: its main output as the candidate has it. `set_modules` has the rest."""
-        self._comparison.add(record.output, candidate, batch.next_tokens, number)
+        if record.rows is None:
+            record.rows = self._comparison.reference_rows(record.output)
+        self._comparison.add(record.output, candidate, batch.next_tokens, number, record.rows)
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:

@@ -26,12 +26,10 @@ from typing import Any
 import torch
 
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.runtime.numerics.sequence_comparison import (
-    ElementSums,
-    PositionFigures,
-    SequenceComparison,
-    compare_sequence,
-)
+from dtype_engine.runtime.numerics.element_sums import ElementSums
+from dtype_engine.runtime.numerics.position_figures import PositionFigures
+from dtype_engine.runtime.numerics.reference_rows import ReferenceRows
+from dtype_engine.runtime.numerics.sequence_comparison import SequenceComparison, compare_sequence
 
 FEWEST_FOR_PERCENTILES = 100
 _KL_PERCENTILES = {
@@ -59,25 +57,29 @@ class OutputComparison:
         candidate: torch.Tensor,
         next_tokens: torch.Tensor | None = None,
         number: int | None = None,
+        of_reference: ReferenceRows | None = None,
     ) -> None:
         """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
-        none). number: its place among all; by default after those that were added.
+        none). number: its place among all; by default after those that were added. of_reference: `reference_rows` of the first.
         """
         if reference.shape != candidate.shape:
             raise ValueError(
                 f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"
             )
-        width = reference.shape[-1] if reference.ndim else 1
-        rows_r, rows_c = reference.reshape(-1, width), candidate.reshape(-1, width)
+        rows_r, rows_c = _rows(reference), _rows(candidate)
         labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
         # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
         # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
         positions = PositionFigures.of(rows_r.shape[0], labels) if self.distribution else None
         sequence = SequenceComparison(rows_r.shape[0], positions)
-        compare_sequence(rows_r, rows_c, sequence)
+        compare_sequence(rows_r, rows_c, sequence, of_reference)
         if positions is not None:
             positions.keep_scored()
         self.sequences[len(self.sequences) if number is None else number] = sequence
+
+    def reference_rows(self, output: torch.Tensor) -> ReferenceRows | None:
+        """What every comparison with this reference output needs, None where none needs it."""
+        return ReferenceRows(_rows(output), self.distribution) if output.device.type == "cpu" else None
 
     def result(self) -> OutputDrift:
         """The figures over everything added so far."""
@@ -139,6 +141,11 @@ class OutputComparison:
                 "cosine": math.nan,
             }
         return OutputDrift(**figures)
+
+
+def _rows(output: torch.Tensor) -> torch.Tensor:
+    """[rows, width] of an output of any shape."""
+    return output.reshape(-1, output.shape[-1] if output.ndim else 1)
 
 
 def sqnr_db(energy: float, noise: float) -> float:

@@ -10,7 +10,7 @@ import torch
 from scipy import special
 
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.runtime.numerics import sequence_comparison
+from dtype_engine.runtime import chunks
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
@@ -90,8 +90,8 @@ def test_next_token_figures() -> None:
 def test_chunks_and_sequences_give_the_figures_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     reference, candidate, labels = pair()
     whole = compare(reference, candidate, labels)
-    monkeypatch.setattr(sequence_comparison, "_CHUNK_ELEMENTS", 40)
-    monkeypatch.setattr(sequence_comparison, "_THREAD_ELEMENTS", 1)
+    monkeypatch.setattr(chunks, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(chunks, "_THREAD_ELEMENTS", 1)
     comparison = OutputComparison(True)
     for start, end in ((0, 17), (17, 18), (18, 150)):
         comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
@@ -165,7 +165,7 @@ def test_the_first_of_several_largest_logits_is_the_likeliest(
 ) -> None:
     """Coarse logits have many ties, also at zero, of either sign, and where all are negative."""
     for name in ("_CHUNK_ELEMENTS", "_THREAD_ELEMENTS"):
-        monkeypatch.setattr(sequence_comparison, name, 90 * rows_at_once // torch.get_num_threads())
+        monkeypatch.setattr(chunks, name, 90 * rows_at_once // torch.get_num_threads())
     generator = torch.Generator().manual_seed(4)
     reference = offset - torch.randint(0, 12, (60, 90), generator=generator) / 4
     candidate = (reference + torch.randint(-1, 2, (60, 90), generator=generator) / 4).to(dtype)
