@@ -148,9 +148,14 @@ class OutputRecorder:
         """The pass is over; `output` is the main one. False where outputs were missed: it has to be run again, with another
         recorder.
         """
-        if self._last is not None and not self._last[1].taken and output is not None and self._last[0].is_same(output):
-            self._keep([(output, self._last[1])])
+        main = _Kept()
+        if output is not None and self._last is not None and self._last[0].is_same(output):
+            main = self._last[1]
+            if not main.taken:
+                self._keep([(output, main)])
         self._keep(self._outputs.take())
+        if main.rows is not None:
+            main.rows.is_main = True
         self._rows.finish()
         return not self._outputs.missed
 
@@ -237,8 +242,10 @@ class OutputComparer:
             self._report()
             return None
         if self._last is None or self._last[1] is not kept or not self._last[0].is_same(output):
+            self._compare_main()
             self._last = _Last.of(output), kept, ModuleSums()
-            self._rows.add(kept, output, self._last[2])
+            if not kept.is_main:
+                self._rows.add(kept, output, self._last[2])
         sums = self._last[2]
         self.replay(module, sums)
         return sums
@@ -258,14 +265,28 @@ class OutputComparer:
 
     def finish(self, output: torch.Tensor, exact: ElementSums) -> None:
         """Fill in all sums. Modules that gave the main output itself have its sums, over all of it."""
-        self._rows.finish()
         if self._last is not None and self._last[0].is_same(output):
+            self._rows.finish()
             sums = self._last[2]
             bad = exact.nonfinite_reference and not exact.energy
             sums.energy, sums.noise, sums.max_abs = exact.energy, exact.noise, exact.max_abs
             sums.nonfinite, sums.comparable, sums.variance = exact.nonfinite, not bad, 0.0
+        else:
+            self._compare_main()
         self._last = None
         self._fill_in()
+
+    def _compare_main(self) -> None:
+        """Compare the rows of what returned last, where that of the reference was the main output and this is not. Rows of
+        what is are not: they are many, and all of it is compared.
+        """
+        if self._last is None or not self._last[1].is_main:
+            return
+        last, kept, sums = self._last
+        if last.version == version_of(last.output):
+            self._rows.add(kept, last.output, sums)
+        else:
+            sums.comparable = False  # something wrote to it
 
     def _fill_in(self) -> None:
         """All but the output of the module that returned last: it may be the main output."""

@@ -56,6 +56,7 @@ class KeptRows:
     were taken for sure. total: how many rows the output has. energy: Σr² over all that is finite, float64 on the output's device.
     strata: [2, kept], float64: how many times ΣΔ² of each row counts, and the energy of what it stands for beside itself.
     pack, number: where the rows are, and the output's number there; None for too many to be compared in one go with others.
+    is_main: the pass returned this very output, which is compared in full.
     """
 
     shape: torch.Size
@@ -67,6 +68,7 @@ class KeptRows:
     strata: torch.Tensor = field(init=False)
     pack: Pack | None = None
     number: int = 0
+    is_main: bool = False
 
     def of(self, output: torch.Tensor) -> torch.Tensor:
         """The same rows of an output of this shape: a copy, or where all are taken perhaps the output itself."""
@@ -150,7 +152,7 @@ class RowKeeper:
                 each.kept.energy, each.kept.strata = energy, of_kept
         self._unfinished.clear()
         for alike in self._widths.values():
-            for together in _in_packs(alike):
+            for together in _in_packs([kept for kept in alike if not kept.is_main]):
                 _pack(together)
         self._widths.clear()
 
@@ -165,7 +167,8 @@ def _in_packs(alike: list[KeptRows]) -> Iterator[list[KeptRows]]:
             together, values = [], 0
         together.append(kept)
         values += size
-    yield together
+    if together:
+        yield together
 
 
 def _pack(together: list[KeptRows]) -> None:

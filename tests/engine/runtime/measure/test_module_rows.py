@@ -272,3 +272,40 @@ def test_outputs_that_are_written_to_afterwards_are_those_that_the_module_gave(
     for name, (*reference, first, second) in outputs.items():
         expected = sqnr(torch.cat(reference), torch.cat([first, second]))
         assert found[name].sqnr_db == pytest.approx(expected, abs=3 * found[name].sqnr_error_db + 1e-4)
+
+
+class Head(torch.nn.Module):
+    """Returns what its last layer gives, and in bfloat16 something else that is made of it."""
+
+    def __init__(self, in_bfloat16: Literal["copies", "writes", "goes on"]) -> None:
+        super().__init__()
+        self.first, self.head = torch.nn.Linear(32, 32), torch.nn.Linear(32, 48)
+        self.narrow = torch.nn.Linear(48, 48)
+        self.in_bfloat16 = in_bfloat16
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.as_tensor(self.head(self.first(x)))
+        if out.dtype == torch.float32:
+            return out
+        if self.in_bfloat16 == "copies":
+            return out * 2
+        return out.mul_(2) if self.in_bfloat16 == "writes" else torch.as_tensor(self.narrow(out))
+
+
+@pytest.mark.parametrize("in_bfloat16", ["copies", "writes", "goes on"])
+def test_the_module_that_gives_the_main_output_in_the_reference_alone(
+    in_bfloat16: Literal["copies", "writes", "goes on"],
+) -> None:
+    torch.manual_seed(0)
+    module, x = Head(in_bfloat16).eval(), torch.randn(300, 32)
+    session = de.open(module, inputs=[{"x": x}])
+    reference = module.head(module.first(x))
+    session.cast("*", "bfloat16")
+    found = {each.name: each for each in session.drift().modules}["head"]
+    with torch.no_grad():
+        candidate = module.head(module.first(x.bfloat16()))
+    if in_bfloat16 == "writes":  # what it gave is lost
+        assert found.sqnr_db is None
+        return
+    assert found.sqnr_error_db > 0
+    assert found.sqnr_db == pytest.approx(sqnr(reference, candidate), abs=3 * found.sqnr_error_db)
