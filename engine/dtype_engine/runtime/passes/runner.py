@@ -83,8 +83,8 @@ class ForwardRunner:
     def candidate(
         self, batch: Batch, observer: ModuleObserver, budget: int, earlier: ForwardTrace | None = None, whole: int = 0
     ) -> CandidateRun:
-        """Run the model as it is cast now; outputs of `earlier` are reused for what is the same. Keeps up to `budget` bytes
-        of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
+        """Run the model as it is cast now; outputs of `earlier` are reused for what is the same; if none are, it is released. Keeps
+        up to `budget` bytes of outputs in the trace that it returns, and none from within modules of up to `whole` calls.
 
         Where every weight has one computed dtype the module runs plainly, with no mode in between; see `settle_kind`. Raises
         NoForward, KernelError, Cancelled, and `RunAgain`.
@@ -92,9 +92,8 @@ class ForwardRunner:
         model = self.model
         batch = self.candidate_batch(batch)
         uniform = model.uniform_dtype()
-        key = (uniform, self.settings)
         now = {name: weight.form for name, weight in model.weights.items()}
-        if uniform is None or key in model.requires_mixed_mode:
+        if uniform is None or (uniform, self.settings) in model.requires_mixed_mode:
             trace = ForwardTrace(now, self._kind_of_rules, budget, whole, self.kept)
             return self._candidate(batch, self._rules(), observer, trace, earlier)
         trace = ForwardTrace(now, f"plain {uniform}, {self.settings}", budget, whole, self.kept)
@@ -160,13 +159,14 @@ class ForwardRunner:
         trace: ForwardTrace,
         earlier: ForwardTrace | None,
     ) -> CandidateRun:
-        reusable_calls: dict[tuple[str, int], int] = {}
         known: Mapping[str, int] = {}
-        prefix, changed = 0, set[str]()
+        prefix, changed, reusable_calls = 0, set[str](), dict[tuple[str, int], int]()
         if earlier is not None and self._is_of_a_kind(earlier, trace):
             known, changed = earlier.uses(self.first_use), earlier.changed(trace.dtypes)
             prefix = min((known.get(name, 0) for name in changed), default=0)
             reusable_calls = self._reusable(earlier, prefix)
+        if earlier is not None and not reusable_calls:
+            earlier.release()
         try:
             output, seconds = self._run(
                 self._module_on(batch), mode, observer, trace, reusable_calls, earlier, autocast=self.autocast

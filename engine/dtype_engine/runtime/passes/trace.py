@@ -121,6 +121,12 @@ class ForwardTrace:
             self.calls.clear()
             self._uses.clear()
 
+    def release(self) -> None:
+        """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""
+        self.calls.clear()
+        self._uses.clear()
+        self.nbytes = 0
+
     def within(self, index: int) -> list[ModuleCall]:
         """The call at an index of `calls`, after those that finished inside it."""
         began_after = self.calls[index].began_after

@@ -484,4 +484,12 @@ def test_a_trace_keeps_the_outputs_of_some_modules_alone() -> None:
         Counting.runs = 0
         runner.candidate(batch, after := Reads(), 1 << 20, first.trace)
         assert Counting.runs == 1  # "1", whose output was not kept
+        other = runner.candidate(batch, NullObserver(), 1 << 20)
+        assert other.trace.nbytes > 0
+        session.cast("0", "float16")
+        runner.candidate(batch, NullObserver(), 1 << 20, other.trace)
+        assert (other.trace.nbytes, other.trace.calls) == (
+            0,
+            [],
+        )  # nothing before "0": its memory is free for this pass
     assert after.found == before.found
