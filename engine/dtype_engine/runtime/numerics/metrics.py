@@ -1,4 +1,4 @@
-"""The figures of drift, each from its definition. r is the reference, c the candidate, both in float64.
+"""The figures of drift, each from its definition. r is the reference, c the candidate.
 
     mean |Δ|, max |Δ|      of Δ = c - r
     relative L2            ‖Δ‖ / ‖r‖
@@ -15,7 +15,8 @@ The distribution figures are all those of llama.cpp's `llama-perplexity --kl-div
 definitions; a mean's standard error is s / √n, and that of a function of means is carried on to first order: exp(m) has
 exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
 KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
-p < e^-16; and everything is float64, where llama.cpp keeps the reference in 16 bits a value.
+p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. The arithmetic is
+in float64, or for wide outputs that are close in float32, where figures have six digits and more (`rows_in_float32`).
 """
 
 from __future__ import annotations

@@ -60,16 +60,14 @@ class Exponentials:
         self.log_total: np.ndarray = np.log(wide.sum(-1).numpy()) + shift
 
 
-def exponentiate(
-    logits: torch.Tensor, largest: np.ndarray, into: torch.Tensor, in_range: float = _EXP_IN_RANGE
-) -> np.ndarray:
-    """Write e^(x - shift) of logits [rows, classes] over `into`, which may be the same. Returns the shifts, [rows]: the largest of
-    each row, or zeros where all of these are in range.
+def exponentiate(logits: torch.Tensor, largest: np.ndarray, into: torch.Tensor) -> np.ndarray:
+    """Write e^(x - shift) of logits, float64 [rows, classes], over `into`, which may be the same. Returns the shifts, [rows]: the
+    largest of each row, or zeros where all of these are in range.
     """
-    if np.abs(largest).max(initial=0.0) <= in_range:
+    if np.abs(largest).max(initial=0.0) <= _EXP_IN_RANGE:
         torch.exp(logits, out=into)
         return np.zeros(len(largest))
-    torch.sub(logits, torch.from_numpy(largest).to(logits.dtype)[:, None], out=into).exp_()
+    torch.sub(logits, torch.from_numpy(largest)[:, None], out=into).exp_()
     return largest
 
 
