@@ -83,15 +83,21 @@ def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 
 def first_of_largest(logits: torch.Tensor, wide: np.ndarray) -> np.ndarray:
-    """The first of the largest of each row [rows, classes], all of them finite; `wide` has the same in float64.
-
-    Positive floats are in the order of their bits as integers, and above all that are negative. So what both threads have just
-    written need not be read by one: logits of bfloat16 are a quarter of it. torch's own takes six times as long.
+    """The first of the largest of each row [rows, classes], all of them finite; `wide` has the same in float64. torch's own takes
+    six times as long.
     """
-    integers = _INTEGERS.get(logits.dtype)
-    if integers is not None:
-        bits = logits.detach().view(integers).numpy()
+    if logits.dtype in _INTEGERS:
+        bits = bits_of(logits)
         top: np.ndarray = bits.argmax(-1)
         if (bits[np.arange(len(bits)), top] > 0).all():
             return top
     return np.asarray(wide.argmax(-1))
+
+
+def bits_of(logits: torch.Tensor) -> np.ndarray:
+    """The bits of floats as integers: positive floats are in their order, and above all that are negative. So the largest of a row
+    is found where it is positive, and what both threads have just written need not be read by one: logits of bfloat16 are a
+    quarter of it.
+    """
+    bits: np.ndarray = logits.detach().view(_INTEGERS[logits.dtype]).numpy()
+    return bits

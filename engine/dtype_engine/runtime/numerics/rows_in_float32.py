@@ -20,7 +20,7 @@ import torch
 
 from dtype_engine.runtime.numerics.element_sums import ElementSums
 from dtype_engine.runtime.numerics.position_figures import FinitePositions
-from dtype_engine.runtime.numerics.reference_rows import ReferenceRows, first_of_largest
+from dtype_engine.runtime.numerics.reference_rows import ReferenceRows, bits_of, logits_of
 
 _IN_FLOAT32 = (torch.bfloat16, torch.float16, torch.float32)
 _FEWEST_VALUES = 4096
@@ -28,21 +28,22 @@ _FEWEST_VALUES = 4096
 _SMALLEST, _LARGEST = 1e-12, 1e12
 """Where the largest |δ| lies, so that squares are in range, and those too small for it do not count."""
 _EXP_IN_RANGE = 30.0
-_TRUNCATED = 1e-9
+_TRUNCATED = 1e-7
+"""The share of KL that the terms which are left out may be: what float32 rounds off."""
 _MOST_MOMENTS = 12
 _ONE_OVER_FACTORIALS = np.array([1 / math.factorial(order) for order in range(1, _MOST_MOMENTS + 1)])
 _MOST_CANCELLED = 1e3
 """How many times KL the square of m_1 may be."""
 _BLOCK = 512
 _CANCELLED = 1e-2
-"""Σc² as Σr² + 2 Σrδ + Σδ² is exact to some 10^-8 where it is at least this share of Σr²."""
+"""Σrc as half of Σr² + Σc² - Σδ² has six digits of ‖r‖‖c‖ where Σc² is at least this share of Σr²."""
 
 
 class RowsInFloat32:
     """Compares rows of two outputs, [rows, width] both, as they are taken, in buffers: each operation writes over one of them. What
-    is small is done at the end for all rows at once.
+    is small is done at the end for all rows at once, since a call takes as long as some ten thousand values.
 
-    most: how many rows are taken at once, at most.
+    most: rows are taken so many at a time from the first on, at the end fewer.
     """
 
     def __init__(
@@ -54,22 +55,24 @@ class RowsInFloat32:
         most: int,
     ) -> None:
         count, width = reference.shape
-        self._reference, self._candidate, self._of_reference = reference, candidate, of_reference
-        self._positions = positions
-        self._deltas, self._values = torch.empty(most, width), torch.empty(most, width)
-        self._converted = self._deltas[:0] if reference.dtype == torch.float32 else torch.empty(most, width)
+        self._candidate, self._of_reference, self._positions = candidate, of_reference, positions
+        self._most, self._width = most, width
+        self._of_reference_rows, self._of_candidate_rows = torch.split(reference, most), torch.split(candidate, most)
         block = _block_of(width)
-        self._blocks = width // block, block
-        self._absolute, self._norms = torch.zeros(count, width // block), torch.zeros(count, width // block)
-        self._rows, self._largest, self._changes = list[slice](), list[float](), list[torch.Tensor]()
+        converted = None if reference.dtype == torch.float32 else torch.empty(most, width)
+        self._buffers = _Buffers(torch.empty(most, width), torch.empty(most, width), converted, block)
+        self._absolute, self._noise, self._energy = (_Sums(count, width // block, most) for _ in range(3))
+        self._rows, self._largest = list[slice](), list[float]()
         if positions is not None:
-            self._moments = torch.zeros(_MOST_MOMENTS, count, dtype=torch.float64)
-            self._of_blocks = torch.empty(_MOST_MOMENTS, most, width // block)
+            self._moments: list[_Sums] = [_Sums(count, width // block, most) for _ in range(2)]
+            self._bits = bits_of(candidate)
             self._top = np.zeros(count, dtype=np.int64)
             in_range = np.abs(of_reference.largest).max(initial=0.0) <= _EXP_IN_RANGE
-            self._shift = np.zeros(count) if in_range else of_reference.largest
+            shift = torch.from_numpy(of_reference.largest).float()[:, None]
+            self._shift = None if in_range else torch.split(shift, most)
             top = torch.from_numpy(of_reference.top)[:, None]
             self._of_top = candidate.gather(1, top).float().sub_(reference.gather(1, top).float())
+            self._of_top_rows, self._of_top_size = torch.split(self._of_top, most), self._of_top.abs()[:, 0].numpy()
 
     @staticmethod
     def can_take(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
@@ -80,11 +83,18 @@ class RowsInFloat32:
         """Compare some rows; False where they are not finite, or not close."""
         if not self._of_reference.finite[rows].all():
             return False
-        r, c = self._reference[rows], self._candidate[rows]
-        r = r if r.dtype == torch.float32 else self._converted[: len(r)].copy_(r)
-        delta, values = self._deltas[: len(r)].copy_(c), self._values[: len(r)]
+        chunk, length = rows.start // self._most, rows.stop - rows.start
+        if length < self._buffers.length:
+            self._buffers = self._buffers.of_fewer(length)
+        buffers = self._buffers
+        r, c = self._of_reference_rows[chunk], self._of_candidate_rows[chunk]
+        delta, values = buffers.deltas, buffers.values
+        if buffers.converted is not None:
+            r = buffers.converted.copy_(r)
+        delta.copy_(c)
         if self._positions is not None:
-            self._top[rows] = first_of_largest(c, delta.numpy())
+            self._top[rows] = self._bits[rows].argmax(-1)
+        torch.linalg.vector_norm(buffers.delta_blocks, dim=-1, out=self._energy.of(chunk))
         delta.sub_(r)
         torch.abs(delta, out=values)
         largest = float(values.amax())
@@ -92,72 +102,115 @@ class RowsInFloat32:
             return False
         count = 0
         if self._positions is not None:
-            count = _moments_for(largest + float(self._of_top[rows].abs().max()))
+            count = _moments_for(largest + float(self._of_top_size[rows].max()))
             if count > _MOST_MOMENTS:
                 return False
         self._rows.append(rows)
         self._largest.append(largest)
-        torch.sum(self._in_blocks(values), -1, out=self._absolute[rows])
-        torch.linalg.vector_norm(self._in_blocks(delta), dim=-1, out=self._norms[rows])
-        self._changes.append(torch.dot(r.reshape(-1), delta.view(-1)))
+        torch.sum(buffers.value_blocks, -1, out=self._absolute.of(chunk))
+        torch.linalg.vector_norm(buffers.delta_blocks, dim=-1, out=self._noise.of(chunk))
         if count:
-            self._take_moments(rows, r, delta, values, count)
+            self._take_moments(chunk, r, buffers, count)
         return True
 
-    def _take_moments(
-        self, rows: slice, r: torch.Tensor, delta: torch.Tensor, values: torch.Tensor, count: int
-    ) -> None:
+    def _take_moments(self, chunk: int, r: torch.Tensor, buffers: _Buffers, count: int) -> None:
         """Of the δ of some rows, which are written over."""
-        shift = self._shift[rows]
-        if shift.any():
-            torch.sub(r, torch.from_numpy(shift).float()[:, None], out=values).exp_()
-        else:
+        values, delta = buffers.values, buffers.deltas
+        if self._shift is None:
             torch.exp(r, out=values)
-        delta.sub_(self._of_top[rows])
-        of_blocks = self._of_blocks[:count, : len(r)]
-        for of_order in of_blocks:
-            torch.sum(self._in_blocks(values.mul_(delta)), -1, out=of_order)
-        self._moments[:count, rows] = of_blocks.sum(-1, dtype=torch.float64)
+        else:
+            torch.sub(r, self._shift[chunk], out=values).exp_()
+        delta.sub_(self._of_top_rows[chunk])
+        while len(self._moments) < count:
+            self._moments.append(self._absolute.alike())
+        for of_order in self._moments[:count]:
+            values.mul_(delta)
+            torch.sum(buffers.value_blocks, -1, out=of_order.of(chunk))
 
     def finish(self) -> tuple[list[ElementSums], list[slice]]:
         """The sums of the rows that were taken, whose positions are added, and those of them that take more digits."""
         taken, left = list[ElementSums](), list[slice]()
-        noise = self._norms.double().square().sum(-1).numpy()
-        absolute = self._absolute.sum(-1, dtype=torch.float64).numpy()
+        noises, energies, absolute = self._noise.squares(), self._energy.squares(), self._absolute.totals()
         exact = self._add_positions()
-        width = self._reference.shape[1]
-        for rows, largest, change in zip(self._rows, self._largest, map(float, self._changes), strict=True):
-            energy, of_noise = float(self._of_reference.energy[rows].sum()), float(noise[rows].sum())
-            energy_candidate = energy + 2 * change + of_noise
-            if not (exact[rows].all() and math.isfinite(change) and energy_candidate >= _CANCELLED * energy):
+        for rows, largest in zip(self._rows, self._largest, strict=True):
+            energy, energy_candidate = float(self._of_reference.energy[rows].sum()), float(energies[rows].sum())
+            noise = float(noises[rows].sum())
+            if not (exact[rows].all() and energy_candidate >= _CANCELLED * energy):
                 left.append(rows)
                 continue
             taken.append(
                 ElementSums(
-                    width * (rows.stop - rows.start), sum_abs=float(absolute[rows].sum()), max_abs=largest, noise=of_noise,
-                    energy=energy, energy_candidate=energy_candidate, product=energy + change,
+                    self._width * (rows.stop - rows.start), sum_abs=float(absolute[rows].sum()), max_abs=largest, noise=noise,
+                    energy=energy, energy_candidate=energy_candidate, product=(energy + energy_candidate - noise) / 2,
                 )
             )  # fmt: skip
         return taken, left
 
     def _add_positions(self) -> np.ndarray:
         """Add positions; whether those of each row are exact, [rows]."""
-        exact: np.ndarray = np.ones(len(self._reference), dtype=np.bool_)
+        exact: np.ndarray = np.ones(len(self._candidate), dtype=np.bool_)
         if self._positions is None or not self._rows:
             return exact
-        totals = np.exp(self._of_reference.log_total - self._shift)
-        moments = self._moments.numpy() / totals
-        log_growth = np.log1p(_ONE_OVER_FACTORIALS @ moments)
+        shift = 0.0 if self._shift is None else self._of_reference.largest
+        totals = np.exp(self._of_reference.log_total - shift)
+        moments = np.stack([of_order.totals() for of_order in self._moments]) / totals
+        log_growth = np.log1p(_ONE_OVER_FACTORIALS[: len(moments)] @ moments)
         kl = log_growth - moments[0]
         exact[moments[0] ** 2 > _MOST_CANCELLED * kl] = False
         log_ratio = self._of_top[:, 0].double().numpy() + log_growth
-        same_top = self._top == self._of_reference.top
+        same_top = self._likeliest() == self._of_reference.top
         for rows in self._rows:
             self._positions.add(rows, kl[rows], log_ratio[rows], same_top[rows])
         return exact
 
-    def _in_blocks(self, values: torch.Tensor) -> torch.Tensor:
-        return values.view(len(values), *self._blocks)
+    def _likeliest(self) -> np.ndarray:
+        """The first of the candidate's likeliest classes in each row that was taken, [rows]."""
+        largest = logits_of(torch.from_numpy(self._top), self._candidate)
+        for rows in self._rows:
+            for row in rows.start + np.flatnonzero(largest[rows] <= 0):  # see `bits_of`
+                self._top[row] = self._candidate[row].float().numpy().argmax()
+        return self._top
+
+
+class _Buffers:
+    """What operations on some rows write over, [length, width] each, and views of it in blocks. converted: for the reference, where
+    it is not in float32.
+    """
+
+    def __init__(self, deltas: torch.Tensor, values: torch.Tensor, converted: torch.Tensor | None, block: int) -> None:
+        self.deltas, self.values, self.converted = deltas, values, converted
+        self.length, self._block = len(deltas), block
+        self.delta_blocks, self.value_blocks = (each.view(self.length, -1, block) for each in (deltas, values))
+
+    def of_fewer(self, length: int) -> _Buffers:
+        """The beginning of these."""
+        converted = None if self.converted is None else self.converted[:length]
+        return _Buffers(self.deltas[:length], self.values[:length], converted, self._block)
+
+
+class _Sums:
+    """A sum of each block of each row, float32, written some rows at a time; zero where nothing was."""
+
+    def __init__(self, count: int, blocks: int, most: int) -> None:
+        self._sums, self._most = torch.zeros(count, blocks), most
+        self._chunks = torch.split(self._sums, most)
+
+    def alike(self) -> _Sums:
+        """Others of as many rows and blocks."""
+        return _Sums(self._sums.shape[0], self._sums.shape[1], self._most)
+
+    def of(self, chunk: int) -> torch.Tensor:
+        """Those of one chunk's rows, to be written."""
+        rows: torch.Tensor = self._chunks[chunk]
+        return rows
+
+    def totals(self) -> np.ndarray:
+        """The sum of each row, float64 [rows]."""
+        return self._sums.sum(-1, dtype=torch.float64).numpy()
+
+    def squares(self) -> np.ndarray:
+        """The sum of the squares of each row, float64 [rows]."""
+        return self._sums.double().square_().sum(-1).numpy()
 
 
 @lru_cache(maxsize=64)

@@ -66,7 +66,8 @@ def _compare_on_cpu(
     in_float64 = RowsInFloat64(reference, candidate, of_reference, positions)
     in_float32: RowsInFloat32 | None = None
     left: list[slice] = []
-    for rows in rows_in_cache(count, width, 2):
+    chunks = list(rows_in_cache(count, width, 2))
+    for rows in chunks:
         r, c = reference[rows], candidate[rows]
         if r.dtype == c.dtype and of_reference.finite[rows].all() and torch.equal(r, c):
             energy = float(of_reference.energy[rows].sum())
@@ -75,7 +76,7 @@ def _compare_on_cpu(
                 positions.add_equal(rows)
             continue
         if in_float32 is None and RowsInFloat32.can_take(reference, candidate):
-            in_float32 = RowsInFloat32(reference, candidate, of_reference, positions, len(r))
+            in_float32 = RowsInFloat32(reference, candidate, of_reference, positions, chunks[0].stop)
         if in_float32 is None or not in_float32.take(rows):
             left.append(rows)
     if in_float32 is not None:
