@@ -22,8 +22,8 @@ from dtype_engine.runtime.numerics.element_sums import ElementSums
 OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 _MOST_WAITING = 20
 _MOST_WAITING_BYTES = 1 << 24
-_MODULES_EVERY = 2.5
-"""Times the interval in which progress is told: filling in the sums so far takes a millisecond."""
+_MODULES_EVERY = 10
+"""Times the interval in which progress is told: filling in the sums so far takes some ten milliseconds."""
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 
@@ -118,7 +118,8 @@ class _Kept:
 class OutputRecorder:
     """Observes a reference pass: keeps `rows` of every module output, or all of them `in_full`, up to `budget` bytes.
 
-    `kept` has them by (module, call) after `finish`, `left_out` the modules with an output that did not fit. `on_progress(calls)`.
+    `kept` has them by (module, call) after `finish`, `left_out` the modules with an output that did not fit, `main` those that gave
+    the main output. `on_progress(calls)`.
     at_once: modules whose outputs are written to after they returned, as far as it is known; see `WaitingOutputs`. wanted: the
     modules whose outputs are kept, None for all; that of the one that gives the main output always is.
     """
@@ -134,6 +135,7 @@ class OutputRecorder:
     ) -> None:
         self.kept: dict[tuple[str, int], KeptRows] = {}
         self.left_out: set[str] = set()
+        self.main: list[str] = []
         self.calls = 0
         self._budget = budget
         self._on_progress = on_progress
@@ -151,6 +153,7 @@ class OutputRecorder:
         main = _Kept()
         if output is not None and self._last is not None and self._last[0].is_same(output):
             main = self._last[1]
+            self.main = [module for module, _ in main.names]
             if not main.taken:
                 self._keep([(output, main)])
         self._keep(self._outputs.take())

@@ -190,7 +190,7 @@ class DriftMeter:
                     runner.widened.clear()
                 before = {} if reading is None or again else reading.modules
                 left = (len(batches) if reading is None else reading.left) - (record.compared and not again)
-                runner.watched, runner.kept = self._sample.watched_in(number), self._sample.outline
+                runner.watched, runner.kept = self._sample.watched_in(number), self._sample.kept
                 if record.compared:
                     runner.watched = None
                 progress.begin("candidate", number, runner.watched is None)
@@ -247,7 +247,7 @@ class DriftMeter:
     def _reference(self, runner: ForwardRunner, number: int, progress: _Progress, in_full: bool) -> ReferenceRecord:
         """Run the reference on one batch and keep what it gave if that fits the budget; a sample that is kept stays."""
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        rows = rows_each(len(self._sample.compared))
+        rows = rows_each(len(self._sample.compared), len(self.inputs.batches))
         wanted = None if in_full else self._sample.compared_in(number)
         runner.watched = None if in_full else self._sample.watched_in(number)
         while True:
@@ -261,7 +261,7 @@ class DriftMeter:
             if recorder.finish(tensor):
                 break
         if runner.watched is None:
-            self._sample.note(number, runner.finished, runner.spans)
+            self._sample.note(number, runner.finished, runner.spans, recorder.main)
         kept = recorder.copy_of(tensor)
         own = kept if kept is not None else tensor.detach().clone()
         record = ReferenceRecord(

@@ -20,6 +20,9 @@ import torch
 MOST_ROWS = 16
 """Rows of an output that are compared at least, where one or two sequences are all there is."""
 FEWEST_ROWS = 8
+"""Where there are others in which modules are not compared: the figures are off by what sequences differ, and no more than before
+by what rows do.
+"""
 _ROWS_OF_ALL = 32
 _WIDTH = 512
 """Of outputs narrower than this as many more rows are compared."""
@@ -81,9 +84,13 @@ def as_rows(output: torch.Tensor) -> torch.Tensor:
     return output.detach().reshape(-1, output.shape[-1] if output.ndim else 1)
 
 
-def rows_each(sequences: int) -> int:
-    """How many rows of an output of each of so many sequences are compared at least: figures are of all of them together."""
-    return min(MOST_ROWS, max(FEWEST_ROWS, _ROWS_OF_ALL // max(1, sequences)))
+def rows_each(compared: int, total: int) -> int:
+    """How many rows of an output are compared at least in each of so many sequences, of so many in all: figures are of all that
+    are compared together.
+    """
+    if compared < total:
+        return FEWEST_ROWS
+    return min(MOST_ROWS, max(FEWEST_ROWS, _ROWS_OF_ALL // max(1, total)))
 
 
 def pack_of(together: Sequence[KeptRows]) -> Pack:

@@ -60,12 +60,17 @@ class ModuleSample:
         self._of_first = frozenset[str]()
         self.outline: frozenset[str] | None = None
         """The modules that a pass falls into (see `outline`), once the first sequence was run."""
+        self.kept: frozenset[str] | None = None
+        """Those of them whose outputs are kept for the next pass: all but the main output, which nothing runs after."""
         self._elsewhere: dict[int, frozenset[str]] = {}
 
-    def note(self, number: int, finished: Sequence[str], spans: Sequence[int]) -> None:
-        """A sequence was run with all modules watched; these are its calls, as `outline` has them."""
+    def note(self, number: int, finished: Sequence[str], spans: Sequence[int], main: Collection[str] = ()) -> None:
+        """A sequence was run with all modules watched; these are its calls, as `outline` has them. main: the modules that gave its
+        main output.
+        """
         if number == self.first:
             self._of_first, self.outline = frozenset(finished), outline(finished, spans)
+            self.kept = self.outline.difference(name for name in main if finished.count(name) == 1)
         if number in self.compared:
             self._uncalled.difference_update(finished)
 

@@ -124,7 +124,7 @@ class ForwardRunner:
 
     def _reusable(self, earlier: ForwardTrace, prefix: int) -> dict[tuple[str, int], int]:
         """What of the first `prefix` calls of an earlier pass is reused."""
-        if self.model.stateful:
+        if self.model.stateful or not prefix:
             return {}
         return earlier.reusable_calls(prefix, self._hooks.of_others(), self.model.writers)
 

@@ -71,7 +71,7 @@ def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float, sequ
     for seed in range(60):
         sums, outputs = ModuleSums(), [tokens(180, 512, 100 * number + seed, spread) for number in range(sequences)]
         for reference, candidate in outputs:
-            sums.add(compare_output(keep_rows(reference, False, rows_each(sequences)), candidate))
+            sums.add(compare_output(keep_rows(reference, False, rows_each(sequences, sequences)), candidate))
         (found,) = module_drifts({"module": ModuleTotal(sums)})
         assert found.sqnr_db is not None
         assert 0 < found.sqnr_error_db < 3
@@ -80,10 +80,12 @@ def test_a_sample_is_within_two_of_its_errors_in_five_of_six(spread: float, sequ
     assert sum(within) >= 50
 
 
-@pytest.mark.parametrize(("sequences", "rows"), [(1, 16), (2, 16), (3, 10), (4, 8), (500, 8)])
-def test_the_largest_rows_are_always_taken(sequences: int, rows: int) -> None:
+@pytest.mark.parametrize(
+    ("compared", "total", "rows"), [(1, 1, 16), (2, 2, 16), (3, 3, 10), (4, 4, 8), (500, 500, 8), (1, 2, 8), (2, 6, 8)]
+)
+def test_the_largest_rows_are_always_taken(compared: int, total: int, rows: int) -> None:
     reference, _ = tokens(180, 1024, 0)
-    kept = keep_rows(reference, False, rows_each(sequences))
+    kept = keep_rows(reference, False, rows_each(compared, total))
     assert kept.index is not None
     assert len(kept.index) == len(set(kept.index.tolist())) == rows
     largest = reference.double().norm(dim=-1).topk(kept.certain).indices

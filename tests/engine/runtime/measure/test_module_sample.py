@@ -306,3 +306,30 @@ def test_a_measurement_that_ends_early_has_modules() -> None:
     found = DriftMeter(session.model, session.inputs).measure(enough=lambda extent: True)
     assert found.extent.done == 2
     assert len(found.modules) > 10
+
+
+def test_the_main_output_is_not_kept_for_the_next_pass_and_others_are() -> None:
+    """Nothing runs after the logits, and they are the largest output of a model with a large vocabulary."""
+    session = de.open(architectures.make("llama")[0], inputs=several(4))
+    session.cast("*.q_proj.weight", "bfloat16")
+    assert session.inputs is not None
+    meter = DriftMeter(session.model, session.inputs)
+    meter.measure()
+    classes = session.model.module.config.vocab_size  # type: ignore[union-attr]
+    for trace, _ in meter._traces.values():
+        kept = {call.module: call.versions for call in trace.calls if call.versions}
+        assert any("layers" in module for module in kept)
+        assert all(tensor.shape[-1] != classes for versions in kept.values() for tensor, _ in versions)
+    session.cast("model.layers.1.mlp.down_proj.weight", "float16")
+    assert meter.measure().reused
+    fresh = DriftMeter(session.model, session.inputs, reuse=False).measure()
+    assert meter.measure().output == fresh.output
+
+
+def test_a_head_called_more_than_once_is_kept() -> None:
+    sample = ModuleSample(frozenset({1}), 0, ["head", "body"])
+    sample.note(0, ["head", "body", "head"], [0, 1, 2], ["head"])
+    assert sample.kept == {"head", "body"}
+    sample.note(0, ["body", "head"], [0, 1], ["head"])
+    assert sample.kept == {"body"}
+    assert sample.outline == {"head", "body"}
