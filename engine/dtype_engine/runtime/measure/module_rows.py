@@ -20,9 +20,7 @@ import torch
 MOST_ROWS = 16
 """Rows of an output that are compared at least, where one or two sequences are all there is."""
 FEWEST_ROWS = 8
-"""Where there are others in which modules are not compared: the figures are off by what sequences differ, and no more than before
-by what rows do.
-"""
+"""Where modules are not compared in every sequence: what sequences differ is then most of a figure's error."""
 _ROWS_OF_ALL = 32
 _WIDTH = 512
 """Of outputs narrower than this as many more rows are compared."""
