@@ -23,7 +23,7 @@ OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 _MOST_WAITING = 20
 _MOST_WAITING_BYTES = 1 << 24
 _MODULES_EVERY = 10
-"""Times the interval in which progress is told: filling in the sums so far takes some ten milliseconds."""
+"""Times the interval in which progress is told: filling in the sums so far takes some milliseconds."""
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 

@@ -167,10 +167,12 @@ def test_rows_with_a_value_that_is_not_finite_do_not_spoil_others(side: str, bad
     assert comparison.result().nonfinite == (side == "candidate")
 
 
-def test_equal_rows_among_others() -> None:
+@pytest.mark.parametrize("equal", [200, 290])
+def test_equal_rows_among_others(equal: int) -> None:
+    """Also where the only ones that are not are fewer than are taken at once."""
     reference, labels, generator = logits(300, 4099, 2.0, 5.0)
     candidate = reference.clone()
-    candidate[200:] += 0.01 * torch.randn(100, 4099, generator=generator)
+    candidate[equal:] += 0.01 * torch.randn(300 - equal, 4099, generator=generator)
     found, expected = figures(reference, candidate, labels), definitions(reference, candidate, labels)
     assert found.kl_min == found.kl_median == 0.0
     assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=2e-6)
