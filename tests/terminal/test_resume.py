@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from dtype_engine import Options, Recipe, Rule, RunSettings
 from dtype_tui.state.session_store import SavedSession, SessionFile, read_session
 
 Opener = Callable[..., Terminal]
+ENGINE = Path(sys.executable).with_name("dtype-engine")
 
 
 @pytest.fixture
@@ -49,6 +51,19 @@ def cast_two(terminal: Terminal) -> None:
     terminal.wait_for("2 model.layers.0 → f16")
 
 
+def lose(terminal: Terminal) -> None:
+    """Take the terminal away, as when sshd dies: the kernel hangs up on the session. Fails where the program lives on."""
+    os.close(terminal.keyboard)
+    os.close(terminal.slave)
+    until = time.monotonic() + 20
+    ended = False
+    while not ended and time.monotonic() < until:
+        ended = bool(os.waitpid(terminal.pid, os.WNOHANG)[0])
+        time.sleep(0.02)
+    terminal.keyboard, terminal.slave = os.openpty()
+    assert ended, "the program outlived its terminal"
+
+
 @pytest.mark.parametrize("ending", ["SIGHUP", "SIGTERM", "SIGKILL", "the line goes dead"])
 def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending: str) -> None:
     terminal = opened()
@@ -56,14 +71,7 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     if ending == "SIGKILL":
         wait_until_saved(terminal, tmp_path, 2)
     if ending == "the line goes dead":
-        # As when sshd dies: the terminal is taken away, and the kernel hangs up on the session.
-        os.close(terminal.keyboard)
-        os.close(terminal.slave)
-        until = time.monotonic() + 20
-        while not os.waitpid(terminal.pid, os.WNOHANG)[0]:
-            assert time.monotonic() < until, "the program outlived its terminal"
-            time.sleep(0.05)
-        terminal.keyboard, terminal.slave = os.openpty()
+        lose(terminal)
     else:
         os.kill(terminal.pid, signal.Signals[ending])
         number = signal.Signals[ending]
@@ -72,6 +80,16 @@ def test_a_lost_connection_loses_nothing(opened: Opener, tmp_path: Path, ending:
     assert [str(rule) for rule in kept.recipe.rules] == ["model.embed_tokens=bfloat16", "model.layers.0=float16"]
     assert kept.cursor == "model.layers.0"
     assert len(kept.recipes) == 3
+
+
+@pytest.mark.parametrize("arguments", [(), ("--engine-command", f"{ENGINE} stdio")], ids=["kept", "not kept"])
+@pytest.mark.parametrize("seen", [1, 2000, 30000], ids=["at the first byte", "at the first screen", "when it stands"])
+def test_a_line_that_goes_dead_early_ends_the_program(opened: Opener, seen: int, arguments: tuple[str, ...]) -> None:
+    terminal = opened(*arguments)
+    until = time.monotonic() + 60
+    while len(terminal.raw) < seen and time.monotonic() < until:
+        terminal.read(0.01)
+    lose(terminal)
 
 
 def test_a_session_is_taken_up_with_its_history_and_cursor(opened: Opener, tmp_path: Path) -> None:

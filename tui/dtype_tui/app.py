@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -66,7 +67,8 @@ class DtypeApp(BaseApp[None]):
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
-        self.saver: SessionSaver | None = None
+        self._saver: SessionSaver | None = None
+        self._saver_lock = threading.Lock()
         self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _say(self, text: str, severity: Severity) -> None:
@@ -101,12 +103,7 @@ class DtypeApp(BaseApp[None]):
         if self.return_code is not None:
             return  # q came before the first paint was over, and nothing can be mounted any more
         await self.main.ensure_prompts()
-        if self.launch.saver is not None:
-            from dtype_tui.process.terminal import exit_on_terminal_loss
-
-            exit_on_terminal_loss(self.on_unmount)
-            self.saver = await asyncio.to_thread(self.launch.saver)  # its imports hold up no key
-            self.saver.say = lambda trouble: self.main.say(trouble, "warning")
+        await asyncio.to_thread(self._make_saver)  # its imports hold up no key
         if self.return_code is not None:
             return
         pause_gc()
@@ -121,15 +118,24 @@ class DtypeApp(BaseApp[None]):
         if server_disconnected():
             self.exit()
 
+    def _make_saver(self) -> None:
+        """Make what saves the session, once; called from several threads."""
+        with self._saver_lock:
+            if self._saver is None and self.launch.saver is not None:
+                self._saver = self.launch.saver()
+                self._saver.say = lambda trouble: self.main.say(trouble, "warning")
+
     def _save_session(self) -> None:
         cursor = self.main.cursor
-        if self.saver is not None and cursor is not None:
-            self.saver.update(self.controller.experiment, cursor)
+        if self._saver is not None and cursor is not None:
+            self._saver.update(self.controller.experiment, cursor)
 
     def on_unmount(self) -> None:
+        """End what was begun, with the session on the disk, however early the end comes."""
+        self._make_saver()
         self._save_session()
-        if self.saver is not None:
-            self.saver.close()
+        if self._saver is not None:
+            self._saver.close()
         self.controller.engine.close()
         resume_gc()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from dtype_tui.cli.resume import with_saved_options
 from dtype_tui.screens.presets import PresetsScreen
 from dtype_tui.screens.save import KINDS, SaveScreen
 from dtype_tui.state.session_saver import SessionSaver
-from dtype_tui.state.session_store import SavedSession, newest_session, sessions_folder
+from dtype_tui.state.session_store import SavedSession, newest_session, read_session, sessions_folder
 from dtype_tui.widgets.module_tree import ModuleTree
 
 SIZES = [(120, 36), (80, 24)]
@@ -272,6 +274,24 @@ async def test_the_session_is_kept_as_it_changes() -> None:
         assert again.controller.experiment.recipe == saved.recipes[2]
         await pilot.press("u", "u")
         assert again.controller.experiment.recipe == Recipe()
+
+
+async def test_a_session_is_kept_whose_terminal_goes_before_anything_could_keep_it() -> None:
+    asked, may_go_on = threading.Event(), threading.Event()
+
+    def slow() -> SessionSaver:
+        asked.set()
+        assert may_go_on.wait(20)
+        return SessionSaver(None, "demo", None, Options())
+
+    app = make_app(saver=slow)
+    async with app.run_test() as pilot:
+        await until(pilot, asked.is_set)
+        app.controller.add_rule(Rule("model.layers", "bfloat16"))  # a key does that, and the test's driver would wait
+        threading.Timer(0.2, may_go_on.set).start()
+        await asyncio.to_thread(app.on_unmount)  # as the thread that writes does, where the terminal is gone
+        (kept,) = sessions_folder().glob("*.json")
+        assert read_session(kept).recipe == Recipe((Rule("model.layers", "bfloat16"),))
 
 
 @pytest.mark.slow

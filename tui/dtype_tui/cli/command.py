@@ -115,6 +115,7 @@ def command(
     else:
         opening = _open_there(request, engine_command)
     from dtype_tui.app import DtypeApp
+    from dtype_tui.process.terminal import exit_on_terminal_loss
     from dtype_tui.state.first_start import is_first_start
     from dtype_tui.state.launch import Launch
 
@@ -139,6 +140,7 @@ def command(
         offers_tour=not begins_tour and is_first_start(),
     )
     app = DtypeApp(launch, opening.make_engine)
+    exit_on_terminal_loss(app.on_unmount)
     app.run()
     # Textual's own 1 is an error of the program; 128 and more a signal that ended it.
     return BAD_INPUT if app.return_code == 1 else app.return_code or 0
@@ -248,6 +250,7 @@ def _chosen(config: Config) -> str | None:
     from dtype_engine.checkpoint.source import locate
     from dtype_tui.cli.model_picker import DEMO, MOST_RECENT, ModelPicker, Offer
     from dtype_tui.cli.remote import address_of
+    from dtype_tui.process.terminal import exit_on_terminal_loss
     from dtype_tui.state.session_store import recent_models
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
@@ -263,6 +266,7 @@ def _chosen(config: Config) -> str | None:
         return address_of(model) if is_address(model) else locate(model)
 
     picker = ModelPicker([*recent[:MOST_RECENT], *offers, DEMO], check, config)
+    exit_on_terminal_loss(lambda: None)
     model = picker.run()
     if picker.return_code == 1:
         sys.exit(BAD_INPUT)
