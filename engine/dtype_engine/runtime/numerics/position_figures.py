@@ -62,8 +62,8 @@ class FinitePositions:
         self._known, self._same_top = np.zeros(count, dtype=np.bool_), np.zeros(count, dtype=np.bool_)
         self._kl, self._log_ratio = np.zeros(count), np.zeros(count)
 
-    def add(self, rows: slice, kl: np.ndarray, log_ratio: np.ndarray, same_top: np.ndarray) -> None:
-        """Take in some rows."""
+    def add(self, rows: slice | np.ndarray, kl: np.ndarray, log_ratio: np.ndarray, same_top: np.ndarray) -> None:
+        """Take in some rows, or those that are marked, bool [rows]."""
         self._kl[rows], self._log_ratio[rows], self._same_top[rows] = kl, log_ratio, same_top
         self._known[rows] = True
 

@@ -1,9 +1,8 @@
 """One sequence's output against the reference's: sums over elements, and the figures of every position. What they mean: `metrics`.
 
-Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU torch's threads share each operation, which
-writes over buffers that stay in their caches: new memory for every result takes several times as long as the arithmetic, and so
-does what follows where one thread has gone over what both had written. Python threads with a chunk each wait for the interpreter's
-lock a third of the time (20 µs an operation; Intel Xeon).
+Outputs go by in chunks of rows, so that no second copy of them is needed. On the CPU wide rows are compared in float32 by machine
+code, and what that does not take, or takes more digits, in float64: there torch's threads share each operation, which writes over
+buffers that stay in their caches.
 """
 
 from __future__ import annotations
@@ -65,30 +64,24 @@ def _compare_on_cpu(
     positions = FinitePositions(count) if into.positions is not None else None
     in_float64 = RowsInFloat64(reference, candidate, of_reference, positions)
     in_float32: RowsInFloat32 | None = None
-    left: list[slice] = []
-    chunks = list(rows_in_cache(count, width, 2))
-    for rows in chunks:
-        r, c = reference[rows], candidate[rows]
-        if r.dtype == c.dtype and of_reference.finite[rows].all() and torch.equal(r, c):
-            energy = float(of_reference.energy[rows].sum())
-            into.add(ElementSums(r.numel(), energy=energy, energy_candidate=energy, product=energy))
-            if positions is not None:
-                positions.add_equal(rows)
-            continue
-        if in_float32 is None and RowsInFloat32.can_take(reference, candidate):
-            in_float32 = RowsInFloat32(reference, candidate, of_reference, positions, chunks[0].stop)
-        if in_float32 is None or not in_float32.take(rows):
-            left.append(rows)
-    if in_float32 is not None:
-        taken, doubtful = in_float32.finish()
-        left += doubtful
-        for sums in taken:
+    if RowsInFloat32.can_take(reference, candidate):
+        in_float32 = RowsInFloat32(reference, candidate, of_reference, positions)
+    for several in rows_in_cache(count, width, 2):
+        sums = in_float32.of(several) if in_float32 is not None else None
+        if sums is not None:
             into.add(sums)
-    for several in left:
+            continue
         for part in rows_in_cache(several.stop - several.start, width):
             rows = slice(several.start + part.start, several.start + part.stop)
+            r, c = reference[rows], candidate[rows]
+            if r.dtype == c.dtype and of_reference.finite[rows].all() and torch.equal(r, c):
+                energy = float(of_reference.energy[rows].sum())
+                into.add(ElementSums(r.numel(), energy=energy, energy_candidate=energy, product=energy))
+                if positions is not None:
+                    positions.add_equal(rows)
+                continue
             wide = in_float64.compare(rows)
-            into.add(_chunk_sums(reference[rows], candidate[rows], rows, into.positions) if wide is None else wide)
+            into.add(_chunk_sums(r, c, rows, into.positions) if wide is None else wide)
     if positions is not None and into.positions is not None:
         positions.fill(into.positions, reference, candidate, of_reference)
 

@@ -83,6 +83,8 @@ def logits(
         (3.0, 4.0, -200.0, 0.02),
         (3.0, 2.0, 60.0, 0.1),
         (2.0, 8.0, 0.0, 1e-4),
+        (2.0, 5.0, 0.0, 2.0),
+        (3.0, 20.0, 0.0, 4.0),
     ],
 )
 @pytest.mark.parametrize(("rows", "classes"), [(40, 4099), (9, 32000), (5, 50257)])
@@ -99,10 +101,10 @@ def test_the_figures_are_those_of_the_definitions(
     assert found.top1_agreement == expected["top1_agreement"]
     assert found.max_abs == pytest.approx(expected["max_abs"], rel=2**-23)
     for name in ("mean_abs", "rel_l2", "kl_mean", "kl_min", "kl_max", "kl_median", "perplexity_candidate"):
-        assert getattr(found, name) == pytest.approx(expected[name], rel=2e-6), name
+        assert getattr(found, name) == pytest.approx(expected[name], rel=5e-7), name
     for name in ("log_ratio", "dp_max"):
-        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-5, abs=2e-8), name
-    assert 1 - found.cosine == pytest.approx(1 - expected["cosine"], rel=1e-5, abs=1e-12)
+        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-8), name
+    assert 1 - found.cosine == pytest.approx(1 - expected["cosine"], rel=1e-6, abs=1e-12)
 
 
 def test_a_reference_of_16_bits_beside_a_candidate_of_32(in_float64: list[slice]) -> None:
@@ -113,20 +115,20 @@ def test_a_reference_of_16_bits_beside_a_candidate_of_32(in_float64: list[slice]
             figures(reference.to(dtype), candidate, labels),
             definitions(reference.to(dtype), candidate, labels),
         )
-        assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=2e-6)
-        assert found.rel_l2 == pytest.approx(expected["rel_l2"], rel=2e-6)
+        assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=5e-7)
+        assert found.rel_l2 == pytest.approx(expected["rel_l2"], rel=5e-7)
     assert not in_float64
 
 
 @pytest.mark.parametrize("change", ["far", "one far", "other size", "tiny", "double", "narrow", "shifted"])
 def test_what_float32_can_not_tell_is_compared_in_float64(change: str, in_float64: list[slice]) -> None:
-    """Far apart, of another size, with δ² below float32's range, and where nearly all of KL cancels."""
+    """So far apart that e^x is out of range, of another size, with δ² below float32's range, and where nearly all of KL cancels."""
     reference, labels, generator = logits(150, 4099, 2.0, 5.0)
     candidate = reference + 0.01 * torch.randn(150, 4099, generator=generator)
     if change == "far":
-        candidate = reference + 2.0 * torch.randn(150, 4099, generator=generator)
+        candidate = reference + 20.0 * torch.randn(150, 4099, generator=generator)
     elif change == "one far":
-        candidate[5, 11] += 9.0
+        candidate[5, 11] += 39.0
     elif change == "other size":
         candidate = reference * 0.01
     elif change == "tiny":
@@ -176,7 +178,7 @@ def test_equal_rows_among_others(equal: int, in_float64: list[slice]) -> None:
     found, expected = figures(reference, candidate, labels), definitions(reference, candidate, labels)
     assert not in_float64
     assert found.kl_min == found.kl_median == 0.0
-    assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=2e-6)
+    assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=5e-7)
     assert found.log_ratio == pytest.approx(expected["log_ratio"], rel=1e-5)
     assert found.cosine == pytest.approx(expected["cosine"], rel=1e-12)
 
