@@ -16,7 +16,7 @@ definitions; a mean's standard error is s / √n, and that of a function of mean
 exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
 KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
 p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. The arithmetic is
-in float64, or for wide outputs that are close in float32, where figures have six digits and more (`rows_in_float32`).
+in float64, or for wide outputs on the CPU in float32, where figures have seven digits or nearly so (`rows_in_float32`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from dtype_engine.runtime.chunks import rows_in_cache
+from dtype_engine.runtime.numerics.machine_code import FEWEST_VALUES, is_available
+from dtype_engine.runtime.numerics.reference_kernel import ReferenceKernel, RowFigures
 
 _EXP_IN_RANGE = 500.0
 """e^x of float64, and sums of 10^90 of them, are in range for |x| up to this."""
@@ -18,16 +20,22 @@ _INTEGERS = {
 class ReferenceRows:
     """Figures of each row of a reference output [rows, width], [rows] each.
 
-    finite: whether all of it is, its energy too, and so it is with those beside it. energy: Σr². Of logits also the first of the
-    likeliest classes, `top`, and its logit, `largest`, and `log_total`, ln Σ e^r. They mean nothing where a row is not finite.
+    finite: whether all of it is, its energy too, and in float64 so it is with those beside it. energy: Σr². Of logits also the
+    first of the likeliest classes, `top`, and its logit, `largest`, and `log_total`, ln Σ e^r. They mean nothing where a row is
+    not finite. in_float64: whether they were worked out so. Those of wide rows are not where there is machine code for it: energy
+    and Σ e^r have seven digits then.
     """
 
-    def __init__(self, output: torch.Tensor, distribution: bool) -> None:
+    def __init__(self, output: torch.Tensor, distribution: bool, in_float64: bool = False) -> None:
         count, width = output.shape
+        self.in_float64 = in_float64 or width < FEWEST_VALUES or not is_available(output.dtype)
         self.finite = np.zeros(count, dtype=np.bool_)
         self.energy = np.zeros(count)
         self.top = np.zeros(count, dtype=np.int64)
         self.largest, self.log_total = np.zeros(count), np.zeros(count)
+        if not self.in_float64:
+            self._use(ReferenceKernel.of(output.dtype, distribution).figures(output), distribution)
+            return
         with torch.no_grad():
             buffer: torch.Tensor | None = None
             for rows in rows_in_cache(count, width):
@@ -42,6 +50,13 @@ class ReferenceRows:
                     of_rows = Exponentials(values, wide)
                     self.top[rows], self.largest[rows] = of_rows.top, of_rows.largest
                     self.log_total[rows] = of_rows.log_total
+
+    def _use(self, figures: RowFigures, distribution: bool) -> None:
+        self.energy, self.finite = figures.energy, np.isfinite(figures.energy)
+        if distribution:
+            self.top, self.largest = figures.top, figures.largest
+            with np.errstate(all="ignore"):  # rows that are not finite
+                self.log_total = np.log(figures.total) + figures.largest
 
     def log_p(self, labels: torch.Tensor, output: torch.Tensor) -> np.ndarray:
         """The logarithm of the probability of one class in each row of the output."""

