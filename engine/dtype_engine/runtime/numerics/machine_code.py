@@ -331,13 +331,19 @@ def _target() -> Any:
         return None
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
-    triple, features = binding.get_default_triple(), binding.get_host_cpu_features()
+    try:
+        features = dict(binding.get_host_cpu_features())
+    except RuntimeError:  # LLVM does not know them: those that every processor of this name has are taken
+        features = {}
+    triple = binding.get_default_triple()
     if not triple.startswith(("aarch64", "arm64")):
         if not all(features.get(name) for name in ("avx2", "fma", "f16c")):
             return None
         features["prefer-256-bit"] = False
-    target = binding.Target.from_triple(triple)
-    return target.create_target_machine(cpu=binding.get_host_cpu_name(), features=features.flatten(), opt=2)
+    told = ",".join(f"{'+' if there else '-'}{name}" for name, there in features.items())
+    return binding.Target.from_triple(triple).create_target_machine(
+        cpu=binding.get_host_cpu_name(), features=told, opt=2
+    )
 
 
 def _compile(text: str) -> Any:
