@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -277,21 +277,16 @@ async def test_the_session_is_kept_as_it_changes() -> None:
 
 
 async def test_a_session_is_kept_whose_terminal_goes_before_anything_could_keep_it() -> None:
-    asked, may_go_on = threading.Event(), threading.Event()
-
-    def slow() -> SessionSaver:
-        asked.set()
-        assert may_go_on.wait(20)
-        return SessionSaver(None, "demo", None, Options())
-
-    app = make_app(saver=slow)
-    async with app.run_test() as pilot:
-        await until(pilot, asked.is_set)
-        app.controller.add_rule(Rule("model.layers", "bfloat16"))  # a key does that, and the test's driver would wait
-        threading.Timer(0.2, may_go_on.set).start()
+    app = make_app()
+    async with running(app) as pilot:
+        await pilot.press("j", "j", "2")
+        recipe = app.controller.experiment.recipe
+        assert len(recipe) == 1
+        # As while the imports of what keeps it are under way.
+        app.launch = dataclasses.replace(app.launch, saver=lambda: SessionSaver(None, "demo", None, Options()))
         await asyncio.to_thread(app.on_unmount)  # as the thread that writes does, where the terminal is gone
         (kept,) = sessions_folder().glob("*.json")
-        assert read_session(kept).recipe == Recipe((Rule("model.layers", "bfloat16"),))
+        assert read_session(kept).recipe == recipe
 
 
 @pytest.mark.slow

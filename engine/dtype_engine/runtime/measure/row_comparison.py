@@ -16,6 +16,7 @@ import torch
 
 from dtype_engine.runtime.chunks import parallel_map
 from dtype_engine.runtime.measure.module_rows import KeptRows, Pack, as_rows, most_together, pack_of, strata_of
+from dtype_engine.runtime.numerics.row_kernel import RowKernel
 
 _PRIOR_FREEDOM = 3
 _PRIOR_SPREAD = 0.5
@@ -91,16 +92,15 @@ class _Candidates:
             each = torch.split(candidate, pack.sizes)
             candidate = torch.cat([each[number] for number in numbers])
             pack = pack_of([kept for kept, _ in outputs])
-        deltas = candidate.to(pack.rows.dtype, copy=True).sub_(pack.rows)
-        norms = torch.linalg.vector_norm(deltas, dim=-1)
+        norms, peaks = _norms_and_peaks(pack.rows, candidate)
         if not math.isfinite(float(norms.sum())):
             start = 0
             for number, (kept, sums) in enumerate(outputs):
                 rows = slice(start, start := start + len(kept.rows))
                 if not math.isfinite(float(norms[rows].sum())):
-                    sums.add(_not_finite(kept, deltas[rows]))
+                    sums.add(_not_finite(kept, candidate[rows].to(pack.rows.dtype) - pack.rows[rows]))
                     outputs[number] = kept, ModuleSums()  # it is filled in
-        return _Summed(outputs, norms, _largest(deltas), pack.energies, pack.strata)
+        return _Summed(outputs, norms, peaks, pack.energies, pack.strata)
 
 
 class RowComparison:
@@ -169,6 +169,20 @@ class RowComparison:
             for number, *of_one in zip(numbers, *(figure.tolist() for figure in figures), strict=True):
                 energy, noise_sum, variance, peak = of_one
                 outputs[number][1].add(ModuleSums(energy, noise_sum, peak, variance=variance))
+
+
+def _norms_and_peaks(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """‖Δ‖ and the largest |Δ| of each row of [rows, width]."""
+    if (
+        reference.device.type == "cpu"
+        and reference.shape[1]
+        and RowKernel.is_available(reference.dtype, candidate.dtype)
+    ):
+        unused = torch.zeros(len(reference))
+        sums = RowKernel.of(reference.dtype, candidate.dtype, False).sums(reference, candidate, unused, unused)
+        return torch.from_numpy(sums.noise).sqrt(), torch.from_numpy(sums.largest)
+    deltas = candidate.to(reference.dtype, copy=True).sub_(reference)
+    return torch.linalg.vector_norm(deltas, dim=-1), _largest(deltas)
 
 
 def _largest(deltas: torch.Tensor) -> torch.Tensor:
