@@ -75,7 +75,7 @@ class RowKernel:
         return RowSums(
             **{name: of_names.get(name, zeros).numpy() for name in _SUMS + _SUMS_OF_DISTRIBUTION},
             largest=differences.amax(-1).double().numpy(),
-            top=first_of_largest(logits, classes).numpy(),
+            top=first_of_largest(logits, classes).numpy() if "first" in self._names else np.zeros(count, np.int64),
         )
 
 
