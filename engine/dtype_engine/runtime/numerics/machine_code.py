@@ -1,6 +1,6 @@
 """Machine code that goes over rows of outputs on the CPU, written with llvmlite and made by LLVM for the processor that is there.
 
-torch has no operations that take several sums at once. With those that it has, what `row_kernel` does takes five times as long, and
+torch has no operations that take several sums at once. With those that it has, what `row_kernel` does takes four times as long, and
 next to another program that computes twenty times and more: torch's threads wait for each other after every operation.
 
 `LANES` values are worked on at a time. A sum of each lane is in float32 over `_BLOCK` values, then in float64.
@@ -66,7 +66,7 @@ class RowFunction:
         parallel_map(take, -(-count // block))
 
 
-def first_of_largest(largest: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+def place_of_largest(largest: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
     """Where the largest value of each row is first, int64 [rows], of what `Code.keep_largest` wrote, [rows, LANES] both."""
     is_largest = largest == largest.amax(-1, keepdim=True)
     return torch.where(is_largest, places, torch.iinfo(torch.int32).max).amin(-1).long()

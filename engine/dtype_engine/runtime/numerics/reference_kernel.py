@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, first_of_largest
+from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, place_of_largest
 
 _LOCK = threading.Lock()
 
@@ -50,7 +50,7 @@ class ReferenceKernel:
         energy, *of_logits = sums.sum(-1).unbind(1)
         return RowFigures(
             energy.numpy(),
-            first_of_largest(logits, classes).numpy(),
+            place_of_largest(logits, classes).numpy(),
             logits.amax(-1).double().numpy(),
             sum(of_logits, torch.zeros(count, dtype=torch.float64)).numpy(),
         )

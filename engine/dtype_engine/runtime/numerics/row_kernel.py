@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, first_of_largest
+from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, place_of_largest
 from dtype_engine.runtime.numerics.machine_code import is_available as can_make_code
 
 FARTHEST = 30.0
@@ -75,7 +75,7 @@ class RowKernel:
         return RowSums(
             **{name: of_names.get(name, zeros).numpy() for name in _SUMS + _SUMS_OF_DISTRIBUTION},
             largest=differences.amax(-1).double().numpy(),
-            top=first_of_largest(logits, classes).numpy() if "first" in self._names else np.zeros(count, np.int64),
+            top=place_of_largest(logits, classes).numpy() if "first" in self._names else np.zeros(count, np.int64),
         )
 
 
