@@ -51,10 +51,12 @@ class PacedApp(App[ReturnType]):
             self._write_piece()
             self.post_display_hook()
         else:
-            before = driver.written
+            before, is_drawn = driver.written, self._frames is None
             super()._display(screen, renderable)
             self._frames, self._frames_for = None, driver.pace
             driver.ask_after_frame(driver.written - before)
+            if not is_drawn:
+                self.screen.refresh()  # the answer by which the line is fast came in the middle of a page
 
     def _mark(self, driver: PacedDriver, update: ChopsUpdate | LayoutUpdate) -> None:
         size = self.size
