@@ -27,7 +27,7 @@ from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.tensors import finite_amax
 from dtype_engine.runtime.model.hf_private import float32_patterns
-from dtype_engine.runtime.model.torch_private import own_tensors
+from dtype_engine.runtime.model.torch_private import is_compiled, own_tensors
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
 from dtype_engine.runtime.numerics.value_loss import count_losses
 
@@ -169,6 +169,11 @@ class LiveModel:
                     f"{where} is compiled by TorchScript, so what runs in it is not seen and can't be cast; "
                     "open the model with the Python module that it was compiled from"
                 )
+        compiled = [name or "the model" for name, child in module.named_modules() if is_compiled(child)]
+        if compiled:
+            more = f" and {len(compiled) - 1} more" if len(compiled) > 1 else ""
+            notice = f"compiled by torch.compile: {compiled[0]}{more}; what is compiled runs as it was written"
+            rest["notices"] = (*rest.get("notices", ()), notice)
         module.eval().requires_grad_(False)
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":

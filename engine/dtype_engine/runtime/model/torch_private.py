@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from operator import attrgetter
+from types import MethodType
 from typing import Any
 
 import torch
@@ -20,9 +20,11 @@ __all__ = [
     "TorchDispatchMode",
     "WeakIdKeyDictionary",
     "WithoutModes",
+    "as_called",
     "base_of",
-    "forward_hook_ids",
-    "is_called_as_module",
+    "call_instead",
+    "has_forward_hooks",
+    "is_compiled",
     "own_tensors",
     "slots_of",
     "tensor_slots",
@@ -48,20 +50,38 @@ def version_of(tensor: torch.Tensor) -> int:
         return -1
 
 
-def forward_hook_ids(module: nn.Module) -> set[int]:
-    """The ids of the handles of a module's forward hooks and pre-hooks, whoever registered them."""
-    return {*module._forward_hooks, *module._forward_pre_hooks}
+def has_forward_hooks(module: nn.Module) -> bool:
+    """Whether anybody registered forward hooks or pre-hooks of a module."""
+    return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def is_called_as_module() -> bool:
-    """Asked by a function in place of a module's `forward`: whether the module itself was called, rather than its `forward` by the
-    model's own code, which no hook sees either.
+as_called: Callable[..., Any] = nn.Module._call_impl
+"""Calls a module, the first argument, as torch does: with its hooks."""
+_INSTEAD = "_compiled_call_impl"
+"""The attribute that torch calls, where it is set, in place of `as_called`: `Module.compile` keeps there what it made."""
+
+
+def call_instead(module: nn.Module, function: Callable[..., Any]) -> Callable[[], None]:
+    """Have calls of a module call `function`, with the module before their arguments, until what is returned is called. A copy of
+    the module has no such function.
     """
-    return sys._getframe(2).f_globals is _OF_MODULES
+    before = module.__dict__.get(_INSTEAD)
+    bound = module.__dict__[_INSTEAD] = MethodType(function, module)
+
+    def undo() -> None:
+        if module.__dict__.get(_INSTEAD) is not bound:
+            return
+        if before is None:
+            del module.__dict__[_INSTEAD]
+        else:
+            module.__dict__[_INSTEAD] = before
+
+    return undo
 
 
-_OF_MODULES = nn.Module.__call__.__globals__
-"""The names of the file in which torch calls `forward`."""
+def is_compiled(module: nn.Module) -> bool:
+    """Whether `torch.compile` made this of a module, or `Module.compile` has compiled it."""
+    return "_orig_mod" in module._modules or module.__dict__.get(_INSTEAD) is not None
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, Kind]]:

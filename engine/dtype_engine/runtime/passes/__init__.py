@@ -1,1 +1,1 @@
-"""Forward passes: hooks, traces, what need not run again."""
+"""Forward passes: calls of modules, traces, what need not run again."""

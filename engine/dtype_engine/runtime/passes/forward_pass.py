@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Container, Iterator
-from contextlib import contextmanager
+from collections import defaultdict
+from collections.abc import Container
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from dtype_engine.runtime.model.torch_private import WithoutModes
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.trace import ForwardTrace, clone_output, count_call, record_call
+from dtype_engine.runtime.passes.trace import ForwardTrace, ModuleCall, count_call, record_call
 
 
 class ModuleObserver(Protocol):
@@ -45,11 +43,12 @@ class ForwardPass:
         inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
         finished: the modules of the calls that have finished, one after another.
         spans: of each of them how many calls had finished when it began, where every module is watched.
-        entered: the module that is called, from its hook on until its `forward` begins.
         effects: what watches for side effects, if anything does.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
-    weights: the model's, by `id`. watched: the modules whose outputs are observed and kept in the trace, None for all.
+    weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
+    begins: the modules of whose calls it is told when they begin, None for all: a mode has to know which module is running, and a
+    trace how many calls had finished before one whose output it keeps.
     """
 
     def __init__(
@@ -69,26 +68,30 @@ class ForwardPass:
         self.earlier = earlier
         self.weights = weights
         self.watched = watched
+        self.begins = trace.only if trace is not None and mode is None else None
         self.effects: SideEffects | None = None
-        self.calls: Counter[str] = Counter()
+        self.calls: defaultdict[str, int] = defaultdict(int)
         self.inside: list[str] = []
         self.began: list[int] = []
         self.finished: list[str] = [] if trace is None else trace.names
         self.spans: list[int] = []
-        self.entered = ""
         self.observing_seconds = 0.0
 
     def begin(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A module is called. Returns the arguments to call it with instead, both kinds, or None for those it has."""
         self.inside.append(name)
         self.began.append(len(self.finished))
-        self.entered = name
         if self.effects is not None:
             self.effects.begin(args, kwargs)
         if self.mode is None:
             return None
         self.mode.module = name
         return (self.mode.inputs_of(module, args), kwargs) if isinstance(module, nn.RNNBase) else None
+
+    def earlier_call(self, name: str) -> ModuleCall | None:
+        """The call of an earlier pass whose output stands for what the module would return now."""
+        index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
+        return None if index is None or self.earlier is None else self.earlier.calls[index]
 
     def finish(self, name: str, output: Any) -> None:
         """A module has returned, or an earlier output has replaced its own."""
@@ -133,35 +136,3 @@ class ForwardPass:
                 self.trace.add(same)
         whole = self.earlier.calls[index]
         self.finished += self.earlier.names[whole.began_after : whole.ended_after + 1]
-
-
-@contextmanager
-def reuse_outputs(module: nn.Module, run: ForwardPass) -> Iterator[None]:
-    """Let the modules of `run.reusable_calls` return what they returned in the earlier pass, without running."""
-    names = {name for name, _ in run.reusable_calls}
-    patched: list[tuple[nn.Module, Any]] = []
-    try:
-        for name in names:
-            child = module.get_submodule(name)
-            patched.append((child, child.__dict__.get("forward")))
-            child.forward = _reusing(run, name, child.forward)
-        yield
-    finally:
-        for child, own in patched:
-            if own is None:
-                del child.forward
-            else:
-                child.forward = own
-
-
-def _reusing(run: ForwardPass, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-    def forward_or_reuse(*args: Any, **kwargs: Any) -> Any:
-        # A model may also call a module's `forward` by itself, which no hook sees, and no trace has.
-        called, run.entered = run.entered == name, ""
-        index = run.reusable_calls.get((name, run.calls[name])) if called else None
-        if index is None or run.earlier is None:
-            return forward(*args, **kwargs)
-        with WithoutModes():
-            return clone_output(run.earlier.calls[index].output)
-
-    return forward_or_reuse

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import is_
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -57,8 +58,15 @@ def as_every_pass(model: LiveModel, modules: Collection[nn.Module], trusted: boo
     holds. Raises NoForward as `keeping_codes` does.
     """
     left = nullcontext() if trusted else left_as_found(model, modules)
-    with same_random_numbers(model.device), left, keeping_codes(model):
+    with same_random_numbers(model.device), left, keeping_codes(model), uncompiled():
         yield
+
+
+def uncompiled() -> AbstractContextManager[None]:
+    """For a pass: what `torch.compile` made runs as it was written. Compiled code calls no modules, and sees no mode."""
+    if "torch._dynamo" not in sys.modules:
+        return nullcontext()  # nothing is compiled, and to import it takes a second
+    return cast(AbstractContextManager[None], torch.compiler.set_stance("force_eager"))
 
 
 @contextmanager

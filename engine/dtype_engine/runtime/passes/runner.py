@@ -24,9 +24,9 @@ from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widened import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
-from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver, reuse_outputs
-from dtype_engine.runtime.passes.hooks import PassHooks
+from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver
 from dtype_engine.runtime.passes.model_state import as_every_pass, stored_values
+from dtype_engine.runtime.passes.module_calls import ModuleCalls
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.side_effects import SideEffects
 from dtype_engine.runtime.passes.trace import ForwardTrace
@@ -42,11 +42,11 @@ class RunAgain(Exception):
 
 
 class ForwardRunner:
-    """Runs a live model, observed and stoppable between two modules. Its hooks are on the modules while it is open.
+    """Runs a live model, observed and stoppable between two modules, while it is open.
 
     left_wide: operations with a quantised weight whose input was not rounded, where activations are quantised.
     first_use: by the order of a reference pass's calls, how many had finished when each weight was first used.
-    watch: without it the only hook is the one that stops a pass; nothing is observed, and nothing costs time.
+    watch: without it a pass can be stopped, but nothing is observed.
     watched: the modules whose outputs the next passes observe; None: all. kept: of those the ones that traces keep; None: all.
     widened: what reference passes leave for the next.
     """
@@ -66,18 +66,17 @@ class ForwardRunner:
         """Of the pass that ended last, as a `ForwardPass` has them."""
         self._order, self._uses = 0, dict[str, int]()
         """Of the same: a hash of the order of its calls, and the first uses that its mode noted."""
-        self._hooks = PassHooks(model.module, cancelled, model.device.type if settings.autocast else None)
+        self._calls = ModuleCalls(model.module, cancelled, model.device.type if settings.autocast else None)
 
     def __enter__(self) -> ForwardRunner:
-        if not self.watch:
-            self._hooks.only_stop()
+        (self._calls.watch if self.watch else self._calls.only_stop)()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._hooks.remove()
+        self._calls.remove()
 
     def without_settings(self) -> ForwardRunner:
-        """The same passes with none of the candidate's settings. Shares the hooks: for use while this one is open."""
+        """The same passes with none of the candidate's settings, for use while this one is open."""
         return ForwardRunner(self.model, RunSettings(), self.cancelled, self.watch)
 
     def candidate(
@@ -126,7 +125,7 @@ class ForwardRunner:
         """What of the first `prefix` calls of an earlier pass is reused."""
         if self.model.stateful or not prefix:
             return {}
-        return earlier.reusable_calls(prefix, self._hooks.of_others(), self.model.writers)
+        return earlier.reusable_calls(prefix, self._calls.with_hooks(), self.model.writers)
 
     @property
     def _kind_of_rules(self) -> str:
@@ -324,22 +323,18 @@ class ForwardRunner:
         watched: bool = False,
     ) -> tuple[Result, float]:
         """watched: what calls do beside returning their outputs is noted on the model."""
-        model, modules = self.model, self._hooks.modules
+        model, modules = self.model, self._calls.modules
         run = ForwardPass(mode, observer, trace, reusable_calls, earlier, model.by_id, self.watched)
-        if self.watch:
-            # A mode has to know which module is running, and a trace when a call began whose output it keeps.
-            self._hooks.watch(trace.only if trace is not None and mode is None else None)
         try:
             # A model that changes what it holds was seen to by the reference, and in sequences that are watched in full.
             trusted = trace is not None and self.watched is not None and not model.stateful
             with as_every_pass(model, modules, trusted):
                 if watched:
                     run.effects = SideEffects(modules, model.device)
-                self._hooks.under_way = run
+                self._calls.under_way = run
                 started = time.perf_counter()
                 with ExitStack() as contexts:
                     contexts.enter_context(torch.no_grad())
-                    contexts.enter_context(reuse_outputs(model.module, run))
                     if autocast is not None:
                         contexts.enter_context(torch.autocast(model.device.type, autocast))
                         if within is not None:
@@ -362,7 +357,7 @@ class ForwardRunner:
                 raise
             raise NoForward(f"the forward pass failed in {_where(run.inside)}: {_one_line(error)}") from error
         finally:
-            self._hooks.under_way = None
+            self._calls.under_way = None
         self.finished, self.spans, self._order = run.finished, run.spans, hash(tuple(run.finished))
         noted = mode.first_use.items() if mode is not None else ()
         self._uses = {model.by_id[key].info.name: finished for key, finished in noted}

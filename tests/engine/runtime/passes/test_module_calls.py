@@ -1,4 +1,4 @@
-"""How a pass is told of the calls of modules: by hooks, or by a function around their `forward`."""
+"""How a pass is told of the calls of modules."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
-from dtype_engine.runtime.passes.hooks import PassHooks
+from dtype_engine.runtime.passes.module_calls import ModuleCalls
 from dtype_engine.runtime.passes.trace import ForwardTrace
 
 
@@ -66,32 +66,32 @@ OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 1
 
 def run(
     model: nn.Module,
-    hooked: frozenset[str],
+    begins: frozenset[str],
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[str, int, float]], list[str]]:
-    """The outputs that are observed, and the modules that finished."""
-    hooks, seen = PassHooks(model, cancelled), Seen()
-    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0, only=hooked), {}, None, {}, watched)
-    hooks.watch(hooked)
-    hooks.under_way = under_way
+    """The outputs that are observed, and the modules that finished. begins: those of which the pass hears when they are called."""
+    calls, seen = ModuleCalls(model, cancelled), Seen()
+    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0, only=begins), {}, None, {}, watched)
+    calls.watch()
+    calls.under_way = under_way
     try:
         model(torch.zeros(()))
     finally:
-        hooks.under_way = None
-        hooks.remove()
+        calls.under_way = None
+        calls.remove()
     return seen.outputs, under_way.finished
 
 
-@pytest.mark.parametrize("hooked", [NAMES, frozenset({"parent"}), frozenset()])
-def test_a_call_is_told_alike_whether_its_module_has_hooks_or_not(hooked: frozenset[str]) -> None:
-    """`forward` called by itself is no call of a module: hooks do not see it either."""
-    assert run(Model(), hooked) == (OUTPUTS, [name for name, *_ in OUTPUTS])
+@pytest.mark.parametrize("begins", [NAMES, frozenset({"parent"}), frozenset()])
+def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(begins: frozenset[str]) -> None:
+    """`forward` called by itself is no call of a module: hooks do not see it, either."""
+    assert run(Model(), begins) == (OUTPUTS, [name for name, *_ in OUTPUTS])
 
 
-@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
-def test_modules_that_are_not_watched_are_counted_alone(hooked: frozenset[str]) -> None:
-    outputs, finished = run(Model(), hooked, watched=frozenset({"parent.two"}))
+@pytest.mark.parametrize("begins", [NAMES, frozenset()])
+def test_modules_that_are_not_watched_are_counted_alone(begins: frozenset[str]) -> None:
+    outputs, finished = run(Model(), begins, watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
@@ -104,40 +104,46 @@ def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
 
 def test_nothing_is_left_on_the_modules() -> None:
     model = Model()
+    before = [dict(vars(module)) for module in model.modules()]
+    run(model, frozenset({"parent.three"}))
+    assert [vars(module) for module in model.modules()] == before
+
+
+def test_a_forward_of_its_own_is_the_modules() -> None:
+    model = Model()
     own = model.parent.one.forward = lambda x: x + 100.0
-    assert run(model, frozenset({"parent.three"}))[0][0] == ("parent.one", 0, 100.0)
+    assert run(model, frozenset())[0][0] == ("parent.one", 0, 100.0)
     assert model.parent.one.forward is own
-    assert all("forward" not in module.__dict__ for module in model.modules() if module is not model.parent.one)
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
-@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
-def test_a_copy_of_a_module_runs_itself(hooked: frozenset[str]) -> None:
-    class Copies(Model):
+class KeepsAll(Adds):
+    """Has a state of its own making: all attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("begins", [NAMES, frozenset()])
+@pytest.mark.parametrize("kind", [Adds, KeepsAll])
+def test_a_copy_of_a_module_runs_itself(kind: type[Adds], begins: frozenset[str]) -> None:
+    class Copies(Parent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            copied = copy.deepcopy(self.parent.one)
+            copied = copy.deepcopy(self.one)
             copied.number = 50.0
             return copied(x)
 
-    assert run(Copies(), hooked)[0] == [("parent.one", 0, 50.0)]
+    model = Model()
+    model.parent = Copies()
+    model.parent.one = kind(1.0)
+    assert run(model, begins)[0][-1] == ("parent", 0, 50.0)
 
 
-@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
+@pytest.mark.parametrize("begins", [NAMES, frozenset()])
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_a_forward_that_takes_no_module(forward: Any, hooked: frozenset[str]) -> None:
+def test_a_forward_that_takes_no_module(forward: Any, begins: frozenset[str]) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
-    assert run(model, hooked)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
-
-
-def test_arguments_have_their_names() -> None:
-    model = Model()
-    model.parent.one.forward = lambda value, *, scale=1.0: scale * value
-    before = [inspect.signature(module.forward) for module in model.modules()]
-    hooks = PassHooks(model, lambda: False)
-    hooks.watch(frozenset())
-    assert [inspect.signature(module.forward) for module in model.modules()] == before
-    hooks.remove()
+    assert run(model, begins)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
 def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
@@ -151,12 +157,33 @@ def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
 
     model = Model()
     model.parent.one = Replaces(1.0)
+    for _ in range(2):
+        assert run(model, frozenset())[0] == OUTPUTS
+        assert model.parent.one.forward == model.parent.one.faster
+
+
+def test_a_module_that_was_compiled_is_so_afterwards() -> None:
+    def ends(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it is called as it was before it was compiled")
+
+    model = Model()
+    model.parent.one._compiled_call_impl = ends  # as `Module.compile` leaves it
     assert run(model, frozenset())[0] == OUTPUTS
-    assert model.parent.one.forward == model.parent.one.faster
+    assert model.parent.one._compiled_call_impl is ends
 
 
-@pytest.mark.parametrize("hooked", [NAMES, frozenset()])
-def test_a_pass_is_stopped_between_two_modules(hooked: frozenset[str]) -> None:
+def test_two_may_tell_of_the_same_modules() -> None:
+    model = Model()
+    other = ModuleCalls(model, lambda: False)
+    other.watch()
+    assert run(model, frozenset())[0] == OUTPUTS
+    assert float(model(torch.zeros(()))) == OUTPUTS[-1][2]
+    other.remove()
+    assert "_compiled_call_impl" not in vars(model.parent)
+
+
+@pytest.mark.parametrize("begins", [NAMES, frozenset()])
+def test_a_pass_is_stopped_between_two_modules(begins: frozenset[str]) -> None:
     calls: list[int] = []
 
     def cancelled() -> bool:
@@ -164,5 +191,5 @@ def test_a_pass_is_stopped_between_two_modules(hooked: frozenset[str]) -> None:
         return len(calls) > 2
 
     with pytest.raises(Cancelled):
-        run(Model(), hooked, cancelled=cancelled)
+        run(Model(), begins, cancelled=cancelled)
     assert len(calls) == 3
