@@ -77,18 +77,16 @@ class WaitingOutputs:
         return taken
 
 
-@dataclass(slots=True)
 class _Last:
     """The output of the module that returned last, by which its parent's is known again: it often is the very same, or a view of
     all of it. It is held here, so that its memory is no other tensor's.
     """
 
-    output: torch.Tensor
-    version: int
+    __slots__ = ("output", "version")
 
-    @classmethod
-    def of(cls, output: torch.Tensor) -> _Last:
-        return cls(output, version_of(output))
+    def __init__(self, output: torch.Tensor) -> None:
+        self.output = output
+        self.version = version_of(output)
 
     def is_same(self, output: torch.Tensor) -> bool:
         """Whether this holds the same values at the same places, and nothing has written to it since."""
@@ -176,7 +174,7 @@ class OutputRecorder:
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.calls += 1
         if self._last is None or not self._last[0].is_same(output):
-            self._last = _Last.of(output), _Kept()
+            self._last = _Last(output), _Kept()
         kept = self._last[1]
         kept.names.append((module, call))
         if kept.known:
@@ -244,14 +242,16 @@ class OutputComparer:
         if kept is None:
             self._report()
             return None
-        if self._last is None or self._last[1] is not kept or not self._last[0].is_same(output):
-            self._compare_main()
-            self._last = _Last.of(output), kept, ModuleSums()
+        last = self._last
+        if last is None or last[1] is not kept or not last[0].is_same(output):
+            if last is not None and last[1].is_main:
+                self._compare_main(*last)
+            self._last = last = _Last(output), kept, ModuleSums()
             if not kept.is_main:
-                self._rows.add(kept, output, self._last[2])
-        sums = self._last[2]
-        self.replay(module, sums)
-        return sums
+                self._rows.add(kept, output, last[2])
+        self._found.append((module, last[2]))
+        self._report()
+        return last[2]
 
     def restart(self) -> None:
         """The pass is run again from its beginning: what was compared so far does not count."""
@@ -274,18 +274,15 @@ class OutputComparer:
             bad = exact.nonfinite_reference and not exact.energy
             sums.energy, sums.noise, sums.max_abs = exact.energy, exact.noise, exact.max_abs
             sums.nonfinite, sums.comparable, sums.variance = exact.nonfinite, not bad, 0.0
-        else:
-            self._compare_main()
+        elif self._last is not None and self._last[1].is_main:
+            self._compare_main(*self._last)
         self._last = None
         self._fill_in()
 
-    def _compare_main(self) -> None:
+    def _compare_main(self, last: _Last, kept: KeptRows, sums: ModuleSums) -> None:
         """Compare the rows of what returned last, where that of the reference was the main output and this is not. Rows of
         what is are not: they are many, and all of it is compared.
         """
-        if self._last is None or not self._last[1].is_main:
-            return
-        last, kept, sums = self._last
         if last.version == version_of(last.output):
             self._rows.add(kept, last.output, sums)
         else:

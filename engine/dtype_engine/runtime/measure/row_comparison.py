@@ -15,11 +15,13 @@ from dataclasses import dataclass
 import torch
 
 from dtype_engine.runtime.chunks import parallel_map
-from dtype_engine.runtime.measure.module_rows import KeptRows, Pack, as_rows, most_together, pack_of, strata_of
+from dtype_engine.runtime.measure.module_rows import KeptRows, Pack, pack_of, strata_of
 from dtype_engine.runtime.numerics.row_kernel import RowKernel
 
 _PRIOR_FREEDOM = 3
 _PRIOR_SPREAD = 0.5
+_IN_CACHE = 1 << 17
+"""Values that stay in a core's cache while torch goes over them."""
 _MOST_WAITING_BYTES = 1 << 25
 """Of rows that wait to be compared: those of a model with 300 modules of a width of 1,000 are half of it."""
 
@@ -65,22 +67,17 @@ class _Candidates:
     def __init__(self, pack: Pack, dtype: torch.dtype) -> None:
         self.rows = torch.empty_like(pack.rows, dtype=dtype)
         self._pack = pack
-        self._free: list[torch.Tensor | None] = [*torch.split(self.rows, pack.sizes)]
+        self._each = torch.split(self.rows, pack.sizes)
         self._taken: dict[int, tuple[KeptRows, ModuleSums]] = {}
         """By their number in the pack."""
 
     def take(self, kept: KeptRows, output: torch.Tensor, sums: ModuleSums) -> bool:
         """Copy the rows of an output; False where those of another were, which has the same rows kept of the reference."""
-        rows = self._free[kept.number]
-        if rows is None:
+        number = kept.number
+        if number in self._taken:
             return False
-        self._free[kept.number] = None
-        self._taken[kept.number] = kept, sums
-        flat = as_rows(output)
-        if kept.index is None:
-            rows.copy_(flat)
-        else:
-            torch.index_select(flat, 0, kept.index, out=rows)
+        self._taken[number] = kept, sums
+        kept.copy(output, self._each[number])
         return True
 
     def sum(self) -> _Summed:
@@ -89,8 +86,7 @@ class _Candidates:
         outputs = [self._taken[number] for number in numbers]
         candidate, pack = self.rows, self._pack
         if len(numbers) < len(pack.sizes):
-            each = torch.split(candidate, pack.sizes)
-            candidate = torch.cat([each[number] for number in numbers])
+            candidate = torch.cat([self._each[number] for number in numbers])
             pack = pack_of([kept for kept, _ in outputs])
         norms, peaks = _norms_and_peaks(pack.rows, candidate)
         if not math.isfinite(float(norms.sum())):
@@ -173,16 +169,27 @@ class RowComparison:
 
 def _norms_and_peaks(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """‖Δ‖ and the largest |Δ| of each row of [rows, width]."""
-    if (
-        reference.device.type == "cpu"
-        and reference.shape[1]
-        and RowKernel.is_available(reference.dtype, candidate.dtype)
-    ):
-        unused = torch.zeros(len(reference))
+    count, width = reference.shape
+    if reference.device.type != "cpu":
+        deltas = candidate.to(reference.dtype, copy=True).sub_(reference)
+        return torch.linalg.vector_norm(deltas, dim=-1), _largest(deltas)
+    if width and RowKernel.is_available(reference.dtype, candidate.dtype):
+        unused = torch.zeros(count)
         sums = RowKernel.of(reference.dtype, candidate.dtype, False).sums(reference, candidate, unused, unused)
         return torch.from_numpy(sums.noise).sqrt(), torch.from_numpy(sums.largest)
-    deltas = candidate.to(reference.dtype, copy=True).sub_(reference)
-    return torch.linalg.vector_norm(deltas, dim=-1), _largest(deltas)
+    norms, peaks = reference.new_empty(count), reference.new_empty(count)
+    step = max(1, _IN_CACHE // max(1, width))
+
+    def work(numbers: range) -> None:
+        with torch.no_grad():
+            for number in numbers:
+                rows = slice(number * step, (number + 1) * step)
+                deltas = candidate[rows].to(reference.dtype, copy=True).sub_(reference[rows])
+                norms[rows] = torch.linalg.vector_norm(deltas, dim=-1)
+                peaks[rows] = _largest(deltas)
+
+    parallel_map(work, -(-count // step))
+    return norms, peaks
 
 
 def _largest(deltas: torch.Tensor) -> torch.Tensor:
@@ -191,24 +198,8 @@ def _largest(deltas: torch.Tensor) -> torch.Tensor:
 
 
 def _sum_alone(kept: KeptRows, sums: ModuleSums, rows: torch.Tensor) -> _Summed:
-    """Sum the rows of one output, some differences at a time, on the CPU side by side."""
-    count, width = kept.rows.shape
-    step = max(1, most_together(rows.device) // max(1, width))
-    pieces = [slice(start, start + step) for start in range(0, count, step)]
-    norms, peaks = kept.rows.new_empty(count), kept.rows.new_empty(count)
-
-    def work(numbers: range) -> None:
-        with torch.no_grad():
-            for number in numbers:
-                piece = pieces[number]
-                delta = rows[piece].to(kept.rows.dtype, copy=True).sub_(kept.rows[piece])
-                norms[piece] = torch.linalg.vector_norm(delta, dim=-1)
-                peaks[piece] = _largest(delta)
-
-    if rows.device.type == "cpu":
-        parallel_map(work, len(pieces))
-    else:
-        work(range(len(pieces)))
+    """Sum the rows of one output."""
+    norms, peaks = _norms_and_peaks(kept.rows, rows)
     if not math.isfinite(float(norms.sum())):
         sums.add(_not_finite(kept, rows.double() - kept.rows.double()))
         sums = ModuleSums()

@@ -170,11 +170,8 @@ def _standard_error(values: torch.Tensor) -> float | None:
     return float(values.std(unbiased=True)) / math.sqrt(len(values)) if len(values) > 1 else None
 
 
-def _quantile(values: torch.Tensor, q: float, fewest: int = FEWEST_FOR_PERCENTILES) -> float | None:
-    """Linear between the two nearest ranks; None under `fewest` values. (torch.quantile stops at 2^24 values.)"""
-    if len(values) < fewest:
-        return None
-    ordered = values.sort().values
+def _quantile(ordered: torch.Tensor, q: float) -> float:
+    """Of values in their order, linear between the two nearest ranks. (torch.quantile stops at 2^24 values.)"""
     rank = q * (len(ordered) - 1)
     low = math.floor(rank)
     high = min(low + 1, len(ordered) - 1)
@@ -183,12 +180,14 @@ def _quantile(values: torch.Tensor, q: float, fewest: int = FEWEST_FOR_PERCENTIL
 
 
 def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
-    """Smallest, median, largest, and the percentiles asked for by the end of their field's name."""
+    """Smallest, median, largest, and the percentiles asked for by the end of their field's name, None where values are few."""
+    ordered = values.sort().values
+    enough = len(ordered) >= FEWEST_FOR_PERCENTILES
     return {
         f"{prefix}_min": float(values.min()),
-        f"{prefix}_median": _quantile(values, 0.5, fewest=1),
+        f"{prefix}_median": _quantile(ordered, 0.5),
         f"{prefix}_max": float(values.max()),
-        **{f"{prefix}_{name}": _quantile(values, q) for name, q in percentiles.items()},
+        **{f"{prefix}_{name}": _quantile(ordered, q) if enough else None for name, q in percentiles.items()},
     }
 
 

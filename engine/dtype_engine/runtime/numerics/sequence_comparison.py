@@ -60,12 +60,31 @@ def _compare_on_cpu(
     reference: torch.Tensor, candidate: torch.Tensor, into: SequenceComparison, of_reference: ReferenceRows
 ) -> None:
     """The same on the CPU, in memory that every chunk uses again."""
-    count, width = reference.shape
+    count = reference.shape[0]
     positions = FinitePositions(count) if into.positions is not None else None
-    in_float64 = RowsInFloat64(reference, candidate, of_reference, positions)
     in_float32: RowsInFloat32 | None = None
     if RowsInFloat32.can_take(reference, candidate):
         in_float32 = RowsInFloat32(reference, candidate, of_reference, positions)
+    whole = in_float32.of(slice(0, count)) if in_float32 is not None else None
+    if whole is not None:
+        into.add(whole)
+    else:
+        _compare_in_pieces(reference, candidate, into, of_reference, positions, in_float32)
+    if positions is not None and into.positions is not None:
+        positions.fill(into.positions, reference, candidate, of_reference)
+
+
+def _compare_in_pieces(
+    reference: torch.Tensor,
+    candidate: torch.Tensor,
+    into: SequenceComparison,
+    of_reference: ReferenceRows,
+    positions: FinitePositions | None,
+    in_float32: RowsInFloat32 | None,
+) -> None:
+    """The same where not all rows are exact in float32."""
+    count, width = reference.shape
+    in_float64 = RowsInFloat64(reference, candidate, of_reference, positions)
     for several in rows_in_cache(count, width, 2):
         sums = in_float32.of(several) if in_float32 is not None else None
         if sums is not None:
@@ -82,8 +101,6 @@ def _compare_on_cpu(
                 continue
             wide = in_float64.compare(rows)
             into.add(_chunk_sums(r, c, rows, into.positions) if wide is None else wide)
-    if positions is not None and into.positions is not None:
-        positions.fill(into.positions, reference, candidate, of_reference)
 
 
 def _chunk_sums(

@@ -12,7 +12,7 @@ from torch import nn
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.trace import ForwardTrace, ModuleCall, count_call, record_call
+from dtype_engine.runtime.passes.trace import ForwardTrace, ModuleCall, record_call
 
 
 class ModuleObserver(Protocol):
@@ -114,17 +114,17 @@ class ForwardPass:
         """
         began = len(self.finished) if began is None else began
         call = self.calls[name]
-        index = self.reusable_calls.get((name, call))
+        index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
         if index is None or self.earlier is None:
             tensor = first_tensor(output)
             reading = self.observer(name, call, tensor) if tensor is not None else None
-            if self.trace is not None:
-                span, only = (began, len(self.finished)), self.trace.only
-                if only is None or name in only:
-                    self.trace.add(record_call(name, call, span, output, reading, self.weights))
+            trace, ended = self.trace, len(self.finished)
+            if trace is not None:
+                if trace.only is None or name in trace.only:
+                    trace.add(record_call(name, call, (began, ended), output, reading, self.weights))
                 else:
-                    self.trace.add(count_call(name, call, span, reading))
-            self.calls[name] += 1
+                    trace.count(name, call, began, ended, reading)
+            self.calls[name] = call + 1
             self.finished.append(name)
             self.spans.append(began)
             return

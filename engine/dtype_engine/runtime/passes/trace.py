@@ -45,11 +45,6 @@ class ModuleCall:
 _OPAQUE = object()
 
 
-def count_call(module: str, call: int, span: tuple[int, int], reading: Any) -> ModuleCall:
-    """Note a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
-    return ModuleCall(module, call, *span, _OPAQUE, reading)
-
-
 def record_call(
     module: str, call: int, span: tuple[int, int], output: Any, reading: Any, weights: Container[int] = ()
 ) -> ModuleCall:
@@ -59,21 +54,26 @@ def record_call(
     or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients, one that nobody
     counts what is written to it, and a nested one.
     """
+    if isinstance(output, torch.Tensor):
+        if not _can_be_reused(output, weights):
+            return ModuleCall(module, call, *span, _OPAQUE, reading)
+        return ModuleCall(module, call, *span, output, reading, ((output, version_of(output)),))
     tensors: list[torch.Tensor] = []
-    if not _tensors_of(output, tensors) or any(
+    if not _tensors_of(output, tensors) or not all(_can_be_reused(tensor, weights) for tensor in tensors):
+        return ModuleCall(module, call, *span, _OPAQUE, reading)
+    # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
+    kept = _rebuilt(output, lambda tensor: tensor)
+    return ModuleCall(module, call, *span, kept, reading, tuple((t, version_of(t)) for t in tensors))
+
+
+def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
+    return not (
         id(tensor) in weights
         or id(base_of(tensor)) in weights
         or tensor.requires_grad
         or version_of(tensor) < 0
         or tensor.is_nested
-        for tensor in tensors
-    ):
-        return ModuleCall(module, call, *span, _OPAQUE, reading)
-    if isinstance(output, torch.Tensor):
-        return ModuleCall(module, call, *span, output, reading, ((output, version_of(output)),))
-    # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
-    kept = _rebuilt(output, lambda tensor: tensor)
-    return ModuleCall(module, call, *span, kept, reading, tuple((t, version_of(t)) for t in tensors))
+    )
 
 
 @dataclass(slots=True)
@@ -120,6 +120,11 @@ class ForwardTrace:
             self.budget, self.nbytes = -1, 0
             self.calls.clear()
             self._uses.clear()
+
+    def count(self, module: str, call: int, began_after: int, ended_after: int, reading: Any) -> None:
+        """Append a call without its output: one that it is in is reused, or it runs again."""
+        if self.budget >= 0:
+            self.calls.append(ModuleCall(module, call, began_after, ended_after, _OPAQUE, reading))
 
     def release(self) -> None:
         """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""

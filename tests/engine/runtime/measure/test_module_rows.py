@@ -15,6 +15,7 @@ from tests.helpers import architectures
 
 import dtype_engine as de
 from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.runtime.measure import module_rows
 from dtype_engine.runtime.measure.comparison import OutputComparer, OutputRecorder, compare_output
 from dtype_engine.runtime.measure.module_rows import MOST_ROWS, KeptRows, RowKeeper, rows_each
 from dtype_engine.runtime.measure.module_totals import ModuleTotal, module_drifts
@@ -174,10 +175,11 @@ def test_a_measurement_samples_modules_and_goes_over_all_when_asked() -> None:
     assert session.drift().modules == sampled.modules  # another time in a sample, and the same one
 
 
-def test_each_output_of_a_pass_is_compared_with_its_own_rows() -> None:
+def test_each_output_of_a_pass_is_compared_with_its_own_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of many outputs are compared in one go. Not all are called again, some in another dtype, one is not finite; two may be
     compared with the same of the reference, and some have too many rows for that.
     """
+    monkeypatch.setattr(module_rows, "_MOST_TOGETHER", 1 << 17)
     generator = torch.Generator().manual_seed(3)
     shapes = [(1, 300, 512), (1, 300, 96), (1, 7, 512), (1, 300, 20_000), (300, 512), (2, 40, 2048), (1, 300, 1)] * 6
     references = [torch.randn(shape, generator=generator) for shape in shapes]
