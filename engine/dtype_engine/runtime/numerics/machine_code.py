@@ -1,4 +1,4 @@
-"""Machine code that goes over rows of outputs on the CPU, written with llvmlite and made by LLVM for the processor that is there.
+"""Code that goes over rows of outputs on the CPU, written with llvmlite; `row_function` makes it machine code.
 
 torch has no operations that take several sums at once. With those that it has, what `row_kernel` does takes four times as long, and
 next to another program that computes twenty times and more: torch's threads wait for each other after every operation.
@@ -8,17 +8,12 @@ next to another program that computes twenty times and more: torch's threads wai
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
-
-from dtype_engine.runtime.chunks import parallel_map
 
 LANES = 16
 FEWEST_VALUES = 4096
@@ -27,54 +22,17 @@ SMALLEST_EXPONENT = -87.0
 """e^y is the smallest normal float32 or so, and less counts for nothing."""
 _BLOCK = 2048
 _AHEAD = 2048
-_VALUES_AT_ONCE = 1 << 16
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _EXP_TERMS = 8
 """Terms of Taylor's series of e^t for |t| <= ln 2 / 2; those left out are below 2^-24."""
-_NAME = "take"
+_ROWS, TEAM = "rows", "team"
 
 Take = Callable[[list[Any], Any, Any], None]
 
 
-def is_available(*dtypes: torch.dtype) -> bool:
-    """Whether code that reads these dtypes can be made on this machine."""
-    return set(dtypes) <= set(_DTYPES) and _target() is not None
-
-
-class RowFunction:
-    """What was written in `code`, compiled. Threads may call it side by side."""
-
-    def __init__(self, code: Code) -> None:
-        self._engine = _compile(code.finish())  # keeps the code in memory
-        kinds = (
-            *(ctypes.c_void_p for _ in code.read), *(ctypes.c_int64 for _ in code.sizes),
-            *(ctypes.c_int64,) * 2, *(ctypes.c_void_p for _ in code.written),
-        )  # fmt: skip
-        self._call = ctypes.CFUNCTYPE(None, *kinds)(self._engine.get_function_address(_NAME))
-
-    def __call__(self, read: Sequence[torch.Tensor], sizes: Sequence[int], written: Sequence[torch.Tensor]) -> None:
-        """Go over all rows of the first that is read, [rows, width], with all of torch's threads."""
-        count, width = read[0].shape
-        before, after = [each.data_ptr() for each in read], [each.data_ptr() for each in written]
-        block = max(1, _VALUES_AT_ONCE // max(1, width))
-
-        def take(blocks: range) -> None:
-            for number in blocks:
-                first, end = number * block, min((number + 1) * block, count)
-                self._call(*before, *sizes, first, end, *after)
-
-        parallel_map(take, -(-count // block))
-
-
-def place_of_largest(largest: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Where the largest value of each row is first, int64 [rows], of what `Code.keep_largest` wrote, [rows, LANES] both."""
-    is_largest = largest == largest.amax(-1, keepdim=True)
-    return torch.where(is_largest, places, torch.iinfo(torch.int32).max).amin(-1).long()
-
-
 class Code:
-    """A function in LLVM's language, as it is written: of arrays that are `read`, `sizes`, rows from `first` to before `end`, and
-    arrays that are `written`. `b` writes the next instruction; vectors are of float32, `LANES` long.
+    """A function in LLVM's language, as it is written: of arrays that are `read`, `sizes`, arrays that are `written`, and rows from
+    `first` to before `end`. `b` writes the next instruction; vectors are of float32, `LANES` long.
     """
 
     def __init__(self, read: int, sizes: int, written: int) -> None:
@@ -88,17 +46,39 @@ class Code:
         )
         self._module = ir.Module()
         array = ir.IntType(8).as_pointer()
-        kinds = [*[array] * read, *[self._index] * (sizes + 2), *[array] * written]
-        function = ir.Function(self._module, ir.FunctionType(ir.VoidType(), kinds), _NAME)
-        self.read, self.sizes = function.args[:read], function.args[read : read + sizes]
-        self.first, self.end = function.args[read + sizes : read + sizes + 2]
-        self.written = function.args[read + sizes + 2 :]
-        self.b = ir.IRBuilder(function.append_basic_block())
+        kinds = [*[array] * read, *[self._index] * sizes, *[array] * written, self._index, self._index]
+        self._rows = self.ir.Function(self._module, ir.FunctionType(ir.VoidType(), kinds), _ROWS)
+        self._rows.linkage = "internal"
+        *given, self.first, self.end = self._rows.args
+        self.read, self.sizes, self.written = given[:read], given[read : read + sizes], given[read + sizes :]
+        self.b = ir.IRBuilder(self._rows.append_basic_block())
         self._totals: dict[str, tuple[Any, Any]] = {}
 
     def finish(self) -> str:
-        """All of it."""
+        """All of it, and a function for every thread of a team: of an array of the number of the next block of rows, the rows of a
+        block, all rows, and what the first function is given. It takes blocks as long as there are any.
+        """
         self.b.ret_void()
+        array = self.ir.IntType(8).as_pointer()
+        team = self.ir.Function(self._module, self.ir.FunctionType(self.ir.VoidType(), [array]), TEAM)
+        b = self.b = self.ir.IRBuilder(team.append_basic_block())
+        task = b.bitcast(team.args[0], self._index.as_pointer())
+        block, count, *given = (b.load(b.gep(task, [self.index(1 + number)])) for number in range(len(self._rows.args)))
+        given = [
+            b.inttoptr(each, wanted.type) if wanted.type == array else each
+            for each, wanted in zip(given, self._rows.args, strict=False)
+        ]
+        head, body, after = (team.append_basic_block() for _ in range(3))
+        b.branch(head)
+        b.position_at_end(head)
+        first = b.mul(b.atomic_rmw("add", task, self.index(1), "monotonic"), block)
+        b.cbranch(b.icmp_signed("<", first, count), body, after)
+        b.position_at_end(body)
+        last = b.add(first, block)
+        b.call(self._rows, [*given, first, b.select(b.icmp_signed("<", last, count), last, count)])
+        b.branch(head)
+        b.position_at_end(after)
+        b.ret_void()
         return str(self._module)
 
     # -- loops -------------------------------------------------------------------------------------------------------
@@ -170,9 +150,12 @@ class Code:
             b.store(b.fadd(b.load(total), b.fpext(b.load(partial), self._doubles)), total)
 
     def keep_sums(self, row: Any, into: Any) -> None:
-        """Write the sums of a row to a float64 array [rows, sums, LANES]."""
+        """Write the sums of a row to a float64 array [rows, sums]."""
         for number, (total, _) in enumerate(self._totals.values()):
-            self._keep(self.b.load(total), into, row, len(self._totals), number)
+            kind = self.ir.FunctionType(self._double, [self._double, self._doubles])
+            add = self._function(f"llvm.vector.reduce.fadd.v{LANES}f64", kind)
+            value = self.b.call(add, [self.ir.Constant(self._double, -0.0), self.b.load(total)])
+            self._keep(value, into, row, len(self._totals), number)
 
     def begin_largest(self) -> tuple[Any, Any]:
         """The largest value of each lane, and the number in the row of the vector that it was in."""
@@ -191,19 +174,28 @@ class Code:
         b.store(b.select(is_larger, self.spread(b.trunc(at, self._int)), b.load(place)), place)
 
     def keep_largest(self, found: tuple[Any, Any], row: Any, values: Any, places: Any) -> None:
-        """Write the largest of each lane of a row to a float32 array, and where it is in the row to an int32 one, [rows, LANES]."""
-        self.keep(self.b.load(found[0]), row, values)
-        self.keep(self.b.add(self.b.load(found[1]), self._lanes()), row, places)
+        """Write the largest value of a row to a float32 array, and where it is in the row first to an int32 one, [rows] both."""
+        b = self.b
+        lanes, place = b.load(found[0]), b.add(b.load(found[1]), self._lanes())
+        largest = self.largest_lane(lanes)
+        place = b.select(b.fcmp_ordered("==", lanes, largest), place, self._all_of(self._int, 2**31 - 1))
+        kind = self.ir.FunctionType(self._int, [self._ints])
+        first = b.call(self._function(f"llvm.vector.reduce.smin.v{LANES}i32", kind), [place])
+        self._keep(self._lane(largest), values, row, 1, 0)
+        self._keep(first, places, row, 1, 0)
 
-    def keep(self, vector: Any, row: Any, into: Any) -> None:
-        """Write a vector to its place in an array [rows, LANES]."""
-        self._keep(vector, into, row, 1, 0)
+    def keep_largest_lane(self, vector: Any, row: Any, into: Any) -> None:
+        """Write the largest of all lanes to a float32 array [rows]."""
+        self._keep(self._lane(self.largest_lane(vector)), into, row, 1, 0)
 
-    def _keep(self, vector: Any, array: Any, row: Any, of_row: int, number: int) -> None:
-        b, kind = self.b, vector.type
-        place = b.add(b.mul(row, self.index(of_row * LANES)), self.index(number * LANES))
-        cells = b.bitcast(array, kind.element.as_pointer())
-        b.store(vector, b.bitcast(b.gep(cells, [place]), kind.as_pointer()), align=4)
+    def _lane(self, vector: Any) -> Any:
+        """The first one."""
+        return self.b.extract_element(vector, self.ir.Constant(self._int, 0))
+
+    def _keep(self, value: Any, array: Any, row: Any, of_row: int, number: int) -> None:
+        b = self.b
+        cells = b.bitcast(array, value.type.as_pointer())
+        b.store(value, b.gep(cells, [b.add(b.mul(row, self.index(of_row)), self.index(number))]))
 
     # -- operations on vectors -----------------------------------------------------------------------------------------
 
@@ -316,45 +308,3 @@ class Code:
 
     def _lanes(self) -> Any:
         return self.ir.Constant(self._ints, list(range(LANES)))
-
-
-@cache
-def _target() -> Any:
-    """What makes code for this processor; None where llvmlite is missing, the system lets nobody make code, or the processor
-    would do one of these operations by a call for each value.
-    """
-    try:
-        from llvmlite import binding
-
-        mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC).close()
-    except (ImportError, OSError, AttributeError):
-        return None
-    binding.initialize_native_target()
-    binding.initialize_native_asmprinter()
-    try:
-        features = dict(binding.get_host_cpu_features())
-    except RuntimeError:  # LLVM does not know them: those that every processor of this name has are taken
-        features = {}
-    triple = binding.get_default_triple()
-    if not triple.startswith(("aarch64", "arm64")):
-        if not all(features.get(name) for name in ("avx2", "fma", "f16c")):
-            return None
-        features["prefer-256-bit"] = False
-    told = ",".join(f"{'+' if there else '-'}{name}" for name, there in features.items())
-    return binding.Target.from_triple(triple).create_target_machine(
-        cpu=binding.get_host_cpu_name(), features=told, opt=2
-    )
-
-
-def _compile(text: str) -> Any:
-    """The engine that has the code of a module in memory."""
-    from llvmlite import binding
-
-    target = _target()
-    module = binding.parse_assembly(text)
-    module.verify()
-    passes = binding.create_pass_builder(target, binding.create_pipeline_tuning_options(speed_level=2))
-    passes.getModulePassManager().run(module, passes)
-    engine = binding.create_mcjit_compiler(module, target)
-    engine.finalize_object()
-    return engine

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, place_of_largest
+from dtype_engine.runtime.numerics.machine_code import SMALLEST_EXPONENT, Code
+from dtype_engine.runtime.numerics.row_function import RowFunction
 
 _LOCK = threading.Lock()
 
@@ -44,15 +45,15 @@ class ReferenceKernel:
         """Of an output [rows, width]. All of torch's threads work at it."""
         count, width = output.shape
         output = output if output.stride(1) == 1 else output.contiguous()
-        sums = torch.empty(count, 3 if self._distribution else 1, LANES, dtype=torch.float64)
-        logits, classes = torch.empty(count, LANES), torch.empty(count, LANES, dtype=torch.int32)
+        sums = torch.empty(count, 3 if self._distribution else 1, dtype=torch.float64)
+        logits, classes = torch.empty(count), torch.empty(count, dtype=torch.int32)
         self._function((output,), (output.stride(0), width), (sums, logits, classes))
-        energy, *of_logits = sums.sum(-1).unbind(1)
+        energy, *of_logits = sums.numpy().T
         return RowFigures(
-            energy.numpy(),
-            place_of_largest(logits, classes).numpy(),
-            logits.amax(-1).double().numpy(),
-            sum(of_logits, torch.zeros(count, dtype=torch.float64)).numpy(),
+            energy,
+            classes.numpy().astype(np.int64),
+            logits.numpy().astype(np.float64),
+            sum(of_logits, np.zeros(count)),
         )
 
 

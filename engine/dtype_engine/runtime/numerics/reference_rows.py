@@ -6,8 +6,9 @@ import numpy as np
 import torch
 
 from dtype_engine.runtime.chunks import rows_in_cache
-from dtype_engine.runtime.numerics.machine_code import FEWEST_VALUES, is_available
+from dtype_engine.runtime.numerics.machine_code import FEWEST_VALUES
 from dtype_engine.runtime.numerics.reference_kernel import ReferenceKernel, RowFigures
+from dtype_engine.runtime.numerics.row_function import is_available
 
 _EXP_IN_RANGE = 500.0
 """e^x of float64, and sums of 10^90 of them, are in range for |x| up to this."""

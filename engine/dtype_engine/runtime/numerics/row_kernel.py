@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from dtype_engine.runtime.numerics.machine_code import LANES, SMALLEST_EXPONENT, Code, RowFunction, place_of_largest
-from dtype_engine.runtime.numerics.machine_code import is_available as can_make_code
+from dtype_engine.runtime.numerics.machine_code import SMALLEST_EXPONENT, Code
+from dtype_engine.runtime.numerics.row_function import RowFunction
+from dtype_engine.runtime.numerics.row_function import is_available as can_make_code
 
 FARTHEST = 30.0
 """The largest |x| of which e^x is taken."""
@@ -65,17 +66,17 @@ class RowKernel:
         """
         count, width = reference.shape
         reference, candidate = (each if each.stride(1) == 1 else each.contiguous() for each in (reference, candidate))
-        sums = torch.empty(count, len(self._names), LANES, dtype=torch.float64)
-        differences, logits = torch.empty(count, LANES), torch.empty(count, LANES)
-        classes = torch.empty(count, LANES, dtype=torch.int32)
+        sums = torch.empty(count, len(self._names), dtype=torch.float64)
+        differences, logits = torch.empty(count), torch.empty(count)
+        classes = torch.empty(count, dtype=torch.int32)
         sizes = reference.stride(0), candidate.stride(0), width
         self._function((reference, candidate, largest, shift), sizes, (sums, differences, logits, classes))
-        of_names = dict(zip(self._names, sums.sum(-1).unbind(1), strict=True))
-        zeros = torch.zeros(count, dtype=torch.float64)
+        of_names = dict(zip(self._names, sums.numpy().T, strict=True))
+        zeros = np.zeros(count)
         return RowSums(
-            **{name: of_names.get(name, zeros).numpy() for name in _SUMS + _SUMS_OF_DISTRIBUTION},
-            largest=differences.amax(-1).double().numpy(),
-            top=place_of_largest(logits, classes).numpy() if "first" in self._names else np.zeros(count, np.int64),
+            **{name: of_names.get(name, zeros) for name in _SUMS + _SUMS_OF_DISTRIBUTION},
+            largest=differences.numpy().astype(np.float64),
+            top=classes.numpy().astype(np.int64),
         )
 
 
@@ -117,7 +118,7 @@ def _code(reference: torch.dtype, candidate: torch.dtype, names: tuple[str, ...]
         )
         code.go_over(rows, width, take)
         code.keep_sums(row, sums)
-        code.keep(b.load(difference), row, differences)
+        code.keep_largest_lane(b.load(difference), row, differences)
         code.keep_largest(likeliest, row, logits, classes)
     return code
 

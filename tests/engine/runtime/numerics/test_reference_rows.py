@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine.runtime.numerics.machine_code import is_available
 from dtype_engine.runtime.numerics.reference_rows import ReferenceRows
+from dtype_engine.runtime.numerics.row_function import is_available
 
 Long = np.longdouble
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import subprocess
 import sys
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine.runtime.numerics import machine_code
+from dtype_engine.runtime.chunks import single_intraop_thread
+from dtype_engine.runtime.numerics import row_function
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 from dtype_engine.runtime.numerics.row_kernel import FARTHEST, RowKernel, RowSums
 
@@ -117,6 +119,25 @@ def test_as_many_threads_give_the_same_as_one() -> None:
     assert all((getattr(found[0], name) == getattr(found[1], name)).all() for name in ("noise", "first", "rest", "top"))
 
 
+@pytest.mark.parametrize("rows", [1, 5, 301])
+def test_whoever_goes_over_the_rows_sums_are_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = torch.randn(rows, 5000, generator=torch.Generator().manual_seed(rows))
+    candidate = (reference * 1.01).bfloat16()
+    kernel, zeros = RowKernel.of(torch.float32, torch.bfloat16, True), torch.zeros(rows)
+
+    def sums() -> list[list[float]]:
+        found = kernel.sums(reference, candidate, reference.amax(-1), zeros)
+        return [getattr(found, field.name).tolist() for field in dataclasses.fields(found)]
+
+    def by_one_thread() -> list[list[float]]:
+        with single_intraop_thread():
+            return sums()
+
+    by_torchs_threads = sums()
+    monkeypatch.setattr(row_function, "_team_of_torch", lambda: None)
+    assert sums() == by_one_thread() == by_torchs_threads
+
+
 def test_where_no_code_can_be_made_figures_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     reference = torch.randn(40, 5000)
     candidate = (reference + 0.01 * torch.randn(40, 5000)).bfloat16()
@@ -128,7 +149,7 @@ def test_where_no_code_can_be_made_figures_are_the_same(monkeypatch: pytest.Monk
         return found.kl_mean, found.rel_l2
 
     with_code = figures()
-    monkeypatch.setattr(machine_code, "_target", lambda: None)
+    monkeypatch.setattr(row_function, "_target", lambda: None)
     assert figures() == pytest.approx(with_code, rel=1e-6)
     assert figures() != with_code
 
