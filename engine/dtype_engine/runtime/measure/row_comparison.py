@@ -118,17 +118,18 @@ class RowComparison:
             # Experts see other tokens when the routing changes: there is nothing to compare element by element.
             sums.comparable = False
             return
-        if alone or kept.pack is None or not self._beside(kept.pack, output.dtype).take(kept, output, sums):
-            self._summed.append(_sum_alone(kept, sums, kept.of(output)))
+        if not alone and kept.pack is not None:
+            beside = self._waiting.get((id(kept.pack), output.dtype)) or self._beside(kept.pack, output.dtype)
+            if beside.take(kept, output, sums):
+                return
+        self._summed.append(_sum_alone(kept, sums, kept.of(output)))
 
     def _beside(self, pack: Pack, dtype: torch.dtype) -> _Candidates:
-        key = id(pack), dtype
-        beside = self._waiting.get(key)
-        if beside is None:
-            if self._nbytes > _MOST_WAITING_BYTES:
-                self._compare()
-            beside = self._waiting[key] = _Candidates(pack, dtype)
-            self._nbytes += beside.rows.nbytes
+        """Where rows of this dtype are copied beside those of a pack, from now on."""
+        if self._nbytes > _MOST_WAITING_BYTES:
+            self._compare()
+        beside = self._waiting[id(pack), dtype] = _Candidates(pack, dtype)
+        self._nbytes += beside.rows.nbytes
         return beside
 
     def _compare(self) -> None:

@@ -40,15 +40,16 @@ class ForwardPass:
 
     Attributes:
         calls: how many calls of each module that is watched have finished.
-        inside: the modules that are running, the innermost last, and `began` how many calls had finished before each.
+        inside: the modules that are running, the innermost last, or the one that raised.
+        began: how many calls had finished before each of those that are running.
         finished: the modules of the calls that have finished, one after another.
         spans: of each of them how many calls had finished when it began, where every module is watched.
         effects: what watches for side effects, if anything does.
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
     weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
-    begins: the modules of whose calls it is told when they begin, None for all: a mode has to know which module is running, and a
-    trace how many calls had finished before one whose output it keeps.
+    hears_of_begin: whether it is told of calls when they begin: a mode has to know which module is running, and an earlier output
+    stands for a call before that is made.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class ForwardPass:
         self.earlier = earlier
         self.weights = weights
         self.watched = watched
-        self.begins = trace.only if trace is not None and mode is None else None
+        self.hears_of_begin = mode is not None or bool(reusable_calls)
         self.effects: SideEffects | None = None
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.inside: list[str] = []
@@ -87,6 +88,11 @@ class ForwardPass:
             return None
         self.mode.module = name
         return (self.mode.inputs_of(module, args), kwargs) if isinstance(module, nn.RNNBase) else None
+
+    def note_failure(self, name: str) -> None:
+        """A module raised, of whose begin nothing was heard: the innermost is the first that is told of."""
+        if not self.inside:
+            self.inside.append(name)
 
     def earlier_call(self, name: str) -> ModuleCall | None:
         """The call of an earlier pass whose output stands for what the module would return now."""
@@ -108,22 +114,22 @@ class ForwardPass:
             self.mode.module = self.inside[-1] if self.inside else ""
             self.mode.finished = len(self.finished)
 
-    def observe(self, name: str, output: Any, began: int | None = None) -> None:
+    def observe(self, name: str, output: Any, began: int) -> None:
         """Take in what a watched module returned, or all that an earlier output stands for. began: how many calls had finished when
-        it began; nobody asks that of a module whose outputs the trace does not keep.
+        it began.
         """
-        began = len(self.finished) if began is None else began
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
         if index is None or self.earlier is None:
             tensor = first_tensor(output)
             reading = self.observer(name, call, tensor) if tensor is not None else None
-            trace, ended = self.trace, len(self.finished)
+            trace = self.trace
             if trace is not None:
+                span = began, len(self.finished)
                 if trace.only is None or name in trace.only:
-                    trace.add(record_call(name, call, (began, ended), output, reading, self.weights))
+                    trace.add(record_call(name, call, span, output, reading, self.weights))
                 else:
-                    trace.count(name, call, began, ended, reading)
+                    trace.count(name, call, span, reading)
             self.calls[name] = call + 1
             self.finished.append(name)
             self.spans.append(began)

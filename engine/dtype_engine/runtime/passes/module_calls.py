@@ -77,11 +77,16 @@ class ModuleCalls:
                 return as_called(module, *args, **kwargs)
             if self._cancelled():
                 raise Cancelled
-            if run.begins is None or name in run.begins:
+            if run.hears_of_begin:
                 return self._call_of(run, name, module, args, kwargs)
-            output = as_called(module, *args, **kwargs)
+            began = len(run.finished)
+            try:
+                output = as_called(module, *args, **kwargs)
+            except BaseException:
+                run.note_failure(name)
+                raise
             if run.watched is None or name in run.watched:
-                self._take_in(run, run.observe, name, output)
+                self._take_in(run, run.observe, name, output, began)
             else:
                 run.finished.append(name)
             return output
@@ -102,14 +107,14 @@ class ModuleCalls:
         self._take_in(run, run.finish, name, output)
         return output
 
-    def _take_in(self, run: ForwardPass, take_in: Callable[[str, Any], None], name: str, output: Any) -> None:
+    def _take_in(self, run: ForwardPass, take_in: Callable[..., None], *returned: Any) -> None:
         """Take in what a module returned: neither that nor the time that it takes is the pass's own."""
         started = time.perf_counter()
         if run.mode is not None or self._autocast_on or torch.is_inference_mode_enabled():
             with self._apart(run):
-                take_in(name, output)
+                take_in(*returned)
         else:
-            take_in(name, output)
+            take_in(*returned)
         run.observing_seconds += time.perf_counter() - started
 
     @contextmanager

@@ -121,10 +121,10 @@ class ForwardTrace:
             self.calls.clear()
             self._uses.clear()
 
-    def count(self, module: str, call: int, began_after: int, ended_after: int, reading: Any) -> None:
-        """Append a call without its output: one that it is in is reused, or it runs again."""
+    def count(self, module: str, call: int, span: tuple[int, int], reading: Any) -> None:
+        """Append a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
         if self.budget >= 0:
-            self.calls.append(ModuleCall(module, call, began_after, ended_after, _OPAQUE, reading))
+            self.calls.append(ModuleCall(module, call, *span, _OPAQUE, reading))
 
     def release(self) -> None:
         """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""

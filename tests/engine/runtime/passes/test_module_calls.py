@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from dtype_engine.core.errors import Cancelled
+import dtype_engine as de
+from dtype_engine.core.errors import Cancelled, NoForward
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
 from dtype_engine.runtime.passes.module_calls import ModuleCalls
 from dtype_engine.runtime.passes.trace import ForwardTrace
@@ -60,19 +61,19 @@ class Seen:
         raise AssertionError("nothing is reused")
 
 
-NAMES = frozenset({"parent", "parent.one", "parent.two", "parent.three"})
 OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 11.0), ("parent", 0, 11.0)]
 
 
 def run(
     model: nn.Module,
-    begins: frozenset[str],
+    hears: bool,
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[list[tuple[str, int, float]], list[str]]:
-    """The outputs that are observed, and the modules that finished. begins: those of which the pass hears when they are called."""
+    """The outputs that are observed, and the modules that finished. hears: the pass is told when calls begin."""
     calls, seen = ModuleCalls(model, cancelled), Seen()
-    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0, only=begins), {}, None, {}, watched)
+    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0), {}, None, {}, watched)
+    under_way.hears_of_begin = hears
     calls.watch()
     calls.under_way = under_way
     try:
@@ -83,15 +84,15 @@ def run(
     return seen.outputs, under_way.finished
 
 
-@pytest.mark.parametrize("begins", [NAMES, frozenset({"parent"}), frozenset()])
-def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(begins: frozenset[str]) -> None:
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(hears: bool) -> None:
     """`forward` called by itself is no call of a module: hooks do not see it, either."""
-    assert run(Model(), begins) == (OUTPUTS, [name for name, *_ in OUTPUTS])
+    assert run(Model(), hears) == (OUTPUTS, [name for name, *_ in OUTPUTS])
 
 
-@pytest.mark.parametrize("begins", [NAMES, frozenset()])
-def test_modules_that_are_not_watched_are_counted_alone(begins: frozenset[str]) -> None:
-    outputs, finished = run(Model(), begins, watched=frozenset({"parent.two"}))
+@pytest.mark.parametrize("hears", [True, False])
+def test_modules_that_are_not_watched_are_counted_alone(hears: bool) -> None:
+    outputs, finished = run(Model(), hears, watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
@@ -99,20 +100,20 @@ def test_modules_that_are_not_watched_are_counted_alone(begins: frozenset[str]) 
 def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
     model = Model()
     model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
-    assert run(model, frozenset())[0][1] == ("parent.two", 0, 50.0)
+    assert run(model, False)[0][1] == ("parent.two", 0, 50.0)
 
 
 def test_nothing_is_left_on_the_modules() -> None:
     model = Model()
     before = [dict(vars(module)) for module in model.modules()]
-    run(model, frozenset({"parent.three"}))
+    run(model, True)
     assert [vars(module) for module in model.modules()] == before
 
 
 def test_a_forward_of_its_own_is_the_modules() -> None:
     model = Model()
     own = model.parent.one.forward = lambda x: x + 100.0
-    assert run(model, frozenset())[0][0] == ("parent.one", 0, 100.0)
+    assert run(model, False)[0][0] == ("parent.one", 0, 100.0)
     assert model.parent.one.forward is own
 
 
@@ -123,9 +124,9 @@ class KeepsAll(Adds):
         return dict(vars(self))
 
 
-@pytest.mark.parametrize("begins", [NAMES, frozenset()])
+@pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("kind", [Adds, KeepsAll])
-def test_a_copy_of_a_module_runs_itself(kind: type[Adds], begins: frozenset[str]) -> None:
+def test_a_copy_of_a_module_runs_itself(kind: type[Adds], hears: bool) -> None:
     class Copies(Parent):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             copied = copy.deepcopy(self.one)
@@ -135,15 +136,15 @@ def test_a_copy_of_a_module_runs_itself(kind: type[Adds], begins: frozenset[str]
     model = Model()
     model.parent = Copies()
     model.parent.one = kind(1.0)
-    assert run(model, begins)[0][-1] == ("parent", 0, 50.0)
+    assert run(model, hears)[0][-1] == ("parent", 0, 50.0)
 
 
-@pytest.mark.parametrize("begins", [NAMES, frozenset()])
+@pytest.mark.parametrize("hears", [True, False])
 @pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
-def test_a_forward_that_takes_no_module(forward: Any, begins: frozenset[str]) -> None:
+def test_a_forward_that_takes_no_module(forward: Any, hears: bool) -> None:
     model = Model()
     model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
-    assert run(model, begins)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
+    assert run(model, hears)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
 
 
 def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
@@ -158,7 +159,7 @@ def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
     model = Model()
     model.parent.one = Replaces(1.0)
     for _ in range(2):
-        assert run(model, frozenset())[0] == OUTPUTS
+        assert run(model, False)[0] == OUTPUTS
         assert model.parent.one.forward == model.parent.one.faster
 
 
@@ -168,7 +169,7 @@ def test_a_module_that_was_compiled_is_so_afterwards() -> None:
 
     model = Model()
     model.parent.one._compiled_call_impl = ends  # as `Module.compile` leaves it
-    assert run(model, frozenset())[0] == OUTPUTS
+    assert run(model, False)[0] == OUTPUTS
     assert model.parent.one._compiled_call_impl is ends
 
 
@@ -176,14 +177,14 @@ def test_two_may_tell_of_the_same_modules() -> None:
     model = Model()
     other = ModuleCalls(model, lambda: False)
     other.watch()
-    assert run(model, frozenset())[0] == OUTPUTS
+    assert run(model, False)[0] == OUTPUTS
     assert float(model(torch.zeros(()))) == OUTPUTS[-1][2]
     other.remove()
     assert "_compiled_call_impl" not in vars(model.parent)
 
 
-@pytest.mark.parametrize("begins", [NAMES, frozenset()])
-def test_a_pass_is_stopped_between_two_modules(begins: frozenset[str]) -> None:
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_pass_is_stopped_between_two_modules(hears: bool) -> None:
     calls: list[int] = []
 
     def cancelled() -> bool:
@@ -191,5 +192,21 @@ def test_a_pass_is_stopped_between_two_modules(begins: frozenset[str]) -> None:
         return len(calls) > 2
 
     with pytest.raises(Cancelled):
-        run(Model(), begins, cancelled=cancelled)
+        run(Model(), hears, cancelled=cancelled)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_module_that_does_not_fit_is_named(mixed: bool) -> None:
+    """In a plain pass, and in one under a mode."""
+
+    class Full(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.weight.dtype == torch.bfloat16:
+                raise torch.OutOfMemoryError("no memory. And much more.")
+            return super().forward(x)
+
+    session = de.open(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Full(4, 4))), inputs=(torch.ones(2, 4),))
+    session.cast("1.*" if mixed else "*", "bfloat16")
+    with pytest.raises(NoForward, match=r"^1\.0: not enough memory on cpu \(no memory\)$"):
+        session.drift()
