@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -157,9 +158,10 @@ class RowComparison:
         kinds: dict[tuple[int, int, int], list[int]] = {}
         for number, (kept, _) in enumerate(outputs):
             kinds.setdefault((kept.rows.shape[0], kept.certain, kept.total), []).append(number)
-        of_output = torch.split(torch.stack([norms.square(), peaks, *plans.view(2, of_rows)]), sizes, 1)
+        of_all, starts = torch.stack([norms.square(), peaks, *plans.view(2, of_rows)]), [0, *accumulate(sizes)]
         for (rows, certain, total), numbers in kinds.items():
-            noise, largest, times, stands_for = torch.stack([of_output[number] for number in numbers], 1)
+            places = torch.tensor([starts[number] for number in numbers])[:, None] + torch.arange(rows)
+            noise, largest, times, stands_for = of_all[:, places]
             totals, variances = estimated_total(noise, torch.stack([times, stands_for], 1), certain, total)
             most = largest.amax(-1) if rows else torch.zeros(len(numbers))
             figures = (energies[numbers], totals, variances, most)

@@ -45,7 +45,9 @@ def relative_error(weights: Sequence[float], means: Sequence[float], total: int,
     mean = sum(w * y for w, y in zip(weights, means, strict=True)) / weight if weight else 0.0
     if mean == 0 or not math.isfinite(mean):
         return None
-    squares = sum((w * count / weight * (y - mean)) ** 2 for w, y in zip(weights, means, strict=True))
+    squares = 0.0
+    if count > 1:
+        squares = sum((w * count / weight * (y - mean)) ** 2 for w, y in zip(weights, means, strict=True))
     expected = (_BETWEEN * mean) ** 2 + within**2
     variance = (_PRIOR_FREEDOM * expected + squares) / (_PRIOR_FREEDOM + count - 1)
     return math.sqrt(variance * (total - count) / (count * total)) / abs(mean)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from operator import is_
 from typing import Any, cast
 
@@ -90,15 +91,22 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
     """
-    held = [(module, [(kept, dict(kept)) for kept in _kept_by(module)]) for module in modules]
+    kept = [each for module in modules for each in _kept_by(module)]
+    found = [*map(dict.copy, kept)]
     try:
         yield
     finally:
-        for module, found in held:
-            if any(
-                len(kept) != len(before) or not all(map(is_, kept.values(), before.values())) for kept, before in found
-            ):
-                model.stateful |= _put_back(module, [before for _, before in found])
+        if not _are_same(kept, found):
+            for number, module in enumerate(modules):
+                of_module = slice(3 * number, 3 * number + 3)
+                if not _are_same(kept[of_module], found[of_module]):
+                    model.stateful |= _put_back(module, found[of_module])
+
+
+def _are_same(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> bool:
+    """Whether these hold the very same objects in the same order. There are thousands of them: loops over them are in C."""
+    values, before = (chain.from_iterable(map(dict.values, each)) for each in (kept, found))
+    return [*map(len, kept)] == [*map(len, found)] and all(map(is_, values, before))
 
 
 def _kept_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
