@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import is_
@@ -92,7 +92,7 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
     """
     kept = [each for module in modules for each in _kept_by(module)]
-    found = [*map(dict.copy, kept)]
+    found = [*map(dict, kept)]
     try:
         yield
     finally:
@@ -103,9 +103,9 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
                     model.stateful |= _put_back(module, found[of_module])
 
 
-def _are_same(kept: Sequence[dict[str, Any]], found: Sequence[dict[str, Any]]) -> bool:
+def _are_same(kept: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> bool:
     """Whether these hold the very same objects in the same order. There are thousands of them: loops over them are in C."""
-    values, before = (chain.from_iterable(map(dict.values, each)) for each in (kept, found))
+    values, before = (chain.from_iterable([holder.values() for holder in each]) for each in (kept, found))
     return [*map(len, kept)] == [*map(len, found)] and all(map(is_, values, before))
 
 
