@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 BUSY_RUNS = 4
 """One measurement has some 65 keys: its 99th percentile would be its slowest."""
 PAIRS = 25
-"""Measurements and plain passes in turns: half of the ratios are 0.02 to 0.1 from their median, as quiet as the machine is."""
+"""Measurements and plain passes in turns: half of their ratios are within 0.02 of the median, and 0.1 beside other programs."""
 
 
 def llama(folder: Path, layers: int = 24, hidden: int = 768) -> Path:

@@ -23,7 +23,7 @@ OnModules = Callable[[tuple[ModuleDrift, ...]], None]
 _MOST_WAITING = 20
 _MOST_WAITING_BYTES = 1 << 24
 _MODULES_EVERY = 10
-"""Times that progress is told, one time the modules are: filling in the sums so far takes some milliseconds."""
+"""Times the interval in which progress is told: filling in the sums so far takes some milliseconds."""
 _DISTRIBUTIONS = ("logits", "logits_per_image", "start_logits", "prediction_logits")
 
 
@@ -234,8 +234,7 @@ class OutputComparer:
         """Of each call: sums that may have to be filled in."""
         self._unreported: set[str] = set()
         self._throttle = Throttle(first=False)
-        self._until_modules = _MODULES_EVERY
-        """How many times more progress is told before the modules are."""
+        self._modules_throttle = Throttle(first=False, every=_MODULES_EVERY)
         self._last: tuple[_Last, KeptRows, ModuleSums] | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> ModuleSums | None:
@@ -304,9 +303,7 @@ class OutputComparer:
         if not self._throttle.due():
             return
         self._on_progress(self._calls)
-        self._until_modules -= 1
-        if not self._until_modules:
-            self._until_modules = _MODULES_EVERY
+        if self._modules_throttle.due():
             self._fill_in()
             news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()

@@ -23,6 +23,8 @@ _PRIOR_FREEDOM = 3
 _PRIOR_SPREAD = 0.5
 _IN_CACHE = 1 << 17
 """Values that stay in a core's cache while torch goes over them."""
+_ON_DEVICE = 1 << 22
+"""Values of which a GPU holds the differences at a time."""
 _MOST_WAITING_BYTES = 1 << 25
 """Of rows that wait to be compared: those of a model with 300 modules of a width of 1,000 are half of it."""
 
@@ -173,15 +175,14 @@ class RowComparison:
 def _norms_and_peaks(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """‖Δ‖ and the largest |Δ| of each row of [rows, width]."""
     count, width = reference.shape
-    if reference.device.type != "cpu":
-        deltas = candidate.to(reference.dtype, copy=True).sub_(reference)
-        return torch.linalg.vector_norm(deltas, dim=-1), _largest(deltas)
-    if width and RowKernel.is_available(reference.dtype, candidate.dtype):
+    on_cpu = reference.device.type == "cpu"
+    if on_cpu and width and RowKernel.is_available(reference.dtype, candidate.dtype):
         unused = torch.zeros(count)
         sums = RowKernel.of(reference.dtype, candidate.dtype, False).sums(reference, candidate, unused, unused)
         return torch.from_numpy(sums.noise).sqrt(), torch.from_numpy(sums.largest)
     norms, peaks = reference.new_empty(count), reference.new_empty(count)
-    step = max(1, _IN_CACHE // max(1, width))
+    step = max(1, (_IN_CACHE if on_cpu else _ON_DEVICE) // max(1, width))
+    pieces = -(-count // step)
 
     def work(numbers: range) -> None:
         with torch.no_grad():
@@ -191,7 +192,10 @@ def _norms_and_peaks(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
                 norms[rows] = torch.linalg.vector_norm(deltas, dim=-1)
                 peaks[rows] = _largest(deltas)
 
-    parallel_map(work, -(-count // step))
+    if on_cpu:
+        parallel_map(work, pieces)
+    else:
+        work(range(pieces))
     return norms, peaks
 
 

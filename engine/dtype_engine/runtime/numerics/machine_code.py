@@ -23,6 +23,7 @@ SMALLEST_EXPONENT = -87.0
 _BLOCK = 2048
 _AHEAD = 2048
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Those that it reads."""
 _EXP_TERMS = 8
 """Terms of Taylor's series of e^t for |t| <= ln 2 / 2; those left out are below 2^-24."""
 _ROWS, TEAM = "rows", "team"

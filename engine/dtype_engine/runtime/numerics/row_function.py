@@ -51,8 +51,8 @@ class RowFunction:
 @cache
 def _team_of_torch() -> Any:
     """What has a function called by several of the threads that torch's operations are done by, where torch uses OpenMP as GCC has
-    it (`GOMP_parallel` of libgomp). After an operation these look for the next one for 15 ms, each on a core of its own, and other
-    threads would share these cores with them.
+    it (`GOMP_parallel` of libgomp). After an operation these look for the next one for some milliseconds (4 to 5 on an Intel Xeon),
+    each on a core of its own, and other threads would share these cores with them.
     """
     try:
         start = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libtorch_cpu.so")).GOMP_parallel

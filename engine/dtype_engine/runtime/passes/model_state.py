@@ -91,20 +91,20 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
     """
-    kept = [each for module in modules for each in _kept_by(module)]
-    found = [*map(dict, kept)]
+    held = [(module, _kept_by(module)) for module in modules]
+    found = [[*map(dict, kept)] for _, kept in held]
     try:
         yield
     finally:
-        if not _are_same(kept, found):
-            for number, module in enumerate(modules):
-                of_module = slice(3 * number, 3 * number + 3)
-                if not _are_same(kept[of_module], found[of_module]):
-                    model.stateful |= _put_back(module, found[of_module])
+        all_kept = [each for _, kept in held for each in kept]
+        if not _are_same(all_kept, [*chain.from_iterable(found)]):
+            for (module, kept), before in zip(held, found, strict=True):
+                if not _are_same(kept, before):
+                    model.stateful |= _put_back(module, before)
 
 
 def _are_same(kept: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these hold the very same objects in the same order. There are thousands of them: loops over them are in C."""
+    """Whether these hold the very same objects in the same order. They are thousands: no loop of Python goes over them."""
     values, before = (chain.from_iterable([holder.values() for holder in each]) for each in (kept, found))
     return [*map(len, kept)] == [*map(len, found)] and all(map(is_, values, before))
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -310,6 +311,23 @@ def test_a_pass_that_starts_over_tells_nothing_of_its_first_try(monkeypatch: pyt
     report = session.drift(on_modules=lambda modules: told.extend(module.name for module in modules))
     assert report.output.max_abs > 0
     assert {"first.0", "first.1", "second"} <= set(told)
+
+
+def test_modules_that_are_slow_are_told_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are told once in ten times the interval, however few calls there are in that."""
+
+    class Slow(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return super().forward(x)
+
+    session = de.open(nn.Sequential(*(Slow(4, 4) for _ in range(5))), inputs=(torch.ones(2, 4),))
+    session.cast("*", "bfloat16")
+    monkeypatch.setattr(throttle, "INTERVAL_S", 0.001)
+    told: list[tuple[str, ...]] = []
+    session.drift(on_modules=lambda modules: told.append(tuple(module.name for module in modules)))
+    assert ("1",) in told
+    assert ("2",) in told
 
 
 def test_passes_that_are_short_are_told_too(monkeypatch: pytest.MonkeyPatch) -> None:

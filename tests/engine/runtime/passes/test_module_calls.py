@@ -69,8 +69,11 @@ def run(
     hears: bool,
     watched: frozenset[str] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> tuple[list[tuple[str, int, float]], list[str]]:
-    """The outputs that are observed, and the modules that finished. hears: the pass is told when calls begin."""
+) -> tuple[list[tuple[str, int, float]], list[str], list[int]]:
+    """The outputs that are observed, the modules that finished, and how many had when each began.
+
+    hears: the pass is told when calls begin.
+    """
     calls, seen = ModuleCalls(model, cancelled), Seen()
     under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0), {}, None, {}, watched)
     under_way.hears_of_begin = hears
@@ -81,18 +84,18 @@ def run(
     finally:
         calls.under_way = None
         calls.remove()
-    return seen.outputs, under_way.finished
+    return seen.outputs, under_way.finished, under_way.spans
 
 
 @pytest.mark.parametrize("hears", [True, False])
 def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(hears: bool) -> None:
     """`forward` called by itself is no call of a module: hooks do not see it, either."""
-    assert run(Model(), hears) == (OUTPUTS, [name for name, *_ in OUTPUTS])
+    assert run(Model(), hears) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
 
 
 @pytest.mark.parametrize("hears", [True, False])
 def test_modules_that_are_not_watched_are_counted_alone(hears: bool) -> None:
-    outputs, finished = run(Model(), hears, watched=frozenset({"parent.two"}))
+    outputs, finished, _ = run(Model(), hears, watched=frozenset({"parent.two"}))
     assert outputs == [OUTPUTS[1]]
     assert finished == [name for name, *_ in OUTPUTS]
 
