@@ -51,6 +51,7 @@ REFUSED: dict[str, dict[str, str]] = {
     "own fp8 export": {},
     "file.py:Class": {},
     "file.py:function": {},
+    "file.py, compiled": {},
     "file.py --weights": {},
     "file.py, no inputs": _no_pass("example_inputs()"),
     "package.module:Name": {},

@@ -582,6 +582,7 @@ FORMS: dict[str, Callable[[Path], Made]] = {
     "own fp8 export": _own_export,
     "file.py:Class": partial(_python, name="Net"),
     "file.py:function": partial(_python, name="make"),
+    "file.py, compiled": partial(_python, name="compiled"),
     "file.py --weights": partial(_python, name="Net", weights=True),
     "file.py, no inputs": partial(_python, name="Net", example=False),
     "package.module:Name": partial(_python, name="Net", package=True),

@@ -30,6 +30,13 @@ def make() -> Net:
     return Net()
 
 
+def compiled() -> Net:
+    """The same network, a layer of which is compiled."""
+    made = Net()
+    made.hidden.compile()
+    return made
+
+
 def example_inputs() -> tuple[torch.Tensor, ...]:
     """What it is run on."""
     return (torch.randn(3, 1, 8, 8, generator=torch.Generator().manual_seed(0)),)
