@@ -25,8 +25,11 @@ def notices(app: App[Any]) -> list[str]:
 
 
 async def until(pilot: Pilot[Any], condition: Callable[[], object], seconds: float = 60) -> None:
-    """Wait for what a thread works out; fails with the screen."""
+    """Wait for what a thread works out, and then for all that was posted with it: a notice is on its way to the app when its
+    sender goes on. Fails with the screen.
+    """
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, screen(pilot.app)
         await pilot.pause(0.05)
+    await pilot.pause(0)
