@@ -1,6 +1,6 @@
 """Speed and memory, as ratios within one run: `python -m tests.benchmarks`, or `make benchmarks`.
 
-Absolute times are this machine's; what is promised are the ratios. Exit status 1 when one is missed.
+Absolute times are this machine's, which the first line names; what is promised are the ratios. Exit status 1 when one is missed.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dtype_engine.core.cancellation import never
 
 from .crowded import crowded
 from .live import errors, live
+from .machine import machine
 from .rows import Row
 from .simulated import simulated
 from .slow_line import slow_line
@@ -418,6 +419,7 @@ def main() -> int:
     # As pip does for what it installs; from a working copy Python does it itself, unless it is told not to write there.
     for package in (dtype_engine, dtype_tui):
         compileall.compile_dir(Path(package.__file__).parent, quiet=1)
+    print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         folder = llama(Path(scratch) / "llama")
         for name in chosen:
