@@ -102,7 +102,8 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
 
 def first_sentence(diagnosis: NonFiniteDiagnosis) -> str:
     """Where it begins and at which operation."""
-    module = printable(diagnosis.module or diagnosis.first_module, 300) or "the model itself"
+    where = diagnosis.module if diagnosis.operation else diagnosis.first_module
+    module = printable(where, 300) or "the model itself"
     if not diagnosis.operation:
         return f"first in {module}"
     operation = f"a cast to {diagnosis.dtype}" if diagnosis.operation == "to" else printable(diagnosis.operation, 60)

@@ -12,6 +12,7 @@ from tests.helpers import architectures
 from torch import nn
 
 import dtype_engine as de
+from dtype_engine.reports.text_drift import nonfinite_lines
 from dtype_engine.results.attribution import NonFiniteDiagnosis
 
 MLP = "model.layers.1.mlp"
@@ -157,3 +158,27 @@ def test_autocast_overflows_whatever_the_rules_say() -> None:
 def test_a_finite_output_has_nothing_to_find() -> None:
     _, found = planted(lambda module: None)
     assert found is None
+
+
+class Squares(nn.Module):
+    """Overflows float16 between its two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        with torch.no_grad():
+            self.a.weight.mul_(4000)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.a(x)
+        return self.b(y * y)
+
+
+def test_an_operation_of_the_models_own_code_is_not_said_to_be_a_modules() -> None:
+    torch.manual_seed(0)
+    session = de.open(Squares(), inputs=torch.linspace(-1, 1, 32).reshape(4, 8))
+    session.cast("*", "float16")
+    found = session.nonfinite(session.drift())
+    assert found is not None
+    assert (found.module, found.operation, found.first_module) == ("", "mul", "b")
+    assert nonfinite_lines(found)[0] == "not finite first in the model itself: mul in float16"
