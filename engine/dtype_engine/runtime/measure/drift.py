@@ -150,11 +150,14 @@ class DriftMeter:
 
     def _of_overwritten(self) -> tuple[str, ...]:
         """That passes do not begin alike."""
-        names = self.model.overwritten
-        if not names:
-            return ()
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        return (f"the model writes to {names[0]}{more} while it runs: each pass begins with what the last one left",)
+        told = []
+        for verb, names in (("writes to", self.model.overwritten), ("keeps tensors in", self.model.going_on)):
+            if names:
+                more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+                told.append(
+                    f"the model {verb} {names[0]}{more} while it runs: each pass begins with what the last one left"
+                )
+        return tuple(told)
 
     def readings(
         self,

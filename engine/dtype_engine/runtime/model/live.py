@@ -145,6 +145,8 @@ class LiveModel:
     """Whether calls of modules depend on more than what they are given: tensors that the model keeps, random numbers."""
     overwritten: list[str] = field(default_factory=list)
     """The weights that the model's own code writes to in a pass."""
+    going_on: list[str] = field(default_factory=list)
+    """Classes of modules that keep tensors from one pass for the next, which can't be put back."""
 
     @classmethod
     def wrap(

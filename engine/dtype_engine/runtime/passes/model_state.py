@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from itertools import chain
+from numbers import Number
 from operator import is_
 from typing import Any, cast
 
@@ -15,6 +18,9 @@ from torch import nn
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.torch_private import slots_of
+
+_CONTAINERS = (list, dict, set, deque)
+_OF_TORCH = frozenset(nn.Module().__dict__)
 
 
 @contextmanager
@@ -86,13 +92,14 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 @contextmanager
 def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[None]:
     """For a pass: where a module has another tensor than before as a parameter, a buffer or an attribute, it gets back what it had,
-    and the numbers that it keeps beside it. So every pass begins with the same, and a cast reaches the tensor that it casts. Such a
-    model is `stateful` from then on.
+    and the numbers that it keeps beside it; so it does where it has another number, or other things in a list, a dict or a set. So
+    every pass begins with the same, and a cast reaches the tensor that it casts. Such a model is `stateful` from then on.
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
     """
     held = [(module, _kept_by(module)) for module in modules]
     found = [[*map(dict, kept)] for _, kept in held]
+    contents = [(container, copy(container)) for module in modules for container in _containers_of(module)]
     try:
         yield
     finally:
@@ -101,6 +108,10 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
             for (module, kept), before in zip(held, found, strict=True):
                 if not _are_same(kept, before):
                     model.stateful |= _put_back(module, before)
+        for container, had in contents:
+            if not _has_same(container, had):
+                _refill(container, had)
+                model.stateful = True
 
 
 def _are_same(kept: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> bool:
@@ -114,7 +125,9 @@ def _kept_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
 
 
 def _put_back(module: nn.Module, found: list[dict[str, Any]]) -> bool:
-    """Put attributes, parameters and buffers back if a tensor was among what changed of them, and tell whether."""
+    """Put attributes, parameters and buffers back if a tensor was among what changed of them, else numbers, and tell whether
+    anything was.
+    """
     changes = [
         (kept, before, [name for name in kept if kept[name] is not before.get(name)])
         for kept, before in zip(_kept_by(module), found, strict=True)
@@ -122,12 +135,41 @@ def _put_back(module: nn.Module, found: list[dict[str, Any]]) -> bool:
     for kept, before, names in changes[1:]:
         names[:] = [name for name in names if before.get(name) is not None and kept[name] is not None]
     pairs = [(kept[name], before.get(name)) for kept, before, names in changes for name in names]
-    if not any(isinstance(value, torch.Tensor) for pair in pairs for value in pair):
-        return False
+    if not any(_has_tensor(value) for pair in pairs for value in pair):
+        for kept, before, names in changes:
+            names[:] = [name for name in names if _is_number(kept[name]) and _is_number(before.get(name))]
     for kept, before, names in changes:
         for name in names:
             if name in before:
                 kept[name] = before[name]
             elif not isinstance(kept[name], bool):  # that something was done once
                 del kept[name]
-    return True
+    return any(names for _, _, names in changes)
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, (tuple, list)):
+        return any(map(_has_tensor, value))
+    return isinstance(value, torch.Tensor)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Number) and not isinstance(value, bool)
+
+
+def _containers_of(module: nn.Module) -> list[Any]:
+    """Lists, dicts and sets among a module's own attributes, torch's left out."""
+    return [value for name, value in module.__dict__.items() if type(value) in _CONTAINERS and name not in _OF_TORCH]
+
+
+def _has_same(container: Any, had: Any) -> bool:
+    """Whether the very same objects are in it: tensors have no equality of two."""
+    if isinstance(container, set):
+        return bool(container == had)
+    same = len(container) == len(had) and all(map(is_, container, had))
+    return same and (not isinstance(container, dict) or all(map(is_, container.values(), had.values())))
+
+
+def _refill(container: Any, had: Any) -> None:
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(had)

@@ -347,6 +347,8 @@ class ForwardRunner:
                 seconds = time.perf_counter() - started - run.observing_seconds
                 if run.effects is not None:
                     self._note(run.effects)
+            if run.effects is not None:
+                model.going_on = list(dict.fromkeys([*model.going_on, *run.effects.going_on()]))
         except (Cancelled, UserError):
             raise
         except torch.OutOfMemoryError as error:

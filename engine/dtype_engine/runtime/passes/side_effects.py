@@ -13,6 +13,7 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 _DEPTH = 6
 """How far containers and objects are looked into: a cache, its list of layers, a layer, its tuple, a tensor."""
 _HOLDERS = (dict, list, tuple, set, torch.Tensor)
+_REGISTERED = frozenset({"_modules", "_parameters", "_buffers"})
 Found = list[tuple[Any, Any]]
 """Objects, and what tells whether one was written to: a tensor's version, a container's length."""
 
@@ -32,6 +33,7 @@ class SideEffects:
         self._device = device
         self._given: list[tuple[Any, Any, Found]] = []
         self._held = self._tensors_held()
+        self._in_attributes = self._tensors_in_attributes()
         self._drawn = self._generators()
 
     def begin(self, args: Any, kwargs: Any) -> None:
@@ -65,6 +67,30 @@ class SideEffects:
                 if name != "_modules" and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
                     _collect(value, found, seen, _DEPTH, objects=False)
         return [(value, version) for value, version in found if isinstance(value, torch.Tensor)]
+
+    def going_on(self) -> Iterator[str]:
+        """The pass is over, and what can be is put back: the classes of modules that keep other tensors beside their parameters
+        and buffers than before, or have written to one.
+        """
+        for module, before, after in zip(
+            self._modules, self._in_attributes, self._tensors_in_attributes(), strict=True
+        ):
+            if not _is_same(before, after):
+                yield type(module).__name__
+
+    def _tensors_in_attributes(self) -> list[Found]:
+        """Of each module, those that are neither parameters nor buffers, in containers too."""
+        found: list[Found] = []
+        for module in self._modules:
+            found.append([])
+            for name, value in module.__dict__.items():
+                if (
+                    name not in _REGISTERED
+                    and isinstance(value, _HOLDERS)
+                    and (isinstance(value, torch.Tensor) or value)
+                ):
+                    _collect(value, found[-1], set(), _DEPTH, objects=False)
+        return [[each for each in of_module if isinstance(each[0], torch.Tensor)] for of_module in found]
 
     def _generators(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]

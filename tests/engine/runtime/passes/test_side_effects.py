@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from copy import deepcopy
 from typing import Any
@@ -369,7 +370,71 @@ class GoesOn(Layers):
         return self.head(self.two(x) + self.hidden)
 
 
-@pytest.mark.parametrize("make", [ReplacesItsBuffer, GoesOn], ids=lambda make: make.__name__)
+class GoesOnInATuple(Layers):
+    """As a recurrent model keeps both of its states."""
+
+    hidden: tuple[torch.Tensor, ...] = ()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.one(x).mean(0)
+        self.hidden = (y, y) if not self.hidden else (y + self.hidden[0], y)
+        return self.head(self.two(x) + self.hidden[0])
+
+
+class Counts(Layers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += 0.5
+        return self.head(self.two(self.one(x) * (1 + self.seen)))
+
+
+class Collects(Layers):
+    """Keeps what it has seen in a container of its own."""
+
+    def __init__(self, seen: Any) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = list(self.seen.values() if isinstance(self.seen, dict) else self.seen)
+        y = self.one(x).mean(0) + sum(before)
+        if isinstance(self.seen, dict):
+            self.seen[len(self.seen)] = y.detach()
+        elif isinstance(self.seen, set):
+            self.seen.add(len(self.seen) + 1)
+        else:
+            self.seen.append(y.detach())
+        return self.head(self.two(x) + y)
+
+
+class Deep(Layers):
+    """Keeps a tensor where nobody puts it back: in a list within a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = [[torch.ones(WIDTH)]]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen[0].append(self.one(x).mean(0).detach())
+        return self.head(self.two(x) + self.seen[0][-2])
+
+
+MAKE_KEEPERS: dict[str, Callable[[], nn.Module]] = {
+    "buffer": ReplacesItsBuffer,
+    "tensor": GoesOn,
+    "tuple": GoesOnInATuple,
+    "number": Counts,
+    "list": lambda: Collects([torch.ones(WIDTH)]),
+    "dict": lambda: Collects({0: torch.ones(WIDTH)}),
+    "set": lambda: Collects({1}),
+    "deque": lambda: Collects(deque([torch.ones(WIDTH)], maxlen=3)),
+}
+
+
+@pytest.mark.parametrize("make", MAKE_KEEPERS.values(), ids=MAKE_KEEPERS)
 def test_a_pass_leaves_nothing_to_the_next(make: Callable[[], nn.Module]) -> None:
     session = opened(stored_in(make, "float32"))
     before = figures(session)
@@ -378,6 +443,12 @@ def test_a_pass_leaves_nothing_to_the_next(make: Callable[[], nn.Module]) -> Non
     assert figures(session) == figures(session) != before
     session.undo()
     assert figures(session) == before
+
+
+def test_what_a_model_keeps_for_the_next_pass_and_can_not_be_put_back_is_told() -> None:
+    told = "the model keeps tensors in Deep while it runs: each pass begins with what the last one left"
+    for stored in DTYPES:
+        assert opened(stored_in(Deep, stored)).drift().notices == (told,)
 
 
 def test_what_a_model_draws_is_the_same_in_reference_and_candidate() -> None:
