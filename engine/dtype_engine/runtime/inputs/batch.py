@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.runtime.model.torch_private import WithoutModes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,13 @@ class Batch:
     def elements(self) -> int:
         """Of all its tensors: what the length of a pass goes by."""
         return sum(tensor.numel() for tensor in _tensors((self.args, self.kwargs)))
+
+    def run(self, module: Callable[..., Any]) -> Any:
+        """Call the module with tensors of its own: what it writes to them stays in this call."""
+        own = _Copies()
+        with WithoutModes():  # no operation of the model's
+            args, kwargs = own.of(self.args), own.of(self.kwargs)
+        return module(*args, **kwargs)
 
     def on(self, device: torch.device, floats: torch.dtype | None = None) -> Batch:
         """The same on a device, its float tensors in `floats` where given."""
@@ -62,6 +70,26 @@ def _moved(value: Any, device: torch.device, floats: torch.dtype | None) -> Any:
     if isinstance(value, dict):
         return {key: _moved(item, device, floats) for key, item in value.items()}
     return value
+
+
+class _Copies:
+    """Copies of tensors, and of the lists, tuples and dicts that hold them. A tensor that is given twice stays one: attention asks
+    whether its query is its key.
+    """
+
+    def __init__(self) -> None:
+        self._made: dict[int, torch.Tensor] = {}
+
+    def of(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._made:
+                self._made[id(value)] = value.clone()
+            return self._made[id(value)]
+        if type(value) in (list, tuple):
+            return type(value)(self.of(item) for item in value)
+        if type(value) is dict:
+            return {key: self.of(item) for key, item in value.items()}
+        return value
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -44,7 +44,7 @@ def input_ranges(
         with ForwardRunner(model, settings, cancelled, watch=False) as runner:
             for batch in inputs.batches:
                 given = runner.candidate_batch(batch)
-                runner.run_candidate(lambda given=given: model.module(*given.args, **given.kwargs))  # type: ignore[misc]
+                runner.run_candidate(lambda given=given: given.run(model.module))  # type: ignore[misc]
     finally:
         for handle in handles:
             handle.remove()

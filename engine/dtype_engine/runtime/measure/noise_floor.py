@@ -88,7 +88,7 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
 
 def _run(runner: ForwardRunner, batch: Batch) -> Any:
     given = runner.reference_batch(batch)
-    return runner.run_reference(lambda: runner.model.module(*given.args, **given.kwargs))[0]
+    return runner.run_reference(lambda: given.run(runner.model.module))[0]
 
 
 def _variants(

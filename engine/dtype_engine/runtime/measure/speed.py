@@ -79,7 +79,7 @@ def _timed(
     def all_inputs() -> tuple[float, bool]:
         seconds, by_rules = 0.0, False
         for batch in batches:
-            _, took, ruled = timed.run_candidate(lambda batch=batch: timed.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+            _, took, ruled = timed.run_candidate(lambda batch=batch: batch.run(timed.model.module))  # type: ignore[misc]
             seconds += took
             by_rules = by_rules or ruled
         return seconds, by_rules

@@ -148,7 +148,7 @@ class ForwardRunner:
         return torch_dtype(first) if first in dtypes.COMPUTE_DTYPES else self.compute
 
     def _module_on(self, batch: Batch) -> Callable[[], Any]:
-        return lambda: self.model.module(*batch.args, **batch.kwargs)
+        return lambda: batch.run(self.model.module)
 
     def _candidate(
         self,

@@ -199,7 +199,7 @@ class Scan:
             started = time.perf_counter()
             seconds = None
             if self._pace is None or index % TIMED == 0:
-                _, seconds = runner.run_reference(partial(self.model.module, *batch.args, **batch.kwargs))
+                _, seconds = runner.run_reference(partial(batch.run, self.model.module))
             one = SequenceScan(
                 self.model,
                 self.wanted,

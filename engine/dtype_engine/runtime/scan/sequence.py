@@ -126,7 +126,7 @@ class SequenceScan:
     def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:
             with mode:
-                return self.model.module(*batch.args, **batch.kwargs)
+                return batch.run(self.model.module)
         except (Cancelled, UserError):
             raise
         except Exception as error:

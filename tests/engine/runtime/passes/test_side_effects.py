@@ -15,6 +15,7 @@ from torch.nn import functional
 
 import dtype_engine as de
 from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.runtime.inputs import Batch
 
 WIDTH = 8
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -443,6 +444,46 @@ def test_a_pass_leaves_nothing_to_the_next(make: Callable[[], nn.Module]) -> Non
     assert figures(session) == figures(session) != before
     session.undo()
     assert figures(session) == before
+
+
+class WritesToItsInput(Layers):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2).add_(1)
+        return self.head(self.two(self.one(x)))
+
+
+def test_what_a_model_writes_to_its_input_stays_in_the_pass() -> None:
+    given = [torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows)) for rows in (2, 5)]
+    before = deepcopy(given)
+    module = stored_in(WritesToItsInput, "float32")
+    session = de.open(deepcopy(module), inputs=given)
+    assert session.drift().output.sqnr_db == math.inf
+    session.cast("two", "float16")
+    noise = energy = 0.0
+    for x in before:
+        half = deepcopy(module.two).half()
+        with torch.no_grad():
+            y = module.one(2 * x + 1)
+            expected = module.head(module.two(y))
+            noise += float((module.head(half(y.half()).float()) - expected).double().square().sum())
+            energy += float(expected.double().square().sum())
+    first = figures(session)
+    assert session.drift().output.sqnr_db == pytest.approx(10 * math.log10(energy / noise), abs=0.1)
+    session.speed()
+    session.floor()
+    assert figures(session) == first
+    assert all(map(torch.equal, given, before))
+
+
+@pytest.mark.parametrize("kind", [list, tuple, dict])
+def test_a_tensor_that_is_given_twice_is_one_in_the_pass(kind: Any) -> None:
+    x = torch.ones(2)
+    given = {"a": x, "b": x} if kind is dict else kind((x, x))
+    taken: list[Any] = []
+    Batch((given, x)).run(lambda *args: taken.extend(args))
+    of_container = [*taken[0].values()] if kind is dict else [*taken[0]]
+    assert type(taken[0]) is kind
+    assert of_container[0] is of_container[1] is taken[1] is not x
 
 
 def test_what_a_model_keeps_for_the_next_pass_and_can_not_be_put_back_is_told() -> None:
