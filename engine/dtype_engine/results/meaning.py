@@ -91,7 +91,9 @@ def meaning(output: Figures, floor: NoiseFloor | None = None) -> Meaning:
         return Meaning("exact", "nothing differs")
     if floor is not None and floor.covers(output):
         return Meaning("under the floor", "noise")
-    if output.kl_mean is not None and not math.isnan(output.kl_mean):
+    if output.kl_mean is not None:
+        if math.isnan(output.kl_mean):
+            return Meaning("broken", "not finite")
         for most, word, why in _KL:
             if output.kl_mean <= most:
                 return Meaning(word, why)

@@ -139,7 +139,11 @@ def diagnose_nonfinite(
             name for name, weight in meter.model.weights.items()
             if weight.original.is_floating_point() and not bool(torch.isfinite(weight.original.float()).all())
         )  # fmt: skip
-        why = f"{stored[0]} is stored with values that are not finite" if stored else "its own float32 values overflow"
+        why = (
+            f"{stored[0]} is stored with values that are not finite"
+            if stored
+            else "its own float32 values overflow or are NaN"
+        )
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
         diagnosis = _reading("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])

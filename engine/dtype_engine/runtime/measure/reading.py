@@ -181,14 +181,20 @@ class Reading:
 
     def measurement(self) -> Measurement:
         """The figures over the sequences so far."""
-        notices = []
+        notices, output = list[str](), self._comparison.result()
+        if output.nonfinite_reference:
+            of_others = "figures are of the others" + (", KL has none" if self._comparison.distribution else "")
+            notices.append(
+                f"the reference is not finite itself in {output.nonfinite_reference:,} of the {output.elements:,} values of "
+                f"{self._output_name}: {of_others}"
+            )
         if self._left_out:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
             )
         return Measurement(
             self._output_name,
-            self._comparison.result(),
+            output,
             module_drifts(self._all_modules(), self.left),
             self._reference_seconds,
             self._candidate_seconds,

@@ -17,6 +17,8 @@ exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) -
 KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
 p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. The arithmetic is
 in float64, or for wide outputs on the CPU in float32, where figures have seven digits or nearly so (`rows_in_float32`).
+
+Where values of the reference are NaN or infinity, figures of Δ are of the other values, and those of distributions NaN.
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class OutputComparison:
         for sequence in sequences:
             for chunk in sequence.chunks:
                 sums.add(chunk)
-        count = max(1, sums.elements)
+        count = max(1, sums.elements - sums.nonfinite_reference)
         identical = sums.noise == 0.0
         norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
         figures: dict[str, Any] = {
@@ -106,6 +108,8 @@ class OutputComparison:
         if of_positions:
             kl = torch.cat([positions.kl for positions in of_positions])
             same = torch.cat([positions.same_top for positions in of_positions]).double()
+            if sums.nonfinite_reference:
+                kl, same = torch.full_like(kl, math.nan), torch.full_like(same, math.nan)
             agreement = float(same.mean())
             figures |= {
                 "positions": len(kl),
@@ -121,6 +125,8 @@ class OutputComparison:
         if sum(len(positions.log_p) for positions in scored):
             log_p = torch.cat([positions.log_p for positions in scored])
             log_q = torch.cat([positions.log_q for positions in scored])
+            if sums.nonfinite_reference:
+                log_p = log_q = torch.full_like(log_p, math.nan)
             dp = log_q.exp() - log_p.exp()
             figures |= {
                 "scored_tokens": len(dp),
@@ -224,4 +230,4 @@ def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float |
 
 
 def _exp(value: float) -> float:
-    return math.exp(value) if value < 700 else math.inf
+    return math.inf if value >= 700 else math.exp(value)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +45,7 @@ class PositionFigures:
             if not bool(torch.isfinite(kl).all()):
                 # 0 ln 0 = 0: a class that the reference rules out adds nothing, whatever the candidate says of it.
                 kl = torch.where(p > 0, p * ratio, torch.zeros_like(p)).sum(-1)
+                kl[torch.isnan(r).any(-1) | torch.isposinf(r).any(-1)] = math.nan  # such a reference has no p
             self.kl[rows] = kl.cpu()
             self.same_top[rows] = _likeliest(r) == _likeliest(c)
         if self.labels is not None:
@@ -80,8 +82,9 @@ class FinitePositions:
         figures.same_top.numpy()[known] = self._same_top[known]
         if figures.labels is not None and known.any():
             labels = figures.labels.clamp(min=0)
-            log_p = of_reference.log_p(labels, reference)
-            moved = logits_of(labels, candidate) - logits_of(labels, reference) - self._log_ratio
+            with np.errstate(all="ignore"):  # rows that are not finite
+                log_p = of_reference.log_p(labels, reference)
+                moved = logits_of(labels, candidate) - logits_of(labels, reference) - self._log_ratio
             figures.log_p.numpy()[known] = log_p[known]
             figures.log_q.numpy()[known] = (log_p + moved)[known]
 

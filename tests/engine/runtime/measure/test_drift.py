@@ -254,6 +254,18 @@ def test_where_nothing_is_finite_on_either_side_there_is_no_reading() -> None:
     assert readings["transformer.h.1"].nonfinite == 0, "the candidate lost nothing that the reference had"
 
 
+def test_a_reference_that_is_not_finite_in_part_is_told() -> None:
+    module, inputs = architectures.make("gpt2")
+    module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach().clone())
+    module.lm_head.weight.data[5] = math.nan
+    report = de.open(module, inputs=inputs).drift()
+    positions = report.output.positions
+    assert report.notices == (
+        f"the reference is not finite itself in {positions} of the {report.output.elements:,} values of logits: "
+        "figures are of the others, KL has none",
+    )
+
+
 @pytest.mark.parametrize("name", architectures.ZOO)
 def test_the_reference_is_the_float_model_run_plainly(name: str) -> None:
     module, inputs = architectures.make(name)

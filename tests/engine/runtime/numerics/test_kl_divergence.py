@@ -20,6 +20,7 @@ from tests.helpers.kl_divergence import logits_of, statistics
 from tests.helpers.paths import DEMO, ROOT
 
 from dtype_engine.results.drift import OutputDrift
+from dtype_engine.results.meaning import meaning
 from dtype_engine.runtime.numerics.metrics import OutputComparison
 
 
@@ -98,6 +99,37 @@ def test_a_reference_that_is_not_finite_is_counted_and_masks_are_not() -> None:
     comparison.add(logits, logits.clone())
     found = comparison.result()
     assert (found.nonfinite, found.nonfinite_reference) == (0, 2)
+
+
+@pytest.mark.parametrize("width", [9, 5000])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_reference_that_is_not_finite_is_not_taken_for_one_that_agrees(width: int, value: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    reference = torch.randn(120, width, generator=generator)
+    candidate = reference + 0.01 * torch.randn(120, width, generator=generator)
+    reference[3:], candidate[3:] = value, value
+    comparison = OutputComparison(True)
+    comparison.add(reference, candidate, torch.arange(120) % 9)
+    found = comparison.result()
+    assert (found.nonfinite, found.nonfinite_reference) == (0, 117 * width)
+    difference = (candidate[:3] - reference[:3]).double()
+    assert found.mean_abs == pytest.approx(float(difference.abs().mean()), rel=1e-6)
+    assert found.sqnr_db == pytest.approx(
+        10 * math.log10(float(reference[:3].double().square().sum() / difference.square().sum())), rel=1e-6
+    )
+    none = (
+        "kl_mean",
+        "kl_median",
+        "kl_p1",
+        "kl_max",
+        "top1_agreement",
+        "dp_mean",
+        "dp_p1",
+        "log_ratio",
+        "perplexity_candidate",
+    )
+    assert {name: getattr(found, name) for name in none if not math.isnan(getattr(found, name))} == {}
+    assert str(meaning(found)) == "broken: not finite"
 
 
 def test_the_metrics_take_little_memory_beyond_the_logits() -> None:
