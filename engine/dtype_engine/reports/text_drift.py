@@ -47,14 +47,16 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
 
 
 def module_text(reading: ModuleDrift) -> str:
-    """`43.17 dB`, and ` ± 0.30` where its output was compared in a sample: one standard error."""
+    """`43.17 dB`, and ` ± 0.30` where its output was compared in a sample: one standard error, ` ± ?` where that is not known."""
     words = decibels(reading.sqnr_db)
+    if reading.sqnr_error_db is None:
+        return f"{words} ± ?"
     return words if reading.sqnr_error_db < 0.005 else f"{words} ± {reading.sqnr_error_db:.2f}"
 
 
 def is_sampled(modules: Iterable[ModuleDrift]) -> bool:
     """Whether any of these outputs was compared in a sample of sequences or rows, and not in full."""
-    return any(reading.sqnr_error_db for reading in modules)
+    return any(reading.sqnr_error_db != 0 for reading in modules)
 
 
 def partial_text(reading: PartialDrift) -> str:

@@ -134,14 +134,15 @@ class ModuleDrift:
     expert that was given other tokens).
 
     sqnr_error_db: its standard error where a sample of sequences and rows was compared, whose `max_abs` and `nonfinite` these are;
-    0.0 where all were, or nothing differed in those that were.
+    0.0 where all were, or nothing differed in those that were; None where it is not known: a model that sends tokens to experts
+    drifts in rare rows, which a sample has or has not.
     """
 
     name: str
     sqnr_db: float | None
     max_abs: float
     nonfinite: int
-    sqnr_error_db: float = 0.0
+    sqnr_error_db: float | None = 0.0
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:

@@ -209,7 +209,7 @@ class OutputComparer:
     Sums are filled in many at once; `finish` once the pass is over.
 
     before: the totals of earlier passes, which `on_modules` is given together with these. `on_progress(calls)`. left: in how many
-    sequences beside this not all modules were compared; compared: all are in this one.
+    sequences beside this not all modules were compared; compared: all are in this one; routed: as for `module_drifts`.
     """
 
     def __init__(
@@ -220,12 +220,14 @@ class OutputComparer:
         on_modules: OnModules,
         left: int = 0,
         compared: bool = True,
+        routed: bool = False,
     ) -> None:
         self.sums: dict[str, ModuleSums] = {}
         self._reference = reference
         self._before = before
         self._left = left
         self._compared = compared
+        self._routed = routed
         self._on_progress = on_progress
         self._on_modules = on_modules
         self._calls = 0
@@ -307,7 +309,7 @@ class OutputComparer:
             self._fill_in()
             news = {name: self._total(name) for name in self._unreported}
             self._unreported.clear()
-            self._on_modules(module_drifts(news, self._left))
+            self._on_modules(module_drifts(news, self._left, self._routed))
 
     def _total(self, module: str) -> ModuleTotal:
         return self._before.get(module, ModuleTotal()).with_sequence(self.sums[module], self._compared)

@@ -197,7 +197,9 @@ class DriftMeter:
                 if record.compared:
                     runner.watched = None
                 progress.begin("candidate", number, runner.watched is None)
-                comparer = OutputComparer(record.modules, before, progress, on_modules, left, record.compared)
+                comparer = OutputComparer(
+                    record.modules, before, progress, on_modules, left, record.compared, self._routed
+                )
                 ran = self._candidate(runner, number, comparer, record)
                 name, candidate = main_output(ran.output)
                 if name != record.output_name or candidate.shape != record.output.shape:
@@ -223,7 +225,7 @@ class DriftMeter:
                     for kept in (self._records, self._traces):
                         kept.pop(self._sample.first, None)  # they lack these modules
                 if on_modules is not unheard:
-                    on_modules(module_drifts(reading.modules, reading.left))
+                    on_modules(module_drifts(reading.modules, reading.left, self._routed))
                 yield reading
                 if number in self._traces:
                     runner.settle_kind(batch, ran)

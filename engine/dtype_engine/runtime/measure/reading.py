@@ -195,7 +195,7 @@ class Reading:
         return Measurement(
             self._output_name,
             output,
-            module_drifts(self._all_modules(), self.left),
+            module_drifts(self._all_modules(), self.left, self._routed),
             self._reference_seconds,
             self._candidate_seconds,
             self._reused,

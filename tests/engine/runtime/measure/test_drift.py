@@ -18,6 +18,7 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import throttle
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
+from dtype_engine.reports.text_drift import is_sampled, module_text
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -177,6 +178,19 @@ def test_how_far_a_router_may_move_the_rest_is_not_told() -> None:
     report = session.drift(on_reading=lambda reading: errors.append(reading.extent().error))
     assert errors == [None, None, 0.0]
     assert report.sequences.whole
+
+
+def test_how_far_a_router_may_move_a_module_is_not_told() -> None:
+    module, _ = architectures.make("mixtral")
+    inputs = [{"input_ids": architectures.tokens(length)} for length in (400, 300)]
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "int8")
+    modules = session.drift().modules
+    sampled = [each for each in modules if each.sqnr_error_db is None]
+    assert len(sampled) > 10
+    assert module_text(sampled[0]).endswith(" dB ± ?")
+    assert is_sampled(modules)
+    assert {each.sqnr_error_db for each in session.drift(modules_in_full=lambda: True).modules} == {0.0}
 
 
 def test_a_measurement_may_be_left_after_its_first_reading() -> None:
