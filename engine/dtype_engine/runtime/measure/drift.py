@@ -274,6 +274,8 @@ class DriftMeter:
         )
         self._calls[number, runner.watched is None] = recorder.calls
         if record.nbytes <= left and number not in self._records:
+            while self._traces and self.kept_bytes + record.nbytes > self.budget:
+                self._traces.popitem()  # a candidate's outputs serve one recipe, a reference's all
             self._records[number] = record
         return record
 

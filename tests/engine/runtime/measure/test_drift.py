@@ -99,6 +99,23 @@ def test_the_budget_for_reference_outputs_changes_no_figure(make_llama: Callable
     assert kept[1] <= 100_000 < kept[0]
 
 
+def test_what_is_kept_never_passes_its_budget() -> None:
+    inputs = [{"input_ids": architectures.tokens(length)} for length in (40, 60, 80)]
+    module, _ = architectures.make("llama")
+    in_full = de.open(module, inputs=inputs)
+    in_full.drift()
+    most = in_full.memory().kept_bytes
+    assert most
+    for share in range(1, 20):
+        budget = most * share // 20
+        session = de.open(module, inputs=inputs, options=de.Options(reference_bytes=budget))
+        kept: list[int] = []
+        for dtype in ("float16", "bfloat16"):
+            session.cast("*.mlp", dtype)
+            session.drift(on_reading=lambda reading: kept.append(session.memory().kept_bytes or 0))  # noqa: B023
+        assert max(kept) <= budget
+
+
 def test_modules_whose_outputs_do_not_fit_the_free_memory_are_named_as_not_compared(
     make_llama: Callable[..., Path],
 ) -> None:
