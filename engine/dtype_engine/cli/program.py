@@ -64,7 +64,7 @@ def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -
     job: where `what` is one of its parts, and `done` and `total` are of all of them.
     """
     share = min(1.0, max(0.0, done / total)) if total else 0.0
-    _pace.follow(job or what, share)
+    _pace.follow(job or what, share, max(1, total))
     left = _pace.seconds_left
     filled = round(_BAR * share)
     shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"

@@ -239,6 +239,17 @@ class Extent:
         """Whether the figure is known to a relative standard error of `precision`; None: only all of the inputs are enough."""
         return self.whole or (precision is not None and self.error is not None and self.error <= precision)
 
+    def rest_for(self, precision: float | None) -> float:
+        """About which share of the sequences that are left has to be run for the figure to be `is_within` it: the square of the
+        error of n of N sequences goes as (N - n) / n.
+        """
+        left = self.total - self.done
+        if precision is None or not self.error or left <= 0:
+            return 1.0
+        square = self.error**2 * self.done / left
+        enough = square * self.total / (square + precision**2)
+        return min(1.0, max(1 / left, (enough - self.done) / left))
+
 
 @dataclass(frozen=True, slots=True)
 class PartialDrift:

@@ -100,7 +100,9 @@ class Session(ExportableModel):
         in_full = modules_in_full or (lambda: self.options.modules == "exact")
         meter.settings, told = self.settings, (on_progress, on_modules, cancelled, on_reading)
         reset_peaks(self.model.device)
-        measurement = meter.measure(*told, lambda extent: extent.is_within(wanted()), in_full)
+        measurement = meter.measure(
+            *told, lambda extent: extent.is_within(wanted()), in_full, lambda extent: extent.rest_for(wanted())
+        )
         return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
 
     @reading_weights

@@ -32,6 +32,7 @@ from dtype_engine.runtime.passes.trace import ForwardTrace
 OnProgress = Callable[[str, int, int], None]
 OnReading = Callable[[Reading], None]
 Enough = Callable[[Extent], bool]
+Rest = Callable[[Extent], float]
 Precision = Callable[[], float | None]
 InFull = Callable[[], bool]
 WHOLE_SHARE = 50
@@ -42,6 +43,11 @@ MOST_KEPT = 2 << 30
 
 def unheard(modules: tuple[ModuleDrift, ...]) -> None:
     """Nobody asks for modules before the end."""
+
+
+def all_of_it(extent: Extent) -> float:
+    """What is left is run to the end."""
+    return 1.0
 
 
 def budget_for(asked: int | None = None) -> int:
@@ -98,12 +104,13 @@ class DriftMeter:
         on_reading: OnReading = lambda reading: None,
         enough: Enough = lambda extent: False,
         modules_in_full: InFull = never,
+        rest: Rest = all_of_it,
     ) -> Measurement:
         """Run what has to be run and compare: the last of `readings`, or the first that is `enough`. `on_reading` has each of
         them. Raises as `readings` does.
         """
         last: Reading | None = None
-        with closing(self.readings(on_progress, on_modules, cancelled, modules_in_full)) as readings:
+        with closing(self.readings(on_progress, on_modules, cancelled, modules_in_full, rest)) as readings:
             for last in readings:
                 on_reading(last)
                 extent = last.extent()
@@ -165,6 +172,7 @@ class DriftMeter:
         on_modules: OnModules = unheard,
         cancelled: IsCancelled = never,
         modules_in_full: InFull = never,
+        rest: Rest = all_of_it,
     ) -> Generator[Reading, None, None]:
         """Run the inputs one sequence at a time; a reading after each, the last of all of them.
 
@@ -172,7 +180,7 @@ class DriftMeter:
         `on_modules(modules)` has the modules whose figures changed. Both at most ten times a second within a pass.
         `modules_in_full()` is asked before each pass and after the last: whether every row of the modules' outputs is compared in
         every sequence, instead of a sample; sequences whose were not are then run again. So is the first where it alone called a
-        module.
+        module. `rest(extent)`: which share of the sequences that are left will be run, as far as can be guessed.
         Raises NoForward, KernelError, Cancelled.
         """
         batches = self.inputs.batches
@@ -186,7 +194,9 @@ class DriftMeter:
                 number, in_full = waiting.pop(0), modules_in_full()
                 batch, again = batches[number], reading is not None and number in reading.numbers
                 record = self._records.get(number)
-                progress.expect([number, *waiting], self._recorded(in_full))
+                progress.expect(
+                    [number, *waiting], self._recorded(in_full), 1.0 if reading is None else rest(reading.extent())
+                )
                 if record is None or (in_full and not record.in_full):
                     record = self._reference(runner, number, progress, in_full)
                 if not set(waiting) - self._recorded(in_full):
@@ -304,11 +314,14 @@ class _Progress:
         self._done = 0
         self._throttle = Throttle()
 
-    def expect(self, numbers: Sequence[int], recorded: set[int]) -> None:
-        """The batches that are still to be run, the next one first, and those of which the reference need not."""
+    def expect(self, numbers: Sequence[int], recorded: set[int], rest: float) -> None:
+        """The batches that are still to be run, the next one first, and those of which the reference need not. rest: the share of
+        these that will be, by a guess: a larger one than before counts where there is more to do than was told.
+        """
         self._end()
-        left = sum(self._sizes[number] * (1 if number in recorded else 2) for number in numbers)
-        self._total = self._done + left
+        left = [self._sizes[number] * (1 if number in recorded else 2) for number in numbers]
+        total = self._done + max(left[0], int(rest * sum(left)))
+        self._total = max(self._done + left[0], min(total, self._total)) if rest < 1 and self._total else total
 
     def begin(self, run: str, number: int, every: bool) -> None:
         """A pass over a batch begins; the one before has ended, unless it is the same once more. every: it watches all modules."""

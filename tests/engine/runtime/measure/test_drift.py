@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from dtype_engine.core import throttle
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.reports.text_drift import is_sampled, module_text
+from dtype_engine.results.drift import Extent
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -184,6 +186,42 @@ def test_a_measurement_ends_when_the_drift_is_known_well_enough(make_llama: Call
     in_full = session.drift(precision=lambda: None)
     assert (in_full.sequences.done, in_full.sequences.kl_error) == (8, 0.0)
     assert in_full.output.positions == 92
+
+
+def test_progress_is_of_what_the_precision_asks_for() -> None:
+    inputs = [{"input_ids": architectures.tokens(8 + number % 5)} for number in range(60)]
+    session = de.open(architectures.make("llama")[0], inputs=inputs)
+    session.cast("*", "int8")
+
+    def told(precision: float | None) -> tuple[int, list[tuple[int, int]]]:
+        shares: list[tuple[int, int]] = []
+        report = session.drift(
+            on_progress=lambda run, done, total: shares.append((done, total)), precision=lambda: precision
+        )
+        return report.sequences.done, shares
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(throttle, "INTERVAL_S", 0.0)
+        everything, shares = told(None)
+        assert {total for _, total in shares} == {2 * sum(10 for _ in range(60))}
+        assert everything == 60
+        few, shares = told(0.1)
+    assert few < 30
+    assert shares[0][1] > 500  # nothing is known yet; references were kept
+    done, total = shares[-1]
+    assert 0.6 < done / total <= 1
+    assert all(one <= other + 0.1 for one, other in pairwise([done / total for done, total in shares]))
+
+
+@pytest.mark.parametrize("error", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("precision", [0.02, 0.2])
+def test_the_rest_for_a_precision_has_that_error(error: float, precision: float) -> None:
+    extent = Extent(done=10, total=1000, positions=0, kl_error=error)
+    enough = 10 + round(990 * extent.rest_for(precision))
+    after = error * math.sqrt((1 / enough - 1 / 1000) / (1 / 10 - 1 / 1000))
+    assert after <= precision * 1.01
+    assert enough == 11 or after >= precision * 0.95
+    assert extent.rest_for(None) == replace(extent, kl_error=None, rel_l2_error=None).rest_for(0.1) == 1
 
 
 def test_how_far_a_router_may_move_the_rest_is_not_told() -> None:
