@@ -96,7 +96,7 @@ class KeptRows:
 
 def as_rows(output: torch.Tensor) -> torch.Tensor:
     """An output of any shape as [rows, width]."""
-    return output.detach().reshape(-1, output.shape[-1] if output.ndim else 1)
+    return output.detach().reshape(math.prod(output.shape[:-1]), output.shape[-1] if output.ndim else 1)
 
 
 def rows_each(compared: int, total: int) -> int:

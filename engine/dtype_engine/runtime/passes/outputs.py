@@ -29,19 +29,27 @@ _MAIN_OUTPUTS = ("logits", "logits_per_image", "start_logits", "prediction_logit
 def main_output(output: Any) -> tuple[str, torch.Tensor]:
     """The output that drift is measured on: logits, else the last hidden state, else the first float tensor.
 
-    Raises NoForward when the model returned no float tensor at all.
+    Raises NoForward when the model returned no float tensor at all, or one without values.
     """
-    if isinstance(output, dict):
-        for name in _MAIN_OUTPUTS:
-            if isinstance(output.get(name), torch.Tensor):
-                return name, output[name]
-        for name, value in output.items():
-            tensor = first_tensor(value)
-            if tensor is not None:
-                return str(name), tensor
-    tensor = first_tensor(output)
+    name, tensor = _main_output(output)
+    if tensor is not None and not tensor.numel():
+        raise NoForward(
+            f"the model's output ({name}, {tuple(tensor.shape)}) has no values, so there is nothing to compare"
+        )
     if tensor is None:
         raise NoForward(
             f"the model returned a {type(output).__name__} without any float tensor in it, so there is nothing to compare"
         )
-    return "output", tensor
+    return name, tensor
+
+
+def _main_output(output: Any) -> tuple[str, torch.Tensor | None]:
+    if isinstance(output, dict):
+        for name in _MAIN_OUTPUTS:
+            if isinstance(value := output.get(name), torch.Tensor) and first_tensor(value) is value:
+                return name, value
+        for key, value in output.items():
+            tensor = first_tensor(value)
+            if tensor is not None:
+                return str(key), tensor
+    return "output", first_tensor(output)
