@@ -61,10 +61,13 @@ _pace = JobPace()
 def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -> None:
     """How much of a job is done: `said` (by default `what`), a bar, and the time left as soon as that can be guessed.
 
-    job: where `what` is one of its parts, and `done` and `total` are of all of them.
+    job: where `what` is one of its parts, and `done` and `total` are of all of them. A total of 0: how much there is is not known.
     """
-    share = min(1.0, max(0.0, done / total)) if total else 0.0
-    _pace.follow(job or what, share, max(1, total))
+    if not total:
+        say(said or what)
+        return
+    share = min(1.0, max(0.0, done / total))
+    _pace.follow(job or what, share, total)
     left = _pace.seconds_left
     filled = round(_BAR * share)
     shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"

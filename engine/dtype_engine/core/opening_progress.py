@@ -16,10 +16,14 @@ _INTERVAL_S = 0.2
 _MOST = 0.95
 """The share that imports can reach: making the model and its inputs comes after them."""
 
+READING_INPUTS = "reading the inputs"
+"""The last step: a long text takes as long as it takes, whatever was imported before."""
+
 
 class OpeningProgress:
     """Calls `tell(step, done, total)` when a step begins, and up to five times a second until the end of the `with` block, from a
-    thread of its own: an import says nothing by itself. total: the modules that there will be, about.
+    thread of its own: an import says nothing by itself. total: the modules that there will be, about; what is told of it is 0
+    where nothing says how far a step is.
     """
 
     def __init__(self, tell: Callable[[str, int, int], None], total: int) -> None:
@@ -55,4 +59,4 @@ class OpeningProgress:
             self._done = max(self._done, min(len(sys.modules), int(_MOST * self._total)))
             if self._told != (self._step, self._done):  # nothing new costs no event
                 self._told = self._step, self._done
-                self._tell(self._step, self._done, self._total)
+                self._tell(self._step, self._done, 0 if self._step == READING_INPUTS else self._total)

@@ -12,6 +12,7 @@ from dtype_engine.checkpoint import refuse_unreadable
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
+from dtype_engine.core.opening_progress import READING_INPUTS
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
@@ -81,6 +82,7 @@ def open_session(
     source = model if isinstance(model, Source) else locate(model)
     live = load(source, options, on_step)
     refuse_unreadable(live.identities)
+    on_step(READING_INPUTS)
     try:
         return Session(live, options, given)
     except UserError as error:

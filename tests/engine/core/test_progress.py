@@ -10,7 +10,7 @@ import types
 import pytest
 
 from dtype_engine.core.job_pace import JobPace
-from dtype_engine.core.opening_progress import OpeningProgress
+from dtype_engine.core.opening_progress import READING_INPUTS, OpeningProgress
 
 
 def test_the_time_left_begins_anew_with_every_job() -> None:
@@ -59,6 +59,8 @@ def test_opening_tells_of_modules_as_they_are_imported_and_nothing_afterwards(mo
         for number in range(total):
             monkeypatch.setitem(sys.modules, f"made_for_this_test_{number}", types.ModuleType("made_for_this_test"))
         on_step("making the model")
+        on_step(READING_INPUTS)
+    assert told.pop()[::2] == (READING_INPUTS, 0), "nothing says how far it is"
     assert (told[0][0], told[-1][0]) == ("importing", "making the model")
     shares = [done / of for _, done, of in told]
     assert all(before <= after for before, after in itertools.pairwise(shares))

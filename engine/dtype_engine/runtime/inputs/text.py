@@ -78,7 +78,7 @@ def text_inputs(model: LiveModel, options: Options) -> Inputs:
     yours = "prompts and texts" if options.prompts and options.texts else "prompts" if options.prompts else "text"
     plural = "" if len(sequences) == 1 else "s"
     kind = f"sequence{plural} of your {yours}" if given else f"default prompt{plural}"
-    described = f"{len(sequences)} {kind}, {positions} tokens"
+    described = f"{len(sequences):,} {kind}, {positions:,} tokens"
     batches = tuple(token_batch(model, ids, text) for ids, text in sequences)
     made_of = (f"{sources(options)}, in sequences of up to {longest} tokens", *decoder)
     return Inputs(batches, described, tokenizer, prompts=bool(options.prompts) and not options.texts, made_of=made_of)
