@@ -10,6 +10,7 @@ from tests.helpers.recording_engine import demo_tree, report
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import Extent, PartialDrift
+from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.worker import events
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
@@ -87,3 +88,34 @@ def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
     narrow = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
     assert "KL 2.500e-04 ± 5e-05  Esc stops" in narrow
     assert len(narrow) <= 80
+
+
+def test_what_was_measured_before_is_shown_at_once_while_nothing_else_has_changed(experiment: Experiment) -> None:
+    found = report(BF16)
+    experiment.take(events.Measured(BF16, found))
+    experiment.push(Recipe((*BF16.rules, Rule("*.mlp", "int8"))))
+    assert experiment.report is None
+    experiment.undo()
+    assert experiment.report is found
+    assert set(experiment.modules) == {reading.name for reading in found.modules}
+    experiment.take(told(1))
+    assert experiment.report is found  # until it is measured anew
+    experiment.set_settings(RunSettings(autocast="bfloat16"))
+    assert experiment.report is None
+    experiment.set_settings(RunSettings())
+    assert experiment.report is found
+    experiment.set_inputs(InputsSummary("other prompts", (), None, ()))
+    assert experiment.report is None
+
+
+def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experiment: Experiment) -> None:
+    whole = report(BF16)
+    extent = Extent(done=2, total=6, positions=200)
+    experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))
+    experiment.undo()
+    experiment.redo()
+    assert experiment.report is None
+    experiment.take(events.Measured(BF16, whole))
+    ready = events.ModelReady(experiment.tree, "Net", "cpu", 1.0, "prompts", (), "")
+    experiment.set_model(ready)
+    assert experiment.report is None

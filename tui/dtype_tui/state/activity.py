@@ -83,7 +83,7 @@ class Activity:
             case events.CastingProgress():
                 self.begin(f"casting {event.total:,} tensors", _share(event.done, event.total))
             case events.MeasuringProgress():
-                self.begin(f"measuring: {event.run}", _share(event.done, event.total), of=max(1, event.total))
+                self.begin(f"measuring: {event.run}", _share(event.done, event.total), of=event.total or 1)
             case events.WorkingProgress():
                 self.begin(event.what, _share(event.done, event.total))
             case events.SavingProgress():

@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 OF_ANY_RECIPE = (events.SavingProgress, events.Saved, events.Stopped)
 """Events that name the recipe they were asked for with, and count whatever recipe is in force by now."""
+_MOST_KNOWN = 10
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Experiment:
     """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
 
     _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
+    _known: dict[tuple[tuple[str, ...], str], DriftReport] = field(default_factory=dict, init=False)
+    """The last measurements over all of these inputs, by rules and settings: undo need not wait for one of them."""
 
     def __post_init__(self) -> None:
         self._replan()
@@ -113,24 +116,36 @@ class Experiment:
             self.totals = self.tree.totals(self.plan.dtypes)
         self.lost, self.lost_reason, self.loss_marks = None, "", {}
         self.forget_readings()
+        self._recall()
+
+    def _recall(self) -> None:
+        """Show what was measured before of what is in force; it is measured anew all the same."""
+        if (known := self._known.get(self._key())) is not None:
+            self.report, self.modules = known, {reading.name: reading for reading in known.modules}
+
+    def _key(self) -> tuple[tuple[str, ...], str]:
+        return tuple(map(str, self.recipe.rules)), str(self.settings)
 
     def set_settings(self, settings: RunSettings) -> None:
         """Candidates run in another way: what was read before is not theirs."""
         self.settings = settings
         self.scan.measured.clear()
         self.forget_readings()
+        self._recall()
 
     def set_model(self, ready: events.ModelReady) -> None:
         """The live model is there."""
         self.class_name, self.inputs = ready.class_name, ready.inputs
         self.device = f"{ready.device} on {self.host}" if self.host else ready.device
         self.no_forward, self.live = ready.no_forward, True
+        self._known.clear()  # the model's code or files may be others
         self.replace_tree(ready.tree)
 
     def set_inputs(self, reading: InputsSummary) -> None:
         """The model is run on other inputs: what was read before was not on these."""
         self.inputs, self.inputs_reading, self.no_forward = reading.description, reading, None
         self.floor = None
+        self._known.clear()
         self.forget_readings()
 
     def is_stale(self, event: events.Event) -> bool:
@@ -185,6 +200,11 @@ class Experiment:
         self.report, self.partial_drift = report, None
         self.modules = {reading.name: reading for reading in report.modules}
         self._keep(self.plan, report)
+        self._known.pop(key := self._key(), None)
+        if report.sequences.whole:
+            self._known[key] = report
+        for old in list(self._known)[:-_MOST_KNOWN]:
+            del self._known[old]
 
     def _keep(self, plan: Plan, report: DriftReport) -> None:
         """A recipe is measured, in force or not, on any inputs."""
