@@ -96,7 +96,8 @@ def nonfinite_lines(diagnosis: NonFiniteDiagnosis) -> list[str]:
     values = value_sentence(diagnosis)
     lines += [f"           {values}"] if values else []
     if diagnosis.remedy is not None:
-        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, the output is finite with it")
+        where = " where the reference is" if diagnosis.reason else ""
+        lines.append(f"remedy     {printable(diagnosis.remedy, 300)}: tried, the output is finite with it{where}")
     else:
         lines.append(f"remedy     none: {printable(diagnosis.reason, 400)}")
     return lines

@@ -90,7 +90,8 @@ class NonFiniteDiagnosis:
     "" for the model's own code. first_module: the first module whose output is not finite where the reference's is.
     largest: the largest finite magnitude that went into it (of a weight as stored); largest_reference: the largest that it
     gives in the reference. limit: the dtype's largest value.
-    remedy: a rule that, put in force, makes the output finite, tried out; None where none does, and `reason` says why.
+    remedy: a rule that, put in force, makes the output finite, tried out, and `reason` then says where the reference is not; None
+    where none does, and `reason` says why.
     """
 
     kind: Literal["weight", "activation", "reference", "unknown"]

@@ -22,7 +22,7 @@ from dtype_engine.core.errors import KernelError, NoForward
 from dtype_engine.core.tree import Tree, is_number
 from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.attribution import NonFiniteDiagnosis
-from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.results.drift import ModuleDrift, OutputDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
@@ -147,14 +147,15 @@ def diagnose_nonfinite(
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
         diagnosis = _reading("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
-    remedy = None
+    remedy, reason = None, ""
     scopes = list(_scopes(tree, culprit))
     for done, rule in enumerate(scopes):
         on_trial(done, len(scopes))
-        if _mends(meter, tree, recipe.then(rule), cancelled):
+        output = _output_under(meter, tree, recipe.then(rule), cancelled)
+        if output is not None and not output.nonfinite:
             remedy = str(rule)
+            reason = "the reference is not finite itself elsewhere" if output.nonfinite_reference else ""
             break
-    reason = ""
     if remedy is None:
         reason = "no rule was found that makes the output finite"
         if meter.settings.autocast is not None:
@@ -230,13 +231,13 @@ def _find_culprit(
     return None, None, first
 
 
-def _mends(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: IsCancelled) -> bool:
-    """Whether the output is finite under a recipe."""
+def _output_under(meter: DriftMeter, tree: Tree, recipe: Recipe, cancelled: IsCancelled) -> OutputDrift | None:
+    """The drift of the output under a recipe; None where that can't be run."""
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     try:
-        return not meter.measure(cancelled=cancelled).output.nonfinite
+        return meter.measure(cancelled=cancelled).output
     except (KernelError, NoForward):
-        return False
+        return None
 
 
 def _scopes(tree: Tree, culprit: _NonFiniteOp | None) -> Iterator[Rule]:

@@ -182,3 +182,21 @@ def test_an_operation_of_the_models_own_code_is_not_said_to_be_a_modules() -> No
     assert found is not None
     assert (found.module, found.operation, found.first_module) == ("", "mul", "b")
     assert nonfinite_lines(found)[0] == "not finite first in the model itself: mul in float16"
+
+
+class OverflowsAnyway(Squares):
+    """One of its outputs is beyond float32 too."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = super().forward(x)
+        return y * torch.tensor([math.inf] + [1.0] * 7, dtype=y.dtype)
+
+
+def test_a_remedy_makes_finite_what_the_reference_has_finite() -> None:
+    torch.manual_seed(0)
+    session = de.open(OverflowsAnyway(), inputs=torch.linspace(0.5, 1, 32).reshape(4, 8))
+    session.cast("*", "float16")
+    found = session.nonfinite(session.drift())
+    assert found is not None
+    assert found.remedy is not None
+    assert nonfinite_lines(found)[-1].endswith("tried, the output is finite with it where the reference is")
