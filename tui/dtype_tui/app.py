@@ -16,6 +16,7 @@ from textual.app import SystemCommand
 from textual.binding import Binding, BindingType
 from textual.dom import DOMNode
 from textual.screen import Screen
+from textual.widgets import Input
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.worker import events
@@ -162,6 +163,12 @@ class DtypeApp(BaseApp[None]):
     async def action_quit(self) -> None:
         if self.controller.life.may_quit():
             await super().action_quit()
+
+    @property
+    def quit_words(self) -> str:
+        (quit,) = (binding for binding in KEYS if isinstance(binding, Binding) and binding.action == "app.quit")
+        keys = " or ".join(map(on_keyboard, keys_of(quit, self.launch.config.keys).split(",")))
+        return f"Esc closes the line, then {keys} quits" if isinstance(self.focused, Input) else f"{keys} quits"
 
     def action_messages(self) -> None:
         from dtype_tui.screens.messages import messages_screen

@@ -86,6 +86,15 @@ class BaseApp(PacedApp[ReturnType]):
             self._read = said[-1]
             self._refresh_notifications()
 
+    @property
+    def quit_words(self) -> str:
+        """What to press to quit."""
+        raise NotImplementedError
+
+    def action_help_quit(self) -> None:
+        """Ctrl+C, which copies: say what quits. Textual's own sentence is markup, and names a key that is not in the help."""
+        self.notify(self.quit_words, markup=False)
+
     def pop_screen(self) -> AwaitComplete:
         """Close the topmost window.
 

@@ -37,6 +37,15 @@ async def test_every_offer_is_on_the_screen(size: tuple[int, int]) -> None:
         assert all(len(line) <= size[0] for line in lines(app))
 
 
+async def test_ctrl_c_says_what_quits() -> None:
+    app = ModelPicker(OFFERS, locate)
+    async with app.run_test(size=(80, 24)) as pilot:
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert "Esc quits" in screen(app)
+        assert "[b]" not in screen(app)
+
+
 async def test_enter_opens_what_is_chosen() -> None:
     app = ModelPicker(OFFERS, lambda model: None)
     async with app.run_test() as pilot:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 from tests.helpers.recording_engine import make_app, running
 from tests.helpers.scenes import SCENES, ready
-from tests.helpers.screen_text import screen
+from tests.helpers.screen_text import notices, screen
 
 from dtype_tui import base_app
+from dtype_tui.config.config import Config
 from dtype_tui.widgets.message_line import MessageLine
 
 LONG = (
@@ -31,6 +32,20 @@ async def test_a_sentence_stays_until_a_key_is_pressed_after_it_could_be_read(mo
         await pilot.press("M")
         await pilot.pause()
         assert "nothing left to undo" in screen(app), "it can be read again"
+
+
+@pytest.mark.parametrize(("key", "quits"), [(None, "q quits"), ("f10", "f10 quits"), ("q,ctrl+x", "q or Ctrl+x quits")])
+async def test_ctrl_c_says_what_quits(key: str | None, quits: str) -> None:
+    app = make_app(config=Config(keys={"quit": key} if key else {}))
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("ctrl+c")
+        await pilot.pause()
+        assert notices(app) == [quits]
+        assert quits in screen(app)
+        await pilot.press("c", "ctrl+c")
+        await pilot.pause()
+        assert notices(app)[1:] == [f"Esc closes the line, then {quits}"], "q would be typed"
 
 
 async def test_only_so_many_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
