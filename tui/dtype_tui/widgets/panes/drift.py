@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -18,7 +20,6 @@ from dtype_engine.reports.text_drift import (
     first_sentence,
     floor_text,
     kl_text,
-    module_text,
     sqnr_text,
     value_sentence,
 )
@@ -27,11 +28,16 @@ from dtype_engine.results.meaning import HELP as HELP_MEANING
 from dtype_engine.results.meaning import meaning
 from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.loss_text import loss_rows
+from dtype_tui.rendering.plain_table import PlainTable
+from dtype_tui.rendering.worst_lines import worst_lines, worst_lines_or_longer
 from dtype_tui.widgets.panes.base import Pane, figures_grid
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
-    from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
+
+_LABEL_WIDTH = len("perplexity")
+"""Of the longest label."""
 
 
 class DriftPane(Pane):
@@ -70,8 +76,11 @@ class DriftPane(Pane):
             if guess := experiment.predicted():
                 text.append(f"\npredicted {guess}", style="not dim bold")
             if worst:
-                text.append("\nworst modules so far\n")
-                _append_modules(text, worst, self.columns)
+                lines = worst_lines(worst, self._narrowest, experiment.tree.modules)
+                text.append("\nworst modules so far" + ("" if lines is not None else ", SQNR in dB"))
+                if lines is None:
+                    lines = worst_lines_or_longer(worst, self._narrowest, experiment.tree.modules)
+                text.append_text(Text("\n").join([Text(), *lines]))
             return self._with_losses(text)
         return self._report(experiment.report)
 
@@ -93,8 +102,7 @@ class DriftPane(Pane):
         self._add_figures(grid, reading.output, reading.extent)
         if not under_way:
             grid.add_row("m", "goes on to the end")
-        self._add_worst(grid)
-        return grid
+        return self._with_worst(grid)
 
     def _report(self, report: DriftReport) -> Table:
         output = report.output
@@ -114,13 +122,12 @@ class DriftPane(Pane):
             grid.add_row("settings", report.settings)
         if report.weights_only:
             grid.add_row("quantised", "weights only")
-        grid.add_row("of", printable(f"{report.output_name}, {report.inputs}", 200))
+        after = [("of", printable(f"{report.output_name}, {report.inputs}", 200))]
         if report.seconds.reference is not None and report.seconds.candidate is not None:
             partly = "the changed part: " if report.seconds.reused else ""
             words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
-            grid.add_row("time", words)
-        self._add_worst(grid)
-        return grid
+            after.append(("time", words))
+        return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:
         """Add what is known of the output, over all inputs or some, beside the figures of the recipe that is compared with."""
@@ -155,13 +162,37 @@ class DriftPane(Pane):
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
 
-    def _add_worst(self, grid: Table) -> None:
-        """Add the modules that drift most."""
-        worst = self.experiment.worst_modules(3)
-        if worst:
-            text = Text()
-            _append_modules(text, worst, self.columns - 11)
-            grid.add_row("worst (w)", text)
+    def _with_worst(self, grid: Table, after: Iterable[tuple[str, str]] = ()) -> Table:
+        """Add the modules that drift most, beside their label or, where their names need it, over the pane's width; then the rows
+        `after` them.
+        """
+        worst, others = self.experiment.worst_modules(3), self.experiment.tree.modules
+        labels, width = ["worst (w)"], self._narrowest - _LABEL_WIDTH - 1
+        lines = worst_lines(worst, width, others)
+        if lines is None:
+            labels.append("in dB")
+            lines = worst_lines(worst, width, others, unit=False) if len(worst) > 1 else None
+        if lines is not None:
+            for label, line in zip_longest(labels[: len(lines)], lines, fillvalue=""):
+                grid.add_row(label, line)
+            for row in after:
+                grid.add_row(*row)
+            return grid
+        grid.add_row("worst (w)", "SQNR in dB")
+        below = figures_grid()
+        for row in after:
+            below.add_row(*row)
+        whole = PlainTable.grid()
+        for part in (grid, Text("\n").join(worst_lines_or_longer(worst, self._narrowest, others)), below):
+            if isinstance(part, Table):
+                part.columns[0].min_width = _LABEL_WIDTH  # the labels of both stand below each other
+            whole.add_row(part)
+        return whole
+
+    @property
+    def _narrowest(self) -> int:
+        """Cells of a line beside a scrollbar: whether there is one is known only when the text is laid out."""
+        return self.columns - 1
 
 
 def _beside(words: str, compared: str | None, style: str = "") -> Text:
@@ -183,13 +214,3 @@ def _add_nonfinite(grid: Table, diagnosis: NonFiniteDiagnosis) -> None:
         grid.add_row("a applies", Text(words, style="bold"))
     else:
         grid.add_row("no remedy", printable(diagnosis.reason, 300))
-
-
-def _append_modules(text: Text, readings: list[ModuleDrift], width: int) -> None:
-    for index, reading in enumerate(readings):
-        number = "not finite" if reading.nonfinite else module_text(reading)
-        name = printable(reading.name, 300)
-        name_width = max(8, width - max(11, len(number) + 1))
-        name = name if len(name) <= name_width else "…" + name[-(name_width - 1) :]
-        text.append(("\n" if index else "") + f"{number:>10} ", style="bold" if reading.nonfinite else "")
-        text.append(name, style="dim")

@@ -1,0 +1,55 @@
+"""The worst modules in the Drift pane: which ones they are can be told at every size."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.scenes import MIXED, ready
+from tests.helpers.screen_text import lines, screen
+
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.results.drift import ModuleDrift
+from dtype_engine.worker import events
+from dtype_tui.rendering.worst_lines import told_apart, worst_lines_or_longer
+
+NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
+
+
+def test_a_cut_name_is_no_other_modules() -> None:
+    assert told_apart("model.layers.10.mlp.down_proj", 29, NAMES) == "model.layers.10.mlp.down_proj"
+    assert told_apart("model.layers.10.mlp.down_proj", 20, NAMES) == "…10.mlp.down_proj"
+    assert told_apart("model.layers.10.mlp.down_proj", 17, NAMES) == "…10.mlp.down_proj"
+    assert told_apart("model.layers.10.mlp.down_proj", 16, NAMES) is None
+    both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
+    assert told_apart(both[0], 19, both) is None
+    assert told_apart("x" * 40, 19, ["x" * 40]) is None
+    assert told_apart("a.b", -3, ["a.b"]) is None, "a pane that is not shown has no width"
+
+
+def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
+    both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
+    drawn = [text.plain for text in worst_lines_or_longer([ModuleDrift(both[0], 30.0, 1.0, 0)], 22, both)]
+    assert drawn == ["30.00 \n  encoder.layers.1.fc1"]
+
+
+@pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
+@pytest.mark.parametrize("error", [0.0, 0.21])
+async def test_names_are_told_apart_at_every_size(size: tuple[int, int], error: float) -> None:
+    app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
+    worst = ["model.layers.10.self_attn.o_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
+    modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0, error) for place, name in enumerate(worst))
+    async with running(app, size) as pilot:
+        await ready(app, pilot)
+        app.controller.put_in_force(MIXED)
+        await say(app, pilot, events.ModulesMeasured(MIXED, modules))
+        for so_far in (True, False):
+            if not so_far:
+                await say(app, pilot, events.Measured(MIXED, report(MIXED, 1e-2, modules)), events.Idle())
+            app.main.side.panes[0].scroll_end(animate=False)
+            await pilot.pause()
+            figures = [f"{34.5 + place:.2f}" for place in range(3)]
+            shown = [next(line for line in lines(app) if f" {figure} " in line) for figure in figures]
+            for line, end in zip(shown, ("10.self_attn.o_proj", "0.self_attn.o_proj", "1.mlp.down_proj"), strict=True):
+                assert f"…{end}" in line or f".{end}" in line, screen(app)
+                assert ("± 0.21" in line) == bool(error)
+            assert "dB" in screen(app)
