@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 from rich.text import Text
@@ -25,6 +25,12 @@ from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin, without_
 
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
+_RULES = "rules"
+_RULES_WIDTH = 24
+"""Cells for rules that other columns make room for."""
+_LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
+"""The columns that do so, the first to go first."""
+_PADDING = 2
 
 
 class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
@@ -60,6 +66,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._seen: list[MeasuredRecipe] = []
         self._chosen: int | None = None
         self._order: list[int] = []
+        self._filled_for = 0
+        """The cells that the columns were chosen for."""
 
     def compose(self) -> ComposeResult:
         with Vertical() as box:
@@ -89,31 +97,45 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         entries = self._entries
         self._seen = list(entries)
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
+        rows = [self._cells(index) for index in self._order]
+        self._filled_for = self._width
         table = self.query_one(DataTable)
         table.clear(columns=True)
-        for name in ("", "bytes", "drift", "SQNR dB", "KL nats", "same top", "perplexity", "time", "rules"):
-            table.add_column(name)
-        for index in self._order:
-            table.add_row(*self._cells(index))
+        shown = fitting(rows, self._filled_for)
+        for name, width in shown.items():
+            table.add_column(name, width=width)
+        for row in rows:
+            row[_RULES].truncate(shown[_RULES], overflow="ellipsis")
+            table.add_row(*(row[name] for name in shown))
         table.move_cursor(row=self._order.index(at))
         self.call_after_refresh(self._plot)
 
-    def _cells(self, index: int) -> list[Text]:
+    @property
+    def _width(self) -> int:
+        """Cells for the columns. Before the window is laid out, those that it will have: a key that comes with H
+        finds the rows there.
+        """
+        table = self.query_one(DataTable)
+        return (table.size.width or min(116, self.app.size.width * 96 // 100) - 4) - 1  # a scrollbar may come
+
+    def _cells(self, index: int) -> dict[str, Text]:
         entry = self._entries[index]
         mark = _mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
         mark += "P" if self._experiment.is_baseline(entry) else ""
         now = entry.recipe == self._experiment.recipe and entry.settings == str(self._experiment.settings)
-        return [
-            Text(mark, style="bold" if entry.pinned else ""),
-            Text(short_bytes(entry.planned_bytes), justify="right"),
-            Text(self._meaning(entry).word),
-            Text("not finite" if entry.nonfinite else decibels(entry.sqnr_db).removesuffix(" dB"), justify="right"),
-            Text(_number(entry.kl_mean, ".3e"), justify="right"),
-            Text("" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %", justify="right"),
-            Text(_number(entry.perplexity, ".4f"), justify="right"),
-            Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
-            Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
-        ]
+        top1 = "" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %"
+        sqnr = "not finite" if entry.nonfinite else decibels(entry.sqnr_db).removesuffix(" dB")
+        return {
+            "": Text(mark, style="bold" if entry.pinned else ""),
+            "bytes": Text(short_bytes(entry.planned_bytes), justify="right"),
+            "drift": Text(self._meaning(entry).word),
+            "SQNR dB": Text(sqnr, justify="right"),
+            "KL nats": Text(_number(entry.kl_mean, ".3e"), justify="right"),
+            "same top": Text(top1, justify="right"),
+            "perplexity": Text(_number(entry.perplexity, ".4f"), justify="right"),
+            "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
+            _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
+        }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
         """What a measurement means; the floor is known of the inputs in use alone."""
@@ -129,6 +151,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             entry = self._entries[self._order[event.cursor_row]]
             words = Text(_rules(entry), style="bold")
             words.append(f"\n{printable(entry.inputs, 100)}", style="not bold dim")
+            if entry.in_part:
+                words.append(f"; over {_time_or_extent(entry)} sequences", style="not bold dim")
             if entry.settings != "defaults":
                 words.append(f"; {printable(entry.settings, 100)}", style="not bold dim")
             if lost := loss_mark(entry.overflowed, entry.vanished):
@@ -139,7 +163,14 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.action_go_back()
 
     def on_resize(self) -> None:
-        self.call_after_refresh(self._plot)
+        self.call_after_refresh(self._fit)
+
+    def _fit(self) -> None:
+        """The window has been laid out."""
+        if self._filled_for != self._width:
+            self._fill(self._at)
+        else:
+            self._plot()
 
     def _plot(self) -> None:
         """Bytes against KL, or against the square of relative L2 where the outputs are no distributions."""
@@ -191,10 +222,23 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self._fill(at)
 
 
+def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
+    """The columns that `width` cells have room for, and how wide each is: the last has the rules, and gets what is left. Where the
+    rest would leave too little for them, columns without a figure go first.
+    """
+    widths = {name: max(len(name), *(row[name].cell_len for row in rows)) for name in rows[0]}
+    wanted = min(widths.pop(_RULES), _RULES_WIDTH) + _PADDING
+    for name in sorted(_LEAVE, key=lambda name: any(row[name] for row in rows)):
+        if sum(widths.values()) + _PADDING * len(widths) + wanted <= width:
+            break
+        del widths[name]
+    return widths | {_RULES: max(1, width - sum(widths.values()) - _PADDING * (len(widths) + 1))}
+
+
 def _time_or_extent(entry: MeasuredRecipe) -> str:
     """How long the candidate took; `2 of 6` where not all inputs were run."""
     if entry.in_part:
-        return f"{entry.sequences} of {entry.all_sequences}"
+        return f"{entry.sequences:,} of {entry.all_sequences:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)
 
 

@@ -1,0 +1,81 @@
+"""The table of measured recipes: what is read of it at every width."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from rich.text import Text
+from tests.helpers.recording_engine import make_app, report, running, say
+from tests.helpers.scenes import MIXED, measured_in_part, ready
+from tests.helpers.screen_text import lines, screen
+from textual.pilot import Pilot
+from textual.widgets import DataTable
+
+from dtype_engine.recipe import Recipe, Rule
+from dtype_engine.worker import events
+from dtype_tui.app import DtypeApp
+from dtype_tui.screens.history import fitting
+
+FP8 = Recipe((Rule("*.mlp", "float8_e4m3fn"),))
+
+
+async def three_measured(app: DtypeApp, pilot: Pilot[None]) -> None:
+    """One under the floor, the longest word; one in part; one now in force."""
+    await measured_in_part(app, pilot)
+    for recipe, kl in ((Recipe((Rule("*", "bfloat16"),)), 1e-14), (FP8, 2e-4)):
+        app.controller.put_in_force(recipe)
+        told = report(recipe)
+        output = dataclasses.replace(told.output, kl_mean=kl, perplexity_candidate=123.4567)
+        await say(app, pilot, events.Measured(recipe, dataclasses.replace(told, output=output)), events.Idle())
+    app.clear_notifications()
+    await pilot.press("H")
+    await pilot.pause()
+
+
+@pytest.mark.parametrize("size", [(80, 24), (120, 36), (200, 50)])
+async def test_rules_drift_time_and_how_many_sequences_are_read_at_every_width(size: tuple[int, int]) -> None:
+    app = make_app()
+    async with running(app, size) as pilot:
+        await three_measured(app, pilot)
+        at = next(place for place, line in enumerate(lines(app)) if "time" in line and "rules" in line)
+        rows = lines(app)[at + 1 : at + 4]
+        now, plain, part = (row.partition("│")[2] for row in rows)
+        assert "small" in now
+        assert "200.0 ms" in now
+        assert "now: *.mlp=float8_e4m3fn" in now
+        assert "invisible" in plain
+        assert "200.0 ms  *=bfloat16" in plain
+        assert "2 of 6" in part
+        assert "*=bfloat16, *norm*" in part
+        assert ("123.4567" in now) == (size[0] > 80), "the perplexity goes first"
+        assert app.screen.query_one(DataTable).max_scroll_x == 0, screen(app)
+        await pilot.press("j", "j")
+        await pilot.pause()
+        assert "over 2 of 6 sequences" in screen(app)
+
+
+async def test_the_columns_follow_the_terminals_width() -> None:
+    app = make_app()
+    async with running(app, (120, 36)) as pilot:
+        await ready(app, pilot)
+        app.controller.put_in_force(MIXED)
+        await say(app, pilot, events.Measured(MIXED, report(MIXED)), events.Idle())
+        await pilot.press("H")
+        await pilot.pause()
+        assert "same top" in screen(app)
+        await pilot.resize_terminal(80, 24)
+        await pilot.pause()
+        await pilot.pause()
+        assert "same top" not in screen(app)
+        assert "rules" in screen(app)
+
+
+def test_columns_without_a_figure_go_before_those_that_have_one() -> None:
+    names = ("", "bytes", "drift", "SQNR dB", "KL nats", "same top", "perplexity", "time", "rules")
+    row = {name: Text("" if name == "KL nats" else "12345678") for name in names}
+    everything = fitting([row], 200)
+    assert set(everything) == set(names)
+    assert sum(everything.values()) + 2 * len(names) == 200
+    narrower = fitting([row], 8 * 10 + 10 - 1)
+    assert set(narrower) == set(names) - {"KL nats"}
