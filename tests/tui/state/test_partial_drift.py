@@ -86,7 +86,8 @@ def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
     wide = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 120)
     assert "KL 2.500e-04 ± 5e-05 nats, 2 of 6 sequences" in wide.plain
     narrow = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
-    assert "KL 2.500e-04 ± 5e-05  Esc stops" in narrow
+    assert "2 of 6 sequences  Esc stops" in narrow
+    assert "KL" not in narrow, "the Drift pane has it"
     assert len(narrow) <= 80
 
 
@@ -119,3 +120,17 @@ def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experi
     ready = events.ModelReady(experiment.tree, "Net", "cpu", 1.0, "prompts", (), "")
     experiment.set_model(ready)
     assert experiment.report is None
+
+
+@pytest.mark.parametrize("title", ["demo", "HuggingFaceTB/SmolLM2-135M-Instruct"])
+def test_how_long_it_takes_and_how_much_was_run_come_before_the_figure(experiment: Experiment, title: str) -> None:
+    now = [0.0]
+    activity = Activity(lambda: now[0])
+    for share in (0.0, 0.4):
+        activity.begin("measuring: candidate", share)
+        now[0] += 60.0
+    experiment.take(told(2))
+    experiment.title = title
+    line = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
+    assert " min left  2 of 6 sequences  Esc stops" in line
+    assert len(line) <= 80

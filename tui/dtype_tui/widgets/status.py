@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from rich.text import Text
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text_drift import partial_text
+from dtype_engine.reports.text_drift import extent_text, partial_text
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.loss_text import loss_status
 from dtype_tui.rendering.progress import progress_words
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import PartialDrift
 
 ALWAYS = "? help  q quit"
 
@@ -58,9 +63,8 @@ def status_line(
             line.append(f" {progress_words(working, 12 if width >= 100 else 6)}")
         waits = f" · then: {working.queue}" if working.queue else ""
         if experiment.partial_drift is not None:
-            left = width - line.cell_len - len(f" {waits}  {stops} {printable(experiment.title, 40)} ")
-            whole = partial_text(experiment.partial_drift)
-            line.append(" " + next((words for words in (whole, whole.split(" nats")[0]) if len(words) <= left), ""))
+            left = width - line.cell_len - len(f"  {waits}  {stops} ")
+            line.append(f"  {_so_far(experiment.partial_drift, left, printable(experiment.title, 40))}")
         line.append(waits)
         line.append(f"  {stops}", style="dim")
     else:
@@ -77,3 +81,14 @@ def status_line(
     line.append(" " * max(1, width - line.cell_len - len(about) - 1))
     line.append(about, style="dim")
     return line
+
+
+def _so_far(reading: PartialDrift, width: int, title: str) -> str:
+    """`KL 1.234e-03 ± 2e-05 nats, 2 of 6 sequences` beside the model's title in `width` cells. Where there is less room the figure
+    goes, which the Drift pane has as well, and then the title.
+    """
+    whole = partial_text(reading)
+    extent = extent_text(reading.extent).split(",")[0] if not reading.output.nonfinite else whole
+    return next(
+        (words for words in (whole, extent) if len(words) + len(title) < width), extent if len(extent) < width else ""
+    )
