@@ -80,6 +80,7 @@ class Controller:
                 self.experiment.take(event)
             case events.EngineEnded() | events.EngineLost() | events.EngineBack():
                 self.life.follow_connection(event)
+                self.experiment.take(event)
             case events.Noticed():
                 self.notify(event.message, "warning")
             case events.InputsRefused() | events.Saved() | events.Failed() | events.Refused() | events.Stopped():
@@ -340,7 +341,7 @@ class Controller:
     def restart_engine(self) -> None:
         """End the engine, whatever it does, and start another with the same recipe."""
         if self.life.restart():
-            self.open_error = None
+            self.open_error = self.experiment.memory = None
             self._changed()
 
     def measure_recipes(self, recipes: Sequence[Recipe]) -> None:

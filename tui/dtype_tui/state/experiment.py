@@ -168,6 +168,8 @@ class Experiment:
                 self.scan.set_report(self.tree, event.report, event.finished)
             case events.Memory():
                 self.memory = event.reading
+            case events.EngineEnded():
+                self.memory = None  # of a process that is no more
             case events.CastDone():
                 self.set_lost(event.lost, event.reason)
             case events.LossRemedyFound():

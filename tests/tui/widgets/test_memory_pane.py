@@ -1,0 +1,33 @@
+"""The Memory pane shows figures of the engine that there is, and of no other."""
+
+from __future__ import annotations
+
+import pytest
+from tests.helpers.recording_engine import make_app, running, say
+from tests.helpers.scenes import memory, ready
+from tests.helpers.screen_text import screen
+
+from dtype_engine.worker import events
+
+OF_THE_PROCESS = ("resident", "process", "anonymous", "mapped")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+async def test_figures_of_an_engine_go_with_it(ended: bool) -> None:
+    app = make_app()
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        assert all(label in screen(app) for label in OF_THE_PROCESS)
+        if ended:
+            await say(app, pilot, events.EngineEnded("the engine was killed by signal 9"))
+            app.clear_notifications()
+            await pilot.pause()
+            assert not [label for label in OF_THE_PROCESS if label in screen(app)]
+            assert "by bytes" in screen(app), "what is planned is still true"
+        await pilot.press("R")
+        await pilot.pause()
+        app.clear_notifications()
+        await pilot.pause()
+        assert not [label for label in OF_THE_PROCESS if label in screen(app)]
+        await say(app, pilot, events.Memory(app.controller.experiment.recipe, memory()))
+        assert all(label in screen(app) for label in OF_THE_PROCESS)
