@@ -8,7 +8,7 @@ from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
-from dtype_engine.reports.text_drift import is_sampled, module_text
+from dtype_engine.reports.text_drift import extent_text, is_sampled, module_text, sqnr_text
 from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
@@ -38,7 +38,9 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
         reading = experiment.modules.get(node)
-        if reading is not None:
+        if not node and (words := _output_words(experiment)):
+            grid.add_row("drift", words)
+        elif reading is not None:
             grid.add_row(
                 "drift",
                 f"SQNR {module_text(reading)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
@@ -83,6 +85,19 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
     if not effects:
         grid.add_row("rules", "none: as stored")
     return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
+
+
+def _output_words(experiment: Experiment) -> str:
+    """The drift of the model's output, and over how much of the inputs where not all were run; "" where it is not known."""
+    report, partial = experiment.report, experiment.partial_drift
+    if report is not None:
+        output, extent = report.output, report.sequences
+    elif partial is not None:
+        output, extent = partial.output, partial.extent
+    else:
+        return ""
+    words = f"SQNR {sqnr_text(output, extent)}, max |Δ| {output.max_abs:.4e}, non-finite {output.nonfinite:,}"
+    return words if extent.whole else f"{words}, over {extent_text(extent)}"
 
 
 def _bytes_by_dtype(totals: Totals) -> str:
