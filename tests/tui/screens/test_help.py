@@ -54,6 +54,36 @@ async def test_the_keys_for_the_node_under_the_cursor_come_first() -> None:
         assert "x drop its rules" in lines(app)[4]
 
 
+@pytest.mark.parametrize("searched", [False, True])
+async def test_words_of_several_lines_stand_below_each_other(searched: bool) -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await ready(app, pilot)
+        await pilot.press("question_mark", *(["slash", *"panes;", "enter"] if searched else []))
+        await pilot.pause()
+        for _ in range(20):
+            first = next(
+                (place for place, line in enumerate(lines(app)) if "compare all that is measured" in line), None
+            )
+            if first is not None and first < 18:
+                break
+            await pilot.press("pagedown")
+            await pilot.pause()
+        assert first is not None, screen(app)
+        column = lines(app)[first].index("compare all")
+        more = lines(app)[first + 1].strip("│ ").split()
+        assert lines(app)[first + 1].index(more[0]) == column, screen(app)
+        assert lines(app)[first + 1][1:column].strip() == ""
+
+
+def test_no_words_of_the_help_are_lost_where_they_are_wrapped() -> None:
+    for title, rows in sections({}, ())[0]:
+        found = search([(title, rows)], (), title, 40).plain
+        assert all(len(line) <= 40 for line in found.splitlines())
+        for _, words in rows:
+            assert " ".join(words.split()) in " ".join(found.split())
+
+
 @pytest.mark.slow
 async def test_a_search_finds_keys_of_every_window_and_words() -> None:
     app = make_app()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
@@ -107,7 +108,7 @@ class HelpScreen(ModalScreen[None]):
         page.append_text(in_columns(key_blocks(self._chosen), width, _NARROWEST))
         for title, rows in self._sections[2:]:
             page.append("\n\n")
-            page.append_text(Text("\n").join(_block(title, rows, _WINDOWS_KEYS_WIDTH)))
+            page.append_text(Text("\n").join(_block(title, rows, _WINDOWS_KEYS_WIDTH, width)))
         for title, text in self._words:
             page.append(f"\n\n{title}", style="bold")
             for line in textwrap.wrap(text, width):
@@ -199,13 +200,23 @@ def key_blocks(chosen: Mapping[str, str]) -> list[list[Text]]:
     return [_block(title, [_entry(entry, chosen) for entry in entries]) for title, entries in GROUPS]
 
 
-def _block(title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH) -> list[Text]:
+def _block(
+    title: str, rows: Iterable[tuple[str, str]], widest: int = _KEYS_WIDTH, width: int | None = None
+) -> list[Text]:
+    """A heading and the rows. width: of the page, that words are wrapped to; without one they stay on a line."""
     listed = list(rows)
-    width = min(widest, max(len(keys) for keys, _ in listed))
-    return [
-        Text(title, style="bold"),
-        *(Text.assemble((f"{keys:<{width}}  ", ""), (words, "dim")) for keys, words in listed),
-    ]
+    keys_width = min(widest, max(len(keys) for keys, _ in listed))
+    lines = [Text(title, style="bold")]
+    for keys, words in listed:
+        lines += _row(f"{keys:<{keys_width}}  ", words, keys_width + 2, width or sys.maxsize)
+    return lines
+
+
+def _row(keys: str, words: str, column: int, width: int) -> list[Text]:
+    """Keys, and what they do: further lines of that begin in `column`, below its first."""
+    wrapped = textwrap.wrap(words, width, initial_indent=" " * len(keys), subsequent_indent=" " * column)
+    first, *more = wrapped or [keys]
+    return [Text.assemble(keys, (first[len(keys) :], "dim")), *(Text(line, style="dim") for line in more)]
 
 
 def _entry(entry: Entry, chosen: Mapping[str, str]) -> tuple[str, str]:
@@ -230,7 +241,8 @@ def search(places: Iterable[Section], explained: Iterable[tuple[str, str]], want
         if found:
             page.append(f"{title}\n", style="bold")
             for keys, words in found:
-                page.append(f"{keys:<{_KEYS_WIDTH}} {words}\n")
+                for row in _row(f"{keys:<{_KEYS_WIDTH}} ", words, _KEYS_WIDTH + 1, width):
+                    page.append(f"{row.plain}\n")
     for title, text in explained:
         sentences = [sentence for sentence in text.split(". ") if wanted in f"{sentence} {title}".lower()]
         if sentences:
