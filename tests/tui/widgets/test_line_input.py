@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from tests.helpers.recording_engine import make_app, running
+from tests.helpers.screen_text import notices
 from textual.app import ComposeResult
 from textual.events import Event, Key, Paste
 from textual.widgets import Static
@@ -170,6 +172,30 @@ def host() -> Iterator[tuple[Host, asyncio.Runner]]:
         runner.run(opened.__aenter__())
         yield app, runner
         runner.run(opened.__aexit__(None, None, None))
+
+
+@pytest.mark.parametrize(
+    ("pasted", "taken", "said"),
+    [
+        ("*.mlp=bf16", "*.mlp=bf16", []),
+        ("*.mlp=bf16\r\n", "*.mlp=bf16", []),
+        ("\n*.mlp=bf16\n", "*.mlp=bf16", []),
+        ("*=bf16\n*norm*=f32\n", "*=bf16", ["pasted the first line; the other is left out: paste one at a time"]),
+        ("a\n\nb\nc", "a", ["pasted the first line; the 2 others are left out: paste one at a time"]),
+        ("", "", []),
+        ("\n", "", []),
+    ],
+)
+async def test_what_a_line_does_not_take_of_a_paste_is_said(pasted: str, taken: str, said: list[str]) -> None:
+    app = make_app()
+    async with running(app, (80, 24)) as pilot:
+        await pilot.press("c", "ctrl+u")
+        app.post_message(Paste(pasted))
+        await pilot.pause()
+        await pilot.pause()
+        assert isinstance(app.focused, LineInput)
+        assert app.focused.value == taken
+        assert notices(app) == said
 
 
 MOVES = [

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import ClassVar
 
 from textual.binding import Binding, BindingType
+from textual.events import Paste
 from textual.widgets import Input
 
 
@@ -42,6 +43,18 @@ class LineInput(Input):
         done = self._entered(self.value)
         if done is not None:
             await done
+
+    def _on_paste(self, event: Paste) -> None:
+        """Insert the first line that has something in it, and say that the others are left out."""
+        event.stop()
+        event.prevent_default()  # a message goes to Textual's method as well, after this one
+        lines = [line for line in event.text.splitlines() if line.strip()]
+        super()._on_paste(Paste(lines[0]) if lines else event)
+        if len(lines) > 1:
+            rest = f"{len(lines) - 1:,} others are" if len(lines) > 2 else "other is"
+            self.notify(
+                f"pasted the first line; the {rest} left out: paste one at a time", severity="warning", markup=False
+            )
 
     def put(self, text: str) -> None:
         """Replace the text; the cursor goes to its end."""
