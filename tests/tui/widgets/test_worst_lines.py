@@ -6,6 +6,7 @@ import pytest
 from tests.helpers.recording_engine import make_app, report, running, say
 from tests.helpers.scenes import MIXED, ready
 from tests.helpers.screen_text import lines, screen
+from textual.widgets import Static
 
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
@@ -53,3 +54,17 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int], error: 
                 assert f"…{end}" in line or f".{end}" in line, screen(app)
                 assert ("± 0.21" in line) == bool(error)
             assert "dB" in screen(app)
+
+
+async def test_a_scrollbar_takes_no_cell_of_a_panes_text() -> None:
+    app = make_app()
+    widths = []
+    async with running(app) as pilot:
+        await ready(app, pilot)
+        pane = app.main.side.panes[0]
+        for failure in ("one line", "many lines " * 100):
+            app.controller.experiment.failure = failure
+            app.main.show_all()
+            await pilot.pause()
+            widths.append((pane.show_vertical_scrollbar, pane.columns, pane.query_one(Static).size.width))
+    assert widths == [(False, 36, 36), (True, 36, 36)]

@@ -23,7 +23,8 @@ class Pane(VerticalScroll, can_focus=False):
     HELP = ""
 
     DEFAULT_CSS = """
-    Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 1; height: auto; scrollbar-size-vertical: 1; }
+    Pane { border: round $surface-lighten-2; border-title-color: $accent; padding: 0 0 0 1; height: auto;
+        scrollbar-size-vertical: 1; }
     Pane > Static { height: auto; }
     """
 
@@ -53,6 +54,7 @@ class Pane(VerticalScroll, can_focus=False):
             self.query_one(Static).update(drawn, layout=not as_high)
 
     def on_resize(self) -> None:
+        self.query_one(Static).styles.width = self.columns
         self.show(*self._shown_for)
 
     def draw(self, activity: str, node: str) -> Text | Table:
@@ -60,8 +62,8 @@ class Pane(VerticalScroll, can_focus=False):
 
     @property
     def columns(self) -> int:
-        """Width of a line of text, in cells."""
-        return max(20, self.size.width)
+        """Width of a line of text, in cells: the same with a scrollbar as without, which has a cell of its own."""
+        return max(20, self.size.width - 1)
 
 
 def figures_grid() -> Table:

@@ -76,10 +76,10 @@ class DriftPane(Pane):
             if guess := experiment.predicted():
                 text.append(f"\npredicted {guess}", style="not dim bold")
             if worst:
-                lines = worst_lines(worst, self._narrowest, experiment.tree.modules)
+                lines = worst_lines(worst, self.columns, experiment.tree.modules)
                 text.append("\nworst modules so far" + ("" if lines is not None else ", SQNR in dB"))
                 if lines is None:
-                    lines = worst_lines_or_longer(worst, self._narrowest, experiment.tree.modules)
+                    lines = worst_lines_or_longer(worst, self.columns, experiment.tree.modules)
                 text.append_text(Text("\n").join([Text(), *lines]))
             return self._with_losses(text)
         return self._report(experiment.report)
@@ -167,7 +167,7 @@ class DriftPane(Pane):
         `after` them.
         """
         worst, others = self.experiment.worst_modules(3), self.experiment.tree.modules
-        labels, width = ["worst (w)"], self._narrowest - _LABEL_WIDTH - 1
+        labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
         lines = worst_lines(worst, width, others)
         if lines is None:
             labels.append("in dB")
@@ -183,16 +183,11 @@ class DriftPane(Pane):
         for row in after:
             below.add_row(*row)
         whole = PlainTable.grid()
-        for part in (grid, Text("\n").join(worst_lines_or_longer(worst, self._narrowest, others)), below):
+        for part in (grid, Text("\n").join(worst_lines_or_longer(worst, self.columns, others)), below):
             if isinstance(part, Table):
                 part.columns[0].min_width = _LABEL_WIDTH  # the labels of both stand below each other
             whole.add_row(part)
         return whole
-
-    @property
-    def _narrowest(self) -> int:
-        """Cells of a line beside a scrollbar: whether there is one is known only when the text is laid out."""
-        return self.columns - 1
 
 
 def _beside(words: str, compared: str | None, style: str = "") -> Text:
