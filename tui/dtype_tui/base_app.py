@@ -89,7 +89,7 @@ class BaseApp(PacedApp[ReturnType]):
     @property
     def quit_words(self) -> str:
         """What to press to quit."""
-        raise NotImplementedError
+        return "Esc quits"
 
     def action_help_quit(self) -> None:
         """Ctrl+C, which copies: say what quits. Textual's own sentence is markup, and names a key that is not in the help."""

@@ -63,10 +63,6 @@ class ModelPicker(BaseApp[str]):
         self.offers = list(offers[:MOST_SHOWN])
         self._check = check
 
-    @property
-    def quit_words(self) -> str:
-        return "Esc quits"
-
     def compose(self) -> ComposeResult:
         title = Text.assemble(("dtype-tui", "bold"), "  what happens if these layers are in another dtype?")
         yield Static(title, id="title")
