@@ -85,7 +85,7 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
         emit(events.OpenFailed(str(error), classes_follow))
         if classes_follow:
             _emit_classes(model, emit)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word
         model.why_closed = f"{source.title}: opening it failed: {type(error).__name__}: {error}"
         emit(events.OpenFailed(model.why_closed))
     return model

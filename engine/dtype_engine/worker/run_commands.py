@@ -249,7 +249,7 @@ class CommandRunner:
             self._emit(events.Saved(recipe, False, str(error)))
         except Cancelled:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._emit(events.Saved(recipe, False, f"nothing was written: {one_line(error, 300, with_type=True)}"))
         # A report measures the recipe that it was asked for; the one in force is put back.
         return () if session is None or session.recipe == before else (ApplyRecipe(),)

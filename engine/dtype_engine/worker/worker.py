@@ -195,7 +195,7 @@ class Worker(Engine):
             self._emit_failure(recipe, command, str(error))
         except MemoryError:
             self._emit_failure(recipe, command, "not enough memory; cast to a smaller dtype or use shorter inputs")
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word
             self._emit_failure(recipe, command, one_line(error, 300, with_type=True))
         self._memory.emit_now()
         with self._changed:
@@ -222,5 +222,5 @@ class Worker(Engine):
             self._emit(events.ExportPlanned(recipe, plan_export(context)))
         except UserError as error:
             self._emit(events.ExportPlanned(recipe, None, str(error)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._emit(events.ExportPlanned(recipe, None, one_line(error, 300, with_type=True)))

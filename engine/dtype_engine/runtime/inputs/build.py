@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
@@ -31,7 +32,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     given = options.prompts or options.texts or options.images or options.audio
     if model.example_inputs is not None and not given:
         try:
-            values = model.example_inputs()
+            with exits_as_errors():
+                values = model.example_inputs()
         except Exception as error:
             raise NoForward(f"example_inputs() of {model.title} failed: {type(error).__name__}: {error}") from error
         return from_values(values, "example_inputs()")

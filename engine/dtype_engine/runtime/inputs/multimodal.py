@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -149,7 +150,9 @@ def _by_processor(model: LiveModel, processor: Any, picture: Picture, text: str)
             whole = processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
         else:
             whole = f"{processor.image_token}{text}"
-        return accepted(model, processor(images=[picture.image], text=[whole], return_tensors="pt"))
+        with exits_as_errors():
+            made = processor(images=[picture.image], text=[whole], return_tensors="pt")
+        return accepted(model, made)
     except Exception:  # templates and processors raise what they like; the tokens are put together by hand then
         return None
 
@@ -181,7 +184,7 @@ def _features(model: LiveModel, picture: Picture) -> int:
     names = inspect.signature(ask).parameters
     given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
     try:
-        with torch.no_grad(), ReferenceMode(model.by_id, model.device):
+        with torch.no_grad(), ReferenceMode(model.by_id, model.device), exits_as_errors():
             output = ask(**given)
     except Exception as error:  # the model's own code
         raise NoForward(

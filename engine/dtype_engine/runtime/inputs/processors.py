@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.runtime.model.architecture import reason
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel
@@ -80,7 +81,7 @@ def _loaded_or_fails(model: LiveModel, files: tuple[str, ...], load: Callable[..
     for name in files:
         if (folder / name).exists() and not (folder / name).is_file():
             raise ValueError(f"{name} is not a regular file")  # opening a pipe would wait for ever
-    with offline(download=False):
+    with offline(download=False), exits_as_errors():
         return load(folder, local_files_only=True, trust_remote_code=model.trust_remote_code)
 
 

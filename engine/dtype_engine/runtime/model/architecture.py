@@ -19,6 +19,7 @@ from dtype_engine.checkpoint.plausible import refuse_impossible
 from dtype_engine.checkpoint.prequantized import quantized_parts
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
 from dtype_engine.core.suggest import nearest
 from dtype_engine.core.text import printable
@@ -87,7 +88,8 @@ def without_quantization(config: Any) -> Any:
 def reasons(folder: Path) -> Iterator[None]:
     """Whatever a configuration makes transformers or torch raise ends as NoForward, in a sentence."""
     try:
-        yield
+        with exits_as_errors():
+            yield
     except (UserError, MemoryError):
         raise
     except Exception as error:  # values of the wrong kind or size fail in many places, each with an error of its own

@@ -25,6 +25,7 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.checkpoint.weight_files import variant_of
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
@@ -162,16 +163,17 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
         try:
-            module, loading_info = as_stored(model_class, checkpoint).from_pretrained(
-                folder,
-                dtype=torch_dtype(loading_dtype(checkpoint)),
-                output_loading_info=True,
-                local_files_only=True,
-                use_safetensors=checkpoint.form == "safetensors",
-                variant=variant_of(checkpoint.files[0].name),
-                trust_remote_code=options.trust_remote_code,
-                **more,
-            )
+            with exits_as_errors():
+                module, loading_info = as_stored(model_class, checkpoint).from_pretrained(
+                    folder,
+                    dtype=torch_dtype(loading_dtype(checkpoint)),
+                    output_loading_info=True,
+                    local_files_only=True,
+                    use_safetensors=checkpoint.form == "safetensors",
+                    variant=variant_of(checkpoint.files[0].name),
+                    trust_remote_code=options.trust_remote_code,
+                    **more,
+                )
         except (UserError, MemoryError):
             raise
         except Exception as error:  # what files and configurations can make it raise has no common class

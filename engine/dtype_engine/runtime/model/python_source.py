@@ -18,6 +18,7 @@ from torch import nn
 from dtype_engine.checkpoint import FileIdentity, open_checkpoint
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors
 from dtype_engine.runtime.model.mapped_tensors import read_all
@@ -100,7 +101,8 @@ def load_python(source: Source, options: Options, device: torch.device, on_step:
             raise UserError(f"{source.title}: there is no {source.attribute!r} in {source.path or source.module}{hint}")
         on_step(f"making {source.attribute}")
         try:
-            module = made_by if isinstance(made_by, nn.Module) else made_by()
+            with exits_as_errors():
+                module = made_by if isinstance(made_by, nn.Module) else made_by()
         except Exception as error:
             raise UserError(
                 f"{source.title}: calling {source.attribute}() failed: {one_line(error, 300, with_type=True)}"
@@ -152,7 +154,8 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent.resolve()) not in sys.path:
         sys.path.insert(0, str(path.parent.resolve()))
     try:
-        spec.loader.exec_module(module)
+        with exits_as_errors():
+            spec.loader.exec_module(module)
     except Exception as error:
         sys.modules.pop(name, None)
         raise UserError(f"{path}: importing it failed: {one_line(error, 300, with_type=True)}") from error
@@ -163,6 +166,7 @@ def _import_module(name: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        return importlib.import_module(name)
+        with exits_as_errors():
+            return importlib.import_module(name)
     except Exception as error:
         raise UserError(f"{name}: importing it failed: {one_line(error, 300, with_type=True)}") from error

@@ -13,6 +13,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, UserError
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import RunSettings
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.model.live import LiveModel
@@ -341,6 +342,7 @@ class ForwardRunner:
                             contexts.enter_context(within)
                     if mode is not None:
                         contexts.enter_context(mode)
+                    contexts.enter_context(exits_as_errors())
                     output = call()
                 if model.device.type == "cuda":
                     torch.cuda.synchronize(model.device)

@@ -15,6 +15,7 @@ import torch
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, NoForward, UserError
+from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.comparison import is_distribution
@@ -125,7 +126,7 @@ class SequenceScan:
 
     def _call(self, batch: Batch, mode: ReferenceMode) -> Any:
         try:
-            with mode:
+            with mode, exits_as_errors():
                 return batch.run(self.model.module)
         except (Cancelled, UserError):
             raise
@@ -170,7 +171,8 @@ class SequenceScan:
 
     def _carry_back(self, output: torch.Tensor, gradient: torch.Tensor, retain_graph: bool) -> None:
         try:
-            torch.autograd.backward(output, gradient, retain_graph=retain_graph)
+            with exits_as_errors():
+                torch.autograd.backward(output, gradient, retain_graph=retain_graph)
         except (Cancelled, UserError):
             raise
         except (RuntimeError, NotImplementedError) as error:
