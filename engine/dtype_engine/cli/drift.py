@@ -14,7 +14,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import note, print_json, say, say_progress, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
@@ -111,10 +111,10 @@ def drift(
         return _exit_status(reached)
     from dtype_engine.reports.text import drift_text, generation_text
 
-    click.echo(drift_text(report))
-    click.echo(details.text(report, reached))
+    answer(drift_text(report))
+    answer(details.text(report, reached))
     for text in texts:
-        click.echo(generation_text(text))
+        answer(generation_text(text))
     note(report.notices)
     return _exit_status(reached)
 
@@ -221,7 +221,7 @@ def flow(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import flow_text
 
-    click.echo(flow_text(casts))
+    answer(flow_text(casts))
 
 
 @click.command(cls=ModelCommand)
@@ -239,5 +239,5 @@ def speed(request: RunRequest, repeats: int, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import speed_text
 
-    click.echo(speed_text(report))
+    answer(speed_text(report))
     note(report.notices)

@@ -11,7 +11,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import workers_option
-from dtype_engine.cli.program import note, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -69,7 +69,7 @@ def export(request: RunRequest, folder: Path, force: bool, max_shard_size: str, 
     if as_object:
         print_json(as_json(report))
         return
-    click.echo(export_text(report))
+    answer(export_text(report))
     note(report.notices)
 
 
@@ -106,7 +106,7 @@ def verify(request: RunRequest, folder: Path, drift: bool, workers: str | int | 
     if as_object:
         print_json(as_json(report) | {"same": report.same})
     else:
-        click.echo(verify_text(report, _SHOWN))
+        answer(verify_text(report, _SHOWN))
     return 0 if report.same else NO
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
-from dtype_engine.cli.program import print_json, say, say_share
+from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.recipe import make_plan, require_matches
 from dtype_engine.results.as_json import as_json
@@ -50,7 +50,7 @@ def inspect(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import inspect_text
 
-    click.echo(inspect_text(tree, plan, source.title))
+    answer(inspect_text(tree, plan, source.title))
 
 
 @click.command(cls=ModelCommand, runs=False)
@@ -87,6 +87,6 @@ def weights(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.reports.text import skipped_text, weights_text
 
-    click.echo(weights_text(errors))
+    answer(weights_text(errors))
     if left_out:
-        click.echo(skipped_text(left_out))
+        answer(skipped_text(left_out))

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtype_engine.cli.request import RunRequest
+from dtype_engine.cli.streams import answers_alone
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.exits import exits_as_errors
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -192,6 +194,12 @@ class ModelCommand(click.Command):
 
     def invoke(self, ctx: click.Context) -> Any:
         """Call the function. Raises UserError for options that make no request."""
+        if ctx.parent is None:  # the app's own command: it prints nothing, and draws on the terminal
+            return self._invoke(ctx)
+        with answers_alone(), exits_as_errors():
+            return self._invoke(ctx)
+
+    def _invoke(self, ctx: click.Context) -> Any:
         default = click.core.ParameterSource.DEFAULT
         explicit = frozenset(name for name in ctx.params if ctx.get_parameter_source(name) is not default)
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
+from dtype_engine.cli.streams import answers, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
@@ -24,8 +25,13 @@ TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 def print_json(value: Any) -> None:
     """One object on standard output."""
-    json.dump(value, sys.stdout, indent=2, ensure_ascii=False, allow_nan=False)
-    sys.stdout.write("\n")
+    json.dump(value, answers(), indent=2, ensure_ascii=False, allow_nan=False)
+    answers().write("\n")
+
+
+def answer(text: str, nl: bool = True) -> None:
+    """What a command was asked for, on standard output. nl: with an end of line."""
+    click.echo(text, answers(), nl)
 
 
 _step = ""
@@ -83,9 +89,15 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
     a signal.
     """
+    with own_output():
+        return _status(command, program, arguments)
+
+
+def _status(command: click.Command, program: str, arguments: Sequence[str] | None) -> int:
     try:
         with raised_signals():
             result = command.main(args=arguments, prog_name=program, standalone_mode=False)
+            sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except (UserError, click.ClickException) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)

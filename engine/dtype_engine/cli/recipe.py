@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import print_json
+from dtype_engine.cli.program import answer, print_json
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -70,7 +70,7 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
         )
         return
     if output is None:
-        click.echo(written.text, nl=False)
+        answer(written.text, nl=False)
     for line in _left_out_lines(written):
         click.echo(f"dtype-engine: {line}", err=True)
 
@@ -112,7 +112,7 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
         print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
     else:
         for line in _lint_lines(reading):
-            click.echo(line)
+            answer(line)
     return DIFFERS if reading.differs else 0
 
 
@@ -123,7 +123,7 @@ def _lint_serving(context: Context, file: Path, target: str, as_object: bool) ->
         print_json({"model": context.title, "loads": reading.loads} | as_json(reading))
     else:
         for line in serving_lines(reading, lambda names: _some(tuple(names))):
-            click.echo(line)
+            answer(line)
     return DIFFERS if reading.findings else 0
 
 
@@ -184,13 +184,11 @@ def presets(request: RunRequest, as_object: bool) -> None:
         return
     from dtype_engine.core.units import human_bytes
 
-    click.echo(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
+    answer(f"{context.title}: {human_bytes(context.tree.stored_bytes)} as stored")
     for entry in entries:
         planned = entry["planned_bytes"]
-        click.echo(
-            f"{entry['name']:16} {human_bytes(planned) if planned is not None else '-':>11}  {entry['sentence']}"
-        )
-        click.echo(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
+        answer(f"{entry['name']:16} {human_bytes(planned) if planned is not None else '-':>11}  {entry['sentence']}")
+        answer(f"{'':28}  {entry.get('unavailable') or ', '.join(entry['rules'])}")
 
 
 def _some(names: tuple[str, ...]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import note, print_json, say, say_progress, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
 from dtype_engine.cli.request import Planned, RunRequest
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.text import printable
@@ -66,7 +66,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         named = {"file": str(written), "model": title, "measured": measured is not None}
         print_json(named | sizes | why | {"lost": as_json(lost)})
         return
-    click.echo(f"wrote {printable(str(written), 1000)}")
+    answer(f"wrote {printable(str(written), 1000)}")
     if notice := loss_notice(lost or ()):
         note([notice])
     if reason:

@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import note, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
@@ -98,7 +98,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
         return
     from dtype_engine.reports.text_scan import scan_text
 
-    click.echo(scan_text(report))
+    answer(scan_text(report))
     note(report.notices)
 
 
@@ -207,7 +207,7 @@ def search(
     else:
         from dtype_engine.reports.text_scan import search_text
 
-        click.echo(search_text(report))
+        answer(search_text(report))
     note(report.notices)
     return 0
 
@@ -225,7 +225,7 @@ def merge(files: tuple[Path, ...], output: Path, force: bool) -> None:
     check_target(output, force)
     whole = merged(files)
     saved.write(output, whole)
-    click.echo(f"{output}: {whole.parts} parts of {len(files)} files")
+    answer(f"{output}: {whole.parts} parts of {len(files)} files")
 
 
 def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[str, Any]) -> None:
@@ -241,8 +241,8 @@ def _scan_shard(request: RunRequest, shard: Shard, as_object: bool, how: dict[st
             {"model": session.model.title, "shard": str(shard), "done": count, "parts": task.parts, "file": str(save)}
         )
         return
-    click.echo(f"shard {shard}: {count} of {task.parts} parts are in {save}")
-    click.echo("with the files of all shards: dtype-engine scan merge FILES -o scan.json")
+    answer(f"shard {shard}: {count} of {task.parts} parts are in {save}")
+    answer("with the files of all shards: dtype-engine scan merge FILES -o scan.json")
 
 
 def _scanned(

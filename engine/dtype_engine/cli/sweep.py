@@ -8,7 +8,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import note, print_json, say
+from dtype_engine.cli.program import answer, note, print_json, say
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import UserError
 from dtype_engine.results.as_json import as_json
@@ -67,5 +67,5 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
         return
     from dtype_engine.reports.text_sweep import sweep_text
 
-    click.echo(sweep_text(swept))
+    answer(sweep_text(swept))
     note(last.notices)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from dtype_engine.cli.program import answer
+
 
 @click.command
 @click.argument("address", default="tcp://HOST:8786")
@@ -11,4 +13,4 @@ def worker(address: str) -> None:
     """Print the lines that start workers for --workers tcp://HOST:8786."""
     from dtype_engine.evaluation.cluster import worker_lines
 
-    click.echo(worker_lines(address))
+    answer(worker_lines(address))

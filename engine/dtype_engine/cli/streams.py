@@ -1,0 +1,65 @@
+"""Standard streams: answers alone go to standard output, whatever a model's code prints."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TextIO
+
+_answers: list[TextIO] = []
+"""Where the answers of the commands under way go; nothing where that is `sys.stdout`."""
+
+
+class _StandardOutput(io.FileIO):
+    """A second file descriptor of standard output."""
+
+    def __init__(self) -> None:
+        super().__init__(os.dup(1), "w")
+
+
+@contextmanager
+def own_output() -> Iterator[None]:
+    """Within the block `sys.stdout` writes wherever file descriptor 1 leads now. One that a caller has put there is left."""
+    before = sys.__stdout__
+    if before is None or sys.stdout is not before or before.fileno() != 1:
+        yield
+        return
+    before.flush()
+    ours = io.TextIOWrapper(
+        io.BufferedWriter(_StandardOutput()), before.encoding, before.errors, line_buffering=before.line_buffering
+    )
+    sys.stdout = ours
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        with contextlib.suppress(OSError):
+            ours.close()
+
+
+@contextmanager
+def answers_alone() -> Iterator[None]:
+    """Within the block `answer` writes to standard output, and everything else that does, as a model's code, to standard error.
+
+    What is in C writes to the file descriptor, at times from a buffer when the process ends, and so do the processes that are
+    started: under `own_output` the descriptor stays standard error's for good.
+    """
+    before = sys.stdout
+    if isinstance(getattr(getattr(before, "buffer", None), "raw", None), _StandardOutput):
+        os.dup2(2, 1)
+    _answers.append(before)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        _answers.pop()
+
+
+def answers() -> TextIO:
+    """Where answers go."""
+    return _answers[-1] if _answers else sys.stdout
