@@ -12,7 +12,7 @@ from importlib import import_module
 
 import click
 
-from dtype_engine.cli.program import run
+from dtype_engine.cli.program import BAD_INPUT, run
 
 _PLACES = {
     "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
@@ -48,6 +48,12 @@ def cli() -> None:
 
 def main() -> None:
     """The `dtype-engine` program."""
+    if sys.stdout is None:  # closed when Python began
+        if sys.stderr is not None:
+            print(
+                "dtype-engine: standard output is closed, and answers go there: redirect it to a file", file=sys.stderr
+            )
+        sys.exit(BAD_INPUT)
     status = run(cli, "dtype-engine")
     # Python's last collection goes over all that torch and transformers have made: 0.7 s of a `drift` of 10.
     gc.freeze()

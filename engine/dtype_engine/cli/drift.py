@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_progress, say_share, tell
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
@@ -185,7 +184,7 @@ def _exit_status(reached: Sequence[Verdict]) -> int:
     missed = [verdict for verdict in reached if not verdict.passed]
     for verdict in missed:
         option = "--" + verdict.name.replace("_", "-")
-        print(f"dtype-engine: {option} is missed: {verdict}", file=sys.stderr)
+        tell(f"dtype-engine: {option} is missed: {verdict}")
     return MISSED if missed else 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
-from dtype_engine.cli.streams import answers, own_output
+from dtype_engine.cli.streams import answers, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
@@ -34,6 +35,12 @@ def answer(text: str, nl: bool = True) -> None:
     click.echo(text, answers(), nl)
 
 
+def tell(line: str) -> None:
+    """A line beside the answers, on standard error. That it can't be written there changes no answer and no status."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr)
+
+
 _step = ""
 """What `say` has last written and nobody has wiped off yet."""
 
@@ -51,13 +58,13 @@ def _last_line(sentence: str) -> None:
     """The line on standard error that a program ends with, in the place of its progress."""
     if _step:
         say("")
-    print(sentence, file=sys.stderr)
+    tell(sentence)
 
 
 def note(sentences: Iterable[str]) -> None:
     """What a user should know beside the result, a sentence each, on standard error."""
     for sentence in sentences:
-        click.echo(f"dtype-engine: note: {sentence}", err=True)
+        tell(f"dtype-engine: note: {sentence}")
 
 
 _BAR = 20
@@ -89,6 +96,7 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
     a signal.
     """
+    fill_closed()
     with own_output():
         return _status(command, program, arguments)
 

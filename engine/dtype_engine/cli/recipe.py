@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from dtype_engine.cli.options import ModelCommand, force_option, json_option
-from dtype_engine.cli.program import answer, print_json
+from dtype_engine.cli.program import answer, print_json, tell
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
@@ -72,7 +72,7 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
     if output is None:
         answer(written.text, nl=False)
     for line in _left_out_lines(written):
-        click.echo(f"dtype-engine: {line}", err=True)
+        tell(f"dtype-engine: {line}")
 
 
 def _left_out_lines(written: Conversion) -> list[str]:

@@ -11,9 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-import click
-
-from dtype_engine.cli.program import say_share
+from dtype_engine.cli.program import say_share, tell
 from dtype_engine.core import dtypes, opening_progress
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
@@ -126,7 +124,7 @@ class RunRequest:
         title = session.model.title
         if self.made_for is not None and self.made_for != title:
             made_for = printable(self.made_for)
-            click.echo(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}", err=True)
+            tell(f"dtype-engine: note: {self.recipe_file} was made for {made_for}, and this is {title}")
         recipe = self.with_preset(session.tree)
         require_matches(session.tree, recipe)
         session.apply(recipe, on_progress=lambda done, total: say_share(f"casting {total:,} tensors", done, total))

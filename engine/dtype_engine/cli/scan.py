@@ -12,7 +12,7 @@ import click
 
 from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
-from dtype_engine.cli.program import answer, note, print_json, say, say_share
+from dtype_engine.cli.program import answer, note, print_json, say, say_share, tell
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.core.errors import OutOfReach, UserError
 from dtype_engine.core.input_args import check_files
@@ -194,7 +194,7 @@ def search(
     except OutOfReach as error:
         if as_object:
             print_json({"model": session.model.title, "met": False, "reason": str(error)})
-        click.echo(f"dtype-engine: {error}", err=True)
+        tell(f"dtype-engine: {error}")
         return NO
     if output is not None:
         from dtype_engine.recipe.file import write_recipe

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
+_STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
+"""By their file descriptors."""
 _answers: list[TextIO] = []
 """Where the answers of the commands under way go; nothing where that is `sys.stdout`."""
 
@@ -19,6 +21,24 @@ class _StandardOutput(io.FileIO):
 
     def __init__(self) -> None:
         super().__init__(os.dup(1), "w")
+
+
+def fill_closed() -> None:
+    """Put a stream that takes all and gives nothing in the place of each that was closed when Python began. There is code that
+    expects one, torch's in C as well; and the next file that is opened would get the number of that stream.
+    """
+    for number, (name, mode) in enumerate(_STREAMS):
+        if getattr(sys, name) is not None:
+            continue
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)
+            if opened != number:
+                os.dup2(opened, number)
+                os.close(opened)
+            os.set_inheritable(number, True)
+        setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
 @contextmanager

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from tests.helpers import preloaded
+from tests.helpers.paths import TINYNET
 
 PRINTING = """
 import atexit, ctypes, os, subprocess, sys
@@ -42,6 +45,16 @@ COMMANDS = {
     "scan": ("scan", "--dtypes", "bf16"),
     "presets": ("recipe", "presets"),
 }
+WITH_FULL = pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+CASTING = ("drift", f"{TINYNET}:TinyNet", "--cast", "*=bf16")
+
+
+def shell(streams: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """The program, its streams as a shell makes them."""
+    command = [sys.executable, "-c", preloaded.COMMAND, *arguments]
+    return subprocess.run(
+        ["sh", "-c", f'exec "$0" "$@" {streams}', *command], capture_output=True, text=True, timeout=120
+    )
 
 
 @pytest.fixture
@@ -68,3 +81,41 @@ def test_help_is_an_answer() -> None:
     done = preloaded.run(preloaded.COMMAND, "drift", "--help")
     assert done.stdout.startswith("Usage: dtype-engine drift")
     assert done.stderr == ""
+
+
+def test_without_standard_error_there_are_answers_all_the_same(printing: str) -> None:
+    """And no file that is opened gets its number."""
+    code = Path(printing.removesuffix(":Net"))
+    code.write_text(code.read_text() + "assert open(__file__).fileno() > 2\n")
+    done = shell("2>&-", "drift", printing, "--cast", "*=bf16")
+    assert done.returncode == 0
+    assert done.stdout.startswith("model ")
+    assert "SQNR" in done.stdout
+    assert "LEAK" not in done.stdout
+
+
+@pytest.mark.parametrize("streams", ["2>&-", "2</dev/null"])
+def test_without_standard_error_bad_input_has_its_status(streams: str) -> None:
+    done = shell(streams, "drift", "no such model")
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "")
+
+
+@pytest.mark.parametrize("streams", ["2</dev/null", pytest.param("2>/dev/full", marks=WITH_FULL)])
+def test_a_note_that_cant_be_written_changes_no_status(tmp_path: Path, streams: str) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text('version: 1\nmodel: other\nrules:\n  - {pattern: "*", dtype: bfloat16}\n')
+    done = shell(streams, "drift", f"{TINYNET}:TinyNet", "--recipe", str(recipe))
+    assert done.returncode == 0
+    assert "SQNR" in done.stdout
+
+
+@pytest.mark.parametrize("arguments", [CASTING, ("--help",), ("stdio",)])
+def test_without_standard_output_nothing_is_begun(arguments: tuple[str, ...]) -> None:
+    done = shell(">&-", *arguments)
+    assert done.returncode == 2
+    assert done.stderr == "dtype-engine: standard output is closed, and answers go there: redirect it to a file\n"
+
+
+def test_without_standard_input_there_are_answers_all_the_same() -> None:
+    assert shell("<&-", *CASTING).returncode == 0
+    assert shell(">&- 2>&-", *CASTING).returncode == 2
