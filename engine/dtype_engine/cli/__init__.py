@@ -1,7 +1,7 @@
 """`dtype-engine`: every question the app can ask, for scripts and jobs.
 
 Results go to standard output (with `--json`, one object and nothing else), everything else to standard error.
-Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted (143 and 129: killed, hung up).
+Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted (143 and 129: killed, hung up), 141 nobody reads the answer.
 """
 
 from __future__ import annotations

@@ -14,13 +14,14 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
-from dtype_engine.cli.streams import answers, fill_closed, own_output
+from dtype_engine.cli.streams import NobodyReads, answers, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import time_left
 
 BAD_INPUT = 2
+CLOSED_PIPE = 128 + 13  # SIGPIPE, which Python ignores
 TRACEBACK = "DTYPE_TUI_TRACEBACK"
 
 
@@ -94,7 +95,7 @@ def say_progress(run: str, done: int, total: int) -> None:
 
 def run(command: click.Command, program: str, arguments: Sequence[str] | None = None) -> int:
     """Run a click command by the project's rules for errors and exit statuses: one line, 2 for bad input, 128 and its number for
-    a signal.
+    a signal, without a word for SIGPIPE.
     """
     fill_closed()
     with own_output():
@@ -113,9 +114,8 @@ def _status(command: click.Command, program: str, arguments: Sequence[str] | Non
         return BAD_INPUT
     except (KeyboardInterrupt, click.Abort) as error:
         return _told_interrupted(program, error)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except NobodyReads:
+        return CLOSED_PIPE
     except Exception as error:
         # One that strikes while a lock is taken makes the lock fail on the way out.
         interrupt = next((link for link in _chain(error) if isinstance(link, KeyboardInterrupt)), None)

@@ -1,4 +1,4 @@
-"""Standard streams: answers alone go to standard output, whatever a model's code prints."""
+"""Standard streams: answers alone go to standard output, whatever a model's code prints; where they can't, that is said."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+from dtype_engine.core.errors import UserError
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 """By their file descriptors."""
@@ -16,11 +21,31 @@ _answers: list[TextIO] = []
 """Where the answers of the commands under way go; nothing where that is `sys.stdout`."""
 
 
+class NobodyReads(Exception):
+    """Whoever read standard output has closed it: the program is to end without a word, as SIGPIPE would end it."""
+
+
 class _StandardOutput(io.FileIO):
-    """A second file descriptor of standard output."""
+    """A second file descriptor of standard output, whose errors are no OSErrors: those of a model's own files can't be told apart
+    from them, and click would end the program at one. After an error it takes all and writes nothing: Python writes what is
+    left in the buffer as it ends.
+    """
 
     def __init__(self) -> None:
         super().__init__(os.dup(1), "w")
+        self._failed = False
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        """Raises NobodyReads, UserError."""
+        if self._failed:
+            return memoryview(data).nbytes
+        try:
+            return super().write(data)
+        except OSError as error:
+            self._failed = True
+            if isinstance(error, BrokenPipeError):
+                raise NobodyReads from None
+            raise UserError(f"standard output can't be written: {error.strerror}") from None
 
 
 def fill_closed() -> None:
@@ -43,7 +68,9 @@ def fill_closed() -> None:
 
 @contextmanager
 def own_output() -> Iterator[None]:
-    """Within the block `sys.stdout` writes wherever file descriptor 1 leads now. One that a caller has put there is left."""
+    """Within the block `sys.stdout` writes wherever file descriptor 1 leads now, and raises NobodyReads or UserError where it
+    can't. Flush it before the end, which says no errors. A `sys.stdout` that a caller has put there is left.
+    """
     before = sys.__stdout__
     if before is None or sys.stdout is not before or before.fileno() != 1:
         yield
@@ -57,7 +84,7 @@ def own_output() -> Iterator[None]:
         yield
     finally:
         sys.stdout = before
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(NobodyReads, UserError, OSError):
             ours.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -119,3 +120,25 @@ def test_without_standard_output_nothing_is_begun(arguments: tuple[str, ...]) ->
 def test_without_standard_input_there_are_answers_all_the_same() -> None:
     assert shell("<&-", *CASTING).returncode == 0
     assert shell(">&- 2>&-", *CASTING).returncode == 2
+
+
+ANSWERING = [CASTING, (*CASTING, "--json"), ("inspect",), ("scan", "--help")]
+
+
+@pytest.mark.parametrize("arguments", ANSWERING)
+def test_a_closed_pipe_ends_a_program_without_a_word(arguments: tuple[str, ...]) -> None:
+    """1 would be a limit that is missed."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-c", preloaded.COMMAND, *arguments]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@WITH_FULL
+@pytest.mark.parametrize("arguments", ANSWERING)
+def test_a_full_disk_is_said_in_a_sentence(arguments: tuple[str, ...]) -> None:
+    done = shell(">/dev/full", *arguments)
+    assert done.returncode == 2
+    assert done.stderr == "dtype-engine: standard output can't be written: No space left on device\n"
