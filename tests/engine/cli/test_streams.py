@@ -12,6 +12,8 @@ import pytest
 from tests.helpers import preloaded
 from tests.helpers.paths import TINYNET
 
+from dtype_engine import cli
+
 PRINTING = """
 import atexit, ctypes, os, subprocess, sys
 import torch
@@ -76,6 +78,12 @@ def test_what_a_models_code_prints_is_no_answer(printing: str, command: str) -> 
     for done in (said, as_object):
         for way in ("of Python end", "past sys.stdout constructor", "of C", "of a descriptor", "of a process"):
             assert f"LEAK {way}" in done.stderr
+
+
+def test_commands_print_by_answer_alone() -> None:
+    """What click prints while a command runs goes where the prints of a model's code go."""
+    files = sorted(Path(cli.__file__).parent.glob("*.py"))
+    assert [file.name for file in files if "click.echo(" in file.read_text()] == ["program.py"]
 
 
 def test_help_is_an_answer() -> None:
