@@ -8,12 +8,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TextIO
+from typing import Any, TextIO
 
 from dtype_engine.core.errors import UserError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer
 
 _STREAMS = (("stdin", "r"), ("stdout", "w"), ("stderr", "w"))
 """By their file descriptors."""
@@ -35,8 +32,8 @@ class _StandardOutput(io.FileIO):
         super().__init__(os.dup(1), "w")
         self._failed = False
 
-    def write(self, data: ReadableBuffer, /) -> int:
-        """Raises NobodyReads, UserError."""
+    def write(self, data: Any, /) -> int:
+        """data: anything with bytes. Raises NobodyReads, UserError."""
         if self._failed:
             return memoryview(data).nbytes
         try:
