@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
@@ -26,7 +27,7 @@ from dtype_tui.state.measurement_log import MeasuredRecipe, toggle_pin, without_
 _MARKS = "123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _OTHER_MARK = "+"
 _RULES = "rules"
-_RULES_WIDTH = 24
+_RULES_WIDTH = 22
 """Cells for rules that other columns make room for."""
 _LEAVE = ("perplexity", "same top", "SQNR dB", "KL nats", "bytes")
 """The columns that do so, the first to go first."""
@@ -247,7 +248,9 @@ def _mark(index: int) -> str:
 
 
 def _number(value: float | None, form: str) -> str:
-    return "" if value is None else format(value, form)
+    if value is None:
+        return ""
+    return "not finite" if math.isnan(value) else format(value, form)
 
 
 def _rules(entry: MeasuredRecipe) -> str:
