@@ -391,8 +391,9 @@ HALTING = """
 import os, signal, sys, threading, time
 from dtype_engine.runtime.export import write
 from dtype_engine.cli import cli, run
+told = os.dup(1)  # a command prints its answers alone there
 def wait(tensor, dtype, out, at, progress, *more):
-    os.write(1, b"writing\\n")
+    os.write(told, b"writing\\n")
     if number := int(sys.argv[1]):
         time.sleep(0.5)  # the main thread waits by then
         signal.pthread_kill(threading.get_ident(), number)
