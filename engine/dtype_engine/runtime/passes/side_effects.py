@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from dtype_engine.runtime.model.torch_private import WithoutModes, version_of
 _DEPTH = 6
 """How far containers and objects are looked into: a cache, its list of layers, a layer, its tuple, a tensor."""
 _HOLDERS = (dict, list, tuple, set, torch.Tensor)
-_REGISTERED = frozenset({"_modules", "_parameters", "_buffers"})
+_MODULES = frozenset({"_modules"})
+_REGISTERED = _MODULES | {"_parameters", "_buffers"}
 Found = list[tuple[Any, Any]]
 """Objects, and what tells whether one was written to: a tensor's version, a container's length."""
 
@@ -60,13 +61,8 @@ class SideEffects:
         return (tensor for tensor, version in self._held if version_of(tensor) != version)
 
     def _tensors_held(self) -> Found:
-        found: Found = []
         seen: set[int] = set()
-        for module in self._modules:
-            for name, value in module.__dict__.items():
-                if name != "_modules" and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
-                    _collect(value, found, seen, _DEPTH, objects=False)
-        return [(value, version) for value, version in found if isinstance(value, torch.Tensor)]
+        return [each for module in self._modules for each in _tensors_of(module, _MODULES, seen)]
 
     def going_on(self) -> Iterator[str]:
         """The pass is over, and what can be is put back: the classes of modules that keep other tensors beside their parameters
@@ -79,22 +75,21 @@ class SideEffects:
                 yield type(module).__name__
 
     def _tensors_in_attributes(self) -> list[Found]:
-        """Of each module, those that are neither parameters nor buffers, in containers too."""
-        found: list[Found] = []
-        for module in self._modules:
-            found.append([])
-            for name, value in module.__dict__.items():
-                if (
-                    name not in _REGISTERED
-                    and isinstance(value, _HOLDERS)
-                    and (isinstance(value, torch.Tensor) or value)
-                ):
-                    _collect(value, found[-1], set(), _DEPTH, objects=False)
-        return [[each for each in of_module if isinstance(each[0], torch.Tensor)] for of_module in found]
+        """Of each module, those that are neither parameters nor buffers."""
+        return [_tensors_of(module, _REGISTERED, set()) for module in self._modules]
 
     def _generators(self) -> list[torch.Tensor]:
         states = [torch.default_generator.get_state()]
         return [*states, torch.cuda.get_rng_state(self._device)] if self._device.type == "cuda" else states
+
+
+def _tensors_of(module: nn.Module, besides: Container[str], seen: set[int]) -> Found:
+    """The tensors in a module's attributes, in containers too. besides: attributes that are left out."""
+    found: Found = []
+    for name, value in module.__dict__.items():
+        if name not in besides and isinstance(value, _HOLDERS) and (isinstance(value, torch.Tensor) or value):
+            _collect(value, found, seen, _DEPTH, objects=False)
+    return [(value, version) for value, version in found if isinstance(value, torch.Tensor)]
 
 
 def _found_in(value: Any) -> Found:
