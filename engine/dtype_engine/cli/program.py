@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from dtype_engine.cli.signals import ended_by, raised_signals
-from dtype_engine.cli.streams import NobodyReads, answers, fill_closed, own_output
+from dtype_engine.cli.streams import NobodyReads, answers, drop_unwritten, fill_closed, own_output
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
@@ -98,8 +98,11 @@ def run(command: click.Command, program: str, arguments: Sequence[str] | None = 
     a signal, without a word for SIGPIPE.
     """
     fill_closed()
-    with own_output():
-        return _status(command, program, arguments)
+    try:
+        with own_output():
+            return _status(command, program, arguments)
+    finally:
+        drop_unwritten()
 
 
 def _status(command: click.Command, program: str, arguments: Sequence[str] | None) -> int:

@@ -63,6 +63,16 @@ def fill_closed() -> None:
         setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115
 
 
+def drop_unwritten() -> None:
+    """Before the end: what standard error does not take goes nowhere. Python would try once more, and end with a status of 120."""
+    try:
+        sys.stderr.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stderr.fileno())
+        os.close(null)
+
+
 @contextmanager
 def own_output() -> Iterator[None]:
     """Within the block `sys.stdout` writes wherever file descriptor 1 leads now, and raises NobodyReads or UserError where it

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -95,12 +95,13 @@ def test_a_change_of_settings_runs_everything_again() -> None:
 
 
 class Asked(nn.Module):
-    """Says in its output which dtype its input came in."""
+    """Notes which dtype its input came in: on its class, since a pass leaves what a module has itself as it was."""
+
+    seen: ClassVar[list[torch.dtype]] = []
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(2, 2)
-        self.seen: list[torch.dtype] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(x.dtype)
@@ -109,6 +110,7 @@ class Asked(nn.Module):
 
 def test_floating_inputs_follow_the_model_when_asked() -> None:
     module = Asked()
+    module.seen.clear()
     session = de.open(module, inputs=(torch.randn(3, 2),))
     session.cast("*", "bfloat16")
     candidate(session, RunSettings())
