@@ -1,4 +1,4 @@
-"""What the READMEs promise of the files themselves: short, and described as they are."""
+"""What the READMEs promise of the files themselves: they are described as they are."""
 
 from __future__ import annotations
 
@@ -9,18 +9,11 @@ from pathlib import Path
 import pytest
 from tests.helpers.paths import ROOT
 
-MOST_LINES = 400
 PACKAGES = (ROOT / "engine" / "dtype_engine", ROOT / "tui" / "dtype_tui")
 FILES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
 PAGES = [
     *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "engine" / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md"),
 ]  # fmt: skip
-
-
-def test_no_product_file_is_long() -> None:
-    lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in FILES}
-    assert len(lengths) > 150
-    assert {name: length for name, length in lengths.items() if length > MOST_LINES} == {}
 
 
 def test_imports_are_absolute() -> None:

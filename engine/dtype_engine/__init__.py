@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from dtype_engine.checkpoint.source import Source
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 __all__ = [
     "Cancelled",
@@ -66,7 +66,7 @@ def open(
         >>> session.recipe
         Recipe(rules=())
     """
-    from dtype_engine.runtime.opening import open_session
+    from dtype_engine.runtime.session.opening import open_session
 
     return open_session(model, options, inputs)
 

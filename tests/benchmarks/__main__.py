@@ -68,7 +68,7 @@ def casting(folder: Path) -> list[Row]:
 
     import dtype_engine as de
     from dtype_engine import Recipe, Rule
-    from dtype_engine.runtime.process_memory import process_memory
+    from dtype_engine.runtime.session.process_memory import process_memory
 
     session = de.open(str(folder))
     recipe = Recipe((Rule("*", "float16"),))

@@ -18,7 +18,7 @@ from .rows import Row
 if TYPE_CHECKING:
     from dtype_engine import Recipe
     from dtype_engine.results.drift import OutputDrift
-    from dtype_engine.runtime.measure.reading import Measurement
+    from dtype_engine.runtime.measure.running_totals import Measurement
 
 ROUNDS = 3
 _MODULES_EACH = 5

@@ -188,7 +188,7 @@ def main() -> int:
     except ImportError:
         print("nvidia-modelopt is not installed: pip install nvidia-modelopt")
         return 0
-    from dtype_engine.runtime.chunks import single_intraop_thread
+    from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 
     check = Checks()
     with tempfile.TemporaryDirectory() as folder, single_intraop_thread():

@@ -123,7 +123,7 @@ def experts(check: Checks) -> None:
     from scipy.stats import spearmanr
     from tests.helpers.rank_correlation import FLOOR
 
-    from dtype_engine.runtime.chunks import single_intraop_thread
+    from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 
     from .experts import DECIDED, decided_session, halves, trained_session
 

@@ -86,7 +86,7 @@ def simulated(folder: Path) -> list[Row]:
 
     from dtype_engine.evaluation import work
     from dtype_engine.evaluation.pool import ProcessPool
-    from dtype_engine.runtime.chunks import single_intraop_thread
+    from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
     from dtype_engine.runtime.scan.scan import Scan
 
     from .workers import open_workers, small

@@ -17,7 +17,7 @@ _REPEATS = 5
 
 def workers(folder: Path) -> list[Row]:
     """An exact scan by two processes, by one, and in this one, each with one thread; memory of four on one checkpoint."""
-    from dtype_engine.runtime.chunks import single_intraop_thread
+    from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 
     with single_intraop_thread():
         return [*_scans(small(folder.parent / "small")), *_memory(folder)]
@@ -47,7 +47,7 @@ def open_workers(folder: Path, count: int, sequences: int) -> Iterator[tuple[Any
     from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.evaluation.specs import Evaluation, ScanSequence
     from dtype_engine.evaluation.work import Over, opened_as
-    from dtype_engine.runtime.opening import open_session
+    from dtype_engine.runtime.session.opening import open_session
 
     ids = torch.randint(0, 2000, (sequences, 1, 256), generator=torch.Generator().manual_seed(1))
     torch.save([{"input_ids": row} for row in ids], folder.parent / "ids.pt")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import dtype_engine as de
-from dtype_engine.runtime.session import Session
+from dtype_engine.runtime.session.session import Session
 
 FINDER = doctest.DocTestFinder(recurse=False, exclude_empty=True)
 

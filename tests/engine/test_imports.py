@@ -85,7 +85,9 @@ def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
 def test_the_engine_does_not_import_textual() -> None:
     assert (
         loaded_after(
-            "import dtype_engine.runtime.session, dtype_engine.worker.worker, dtype_engine.cli", "textual", "dtype_tui"
+            "import dtype_engine.runtime.session.session, dtype_engine.worker.worker, dtype_engine.cli",
+            "textual",
+            "dtype_tui",
         )
         == set()
     )

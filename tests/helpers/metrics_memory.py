@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ _FOLDER = "DTYPE_TUI_PRELOADED"
 # exit status; where the connection ends first, whoever asked is gone, and the program is killed.
 _SERVER = """
 import gc, json, os, select, signal, socket, sys, threading
-import dtype_engine.runtime.export, dtype_engine.runtime.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
+import dtype_engine.runtime.export, dtype_engine.runtime.session.session, dtype_engine.worker.stdio, dtype_engine.worker.worker
 import dtype_engine.worker.run_commands, dtype_engine.worker.writer, dtype_engine.worker.messages
 import torch, transformers
 from transformers import AutoTokenizer, AutoModelForCausalLM, LlamaForCausalLM

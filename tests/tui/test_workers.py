@@ -18,7 +18,7 @@ from tests.helpers.slow_net import CODE, opened, slow
 import dtype_engine as de
 from dtype_engine import Options
 from dtype_engine.recipe import Recipe, Rule
-from dtype_engine.runtime.chunks import single_intraop_thread
+from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.worker.process import EngineProcess
 from dtype_tui.app import DtypeApp
 from dtype_tui.screens.causes import CausesScreen

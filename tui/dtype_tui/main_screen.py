@@ -24,8 +24,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule, generalisations
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import MeasureSpeed, TraceCasts
-from dtype_tui.command_words import CommandWords
 from dtype_tui.config.bindings import MAIN_KEYS
+from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent

@@ -33,7 +33,7 @@ from dtype_engine.results.thresholds import Verdict, verdicts
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 MISSED = 1
 

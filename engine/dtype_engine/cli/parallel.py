@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.evaluation.work import Over
     from dtype_engine.evaluation.workers import Pace
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 
 def _workers(ctx: click.Context, param: click.Parameter, value: str | None) -> str | int | None:

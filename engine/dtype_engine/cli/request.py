@@ -24,7 +24,7 @@ from dtype_engine.worker.opening import refuse_unmatched
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
     from dtype_engine.checkpoint.source import Source
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 _AUTOCAST: dict[str, Literal["bfloat16", "float16"]] = {"bfloat16": "bfloat16", "float16": "float16"}
 _SETTINGS = tuple(setting.name for setting in dataclasses.fields(RunSettings))
@@ -116,7 +116,7 @@ class RunRequest:
         """A session with the rules in force. Raises UserError, also for a rule that takes nothing."""
         source = source or self.locate()
         refuse_unmatched(source, self.options, self.recipe)
-        from dtype_engine.runtime.opening import open_session
+        from dtype_engine.runtime.session.opening import open_session
 
         modules = opening_progress.WITHOUT if source.kind == "python" else opening_progress.WITH_TRANSFORMERS
         with opening_progress.OpeningProgress(partial(say_share, job="opening"), modules) as on_step:

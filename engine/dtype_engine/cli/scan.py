@@ -24,8 +24,8 @@ from dtype_engine.search.families import FAMILIES, family_constraints
 
 if TYPE_CHECKING:
     from dtype_engine.results.scan import SearchReport
-    from dtype_engine.runtime.scan.tasks import ScanTask
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.scan.last_scan import ScanTask
+    from dtype_engine.runtime.session.session import Session
     from dtype_engine.search.pareto import Constraints
 
 NO = 1

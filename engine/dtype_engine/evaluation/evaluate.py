@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.measure.attribution import Attribution, PartDrift
     from dtype_engine.runtime.scan.exact import MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
     from dtype_engine.runtime.verify.verify import OpenExport
 
 _lock = threading.Lock()  # a cluster's worker may have several threads, and there is one live model
@@ -124,7 +124,7 @@ def _opened(wanted: Opened) -> Session:
     if not _kept or _kept[0][0] != wanted:
         _forget()
         from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.opening import open_session
+        from dtype_engine.runtime.session.opening import open_session
 
         here = _here()
         try:
@@ -145,7 +145,7 @@ def _opened_export(wanted: Exported) -> OpenExport:
     if not _exports or _exports[0][0] != wanted:
         _forget()
         from dtype_engine.checkpoint.source import locate
-        from dtype_engine.runtime.opening import use_threads
+        from dtype_engine.runtime.session.opening import use_threads
         from dtype_engine.runtime.verify.verify import fingerprint, open_export
 
         try:

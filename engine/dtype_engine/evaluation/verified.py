@@ -17,7 +17,7 @@ from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import around, fixed_bytes
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 
 def candidates(

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.evaluation.cluster import DaskPool
     from dtype_engine.evaluation.pool import ProcessPool
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 
 def parse_workers(text: str) -> int | str:
@@ -84,7 +84,7 @@ class Workers:
     def threads(self, threads: int | None, private: int) -> int:
         """How many threads each has, where this process has `threads` (None: torch's own number) to share. Raises UserError."""
         from dtype_engine.evaluation.pool import ProcessPool
-        from dtype_engine.runtime.opening import threads_each
+        from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
         return threads_each(threads, pool.workers if isinstance(pool, ProcessPool) else 1)
@@ -92,7 +92,7 @@ class Workers:
     def over(self, session: Session, source: Source, private: int) -> Over:
         """Who evaluates what a session has open. Raises UserError."""
         from dtype_engine.evaluation.gpus import visible_gpus
-        from dtype_engine.runtime.opening import gpu_count
+        from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"
         self.pool(private, visible_gpus(gpu_count()) if on_gpu else ())

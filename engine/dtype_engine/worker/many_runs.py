@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dtype_engine.evaluation.workers import Workers
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 
 class ManyRuns:

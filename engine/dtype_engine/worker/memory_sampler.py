@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.worker import events
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
 
 _INTERVAL_S = 0.25
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.core.options import Options
     from dtype_engine.core.tree import Tree
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.session.session import Session
     from dtype_engine.worker.queue import Available
 
 
@@ -154,7 +154,7 @@ def _opened(
             raise NoForward(f"{source.title}: {reason}")
     on_step("importing torch")
     finish_imports()
-    from dtype_engine.runtime.opening import open_session
+    from dtype_engine.runtime.session.opening import open_session
 
     return open_session(
         source,

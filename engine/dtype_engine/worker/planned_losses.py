@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint
     from dtype_engine.core.tree import Tree
     from dtype_engine.results.losses import ValueLoss
-    from dtype_engine.runtime.numerics.value_loss import Counted
+    from dtype_engine.runtime.numerics.overflow_underflow import Counted
 
 MOST_UNASKED = 8 << 30
 """Bytes of values that are read without being asked to."""
@@ -51,8 +51,8 @@ class PlannedLosses:
             return
         from dtype_engine.runtime.measure.loss_remedy import untried_remedy
         from dtype_engine.runtime.measure.stored_losses import losses_in_files
-        from dtype_engine.runtime.model.mapped_tensors import read_tensor
-        from dtype_engine.runtime.numerics.value_loss import count_losses
+        from dtype_engine.runtime.model.mmap_reader import read_tensor
+        from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype

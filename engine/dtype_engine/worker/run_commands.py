@@ -39,8 +39,8 @@ from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
-    from dtype_engine.runtime.measure.reading import Reading
-    from dtype_engine.runtime.session import Session
+    from dtype_engine.runtime.measure.running_totals import Reading
+    from dtype_engine.runtime.session.session import Session
 
 Emit = Callable[[events.Event], None]
 

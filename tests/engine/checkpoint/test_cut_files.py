@@ -148,7 +148,7 @@ sys.exit(run(cli, "dtype-engine", sys.argv[4:]))
     ("where", "name", "arguments"),
     [
         ("dtype_engine.runtime.measure.drift", "DriftMeter.measure", ["drift", "--cast", "*=bf16"]),
-        ("dtype_engine.runtime.session", "measure_speed", ["speed", "--cast", "*=int8"]),
+        ("dtype_engine.runtime.session.session", "measure_speed", ["speed", "--cast", "*=int8"]),
         ("dtype_engine.runtime.scan.scan", "Scan.run", ["scan", "--dtypes", "int8"]),
         ("dtype_engine.runtime.measure.weight_errors", "round_trips", ["weights", "--cast", "*=fp8"]),
         ("dtype_engine.runtime.export.export", "write_file", ["export", "--cast", "*=bf16"]),

@@ -16,7 +16,7 @@ from dtype_engine.evaluation.specs import Opened
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    from dtype_engine.runtime.chunks import single_intraop_thread
+    from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 
     with single_intraop_thread():
         yield
@@ -38,7 +38,7 @@ def options(tmp_path: Path) -> de.Options:
 
 @pytest.fixture
 def session(source: Source, options: de.Options) -> Any:
-    from dtype_engine.runtime import opening
+    from dtype_engine.runtime.session import opening
 
     return opening.open_session(source, options)
 

@@ -13,7 +13,7 @@ from tests.helpers.paths import ROOT
 
 import dtype_engine as de
 from dtype_engine.checkpoint.source import Source
-from dtype_engine.runtime import opening
+from dtype_engine.runtime.session import opening
 
 pytestmark = pytest.mark.slow
 

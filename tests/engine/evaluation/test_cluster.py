@@ -21,7 +21,7 @@ from dtype_engine.cli.program import run
 from dtype_engine.evaluation import work
 from dtype_engine.evaluation.cluster import DaskPool
 from dtype_engine.evaluation.specs import Evaluated, Evaluation, Opened, ScanSequence
-from dtype_engine.runtime import opening
+from dtype_engine.runtime.session import opening
 
 pytestmark = pytest.mark.slow
 distributed = pytest.importorskip("distributed")

@@ -34,8 +34,8 @@ from dtype_engine.evaluation.specs import (
     other_versions,
 )
 from dtype_engine.results.export import VerifyReport
-from dtype_engine.runtime import opening
 from dtype_engine.runtime.measure import attribution
+from dtype_engine.runtime.session import opening
 from dtype_engine.runtime.verify.verify import verify
 
 pytestmark = pytest.mark.slow

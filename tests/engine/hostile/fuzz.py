@@ -372,7 +372,7 @@ _NEEDS_A_TERMINAL = "this is not a terminal"
 
 def judged(kind: str, seed: int, good: dict[str, list[bytes]], folder: Path, seen: Seen) -> None:
     """Run a case and add what it gave to `seen`."""
-    from dtype_engine.runtime.process_memory import process_memory, reset_peak_rss
+    from dtype_engine.runtime.session.process_memory import process_memory, reset_peak_rss
 
     content = mutated(kind, good[kind], seed)
     reset_peak_rss()

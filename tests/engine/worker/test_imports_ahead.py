@@ -10,7 +10,7 @@ import pytest
 
 from dtype_engine.worker import imports
 
-OPENING = "dtype_engine.runtime.opening"
+OPENING = "dtype_engine.runtime.session.opening"
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from dtype_engine.recipe.presets import PRESETS
 from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportRequest, RecipeRequest, ReportRequest
 from dtype_tui.app import DtypeApp
-from dtype_tui.command_words import CommandWords
 from dtype_tui.config.bindings import KEYS
+from dtype_tui.main_commands import CommandWords
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.state.commands import Completer, all_commands, parse
 from dtype_tui.state.launch import Launch

@@ -14,7 +14,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.export.contents import ExportTensor
+    from dtype_engine.runtime.export.plan import ExportTensor
 
 _READ = (
     "float8_e4m3fn",

@@ -18,10 +18,10 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
 from dtype_engine.runtime.formats.nvfp4 import tensor_scale
-from dtype_engine.runtime.model.mapped_tensors import read_mapped
+from dtype_engine.runtime.model.mmap_reader import read_mapped
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.export.contents import Contents, ExportTensor
+    from dtype_engine.runtime.export.plan import Contents, ExportTensor
 
 _NUMBER = re.compile(r"\d+")
 

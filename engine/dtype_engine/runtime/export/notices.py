@@ -11,7 +11,7 @@ from dtype_engine.core.tree import Tree
 from dtype_engine.runtime.model.name_mapping import Placement
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.export.contents import ExportTensor
+    from dtype_engine.runtime.export.plan import ExportTensor
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:

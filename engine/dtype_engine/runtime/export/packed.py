@@ -15,7 +15,7 @@ from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, sharing
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.export.contents import ExportTensor
+    from dtype_engine.runtime.export.plan import ExportTensor
 
 
 def with_packed_scales(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from dtype_engine.core.fused import scale_groups
-from dtype_engine.runtime.formats.tensors import finite_amax
+from dtype_engine.runtime.formats.quantize_blocks import finite_amax
 
 if TYPE_CHECKING:
-    from dtype_engine.runtime.export.contents import ExportTensor
+    from dtype_engine.runtime.export.plan import ExportTensor
 
 
 class SharedScale:

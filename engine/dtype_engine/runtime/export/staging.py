@@ -16,7 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
-from dtype_engine.runtime.export.mark import missing_mark
+from dtype_engine.runtime.export.ownership import missing_mark
 
 ALONG = (
     "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",

@@ -24,15 +24,15 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.chunks import single_intraop_thread
-from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry, as_bytes
+from dtype_engine.runtime.export.plan import ExportTensor, TensorEntry, as_bytes
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
-from dtype_engine.runtime.formats.elements import pack
+from dtype_engine.runtime.formats.code_packing import pack
+from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.formats.scales import Scales
-from dtype_engine.runtime.formats.tensors import beside_codes, quantize_chunks
-from dtype_engine.runtime.model.file_values import FileValues
+from dtype_engine.runtime.model.pread_reader import FileValues
+from dtype_engine.runtime.numerics.overflow_underflow import LossCounter
 from dtype_engine.runtime.numerics.quantize import quantize_in_blocks, torch_dtype
-from dtype_engine.runtime.numerics.value_loss import LossCounter
 
 _BLOCK = 1 << 20
 """Bytes that are cast or copied at once: small enough that it stays warm in a processor's cache."""

@@ -10,7 +10,7 @@ import torch
 from dtype_engine.core.block_formats import Blocks, matrices
 from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats import fp8_blocks, grouped_ints, mx, nvfp4
-from dtype_engine.runtime.formats.elements import round_to_float
+from dtype_engine.runtime.formats.code_packing import round_to_float
 from dtype_engine.runtime.formats.scales import Scales
 
 

@@ -6,7 +6,7 @@ that the model's folder has; `tensors` reads a forward pass's own arguments from
 
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
 from dtype_engine.runtime.inputs.build import make_inputs
-from dtype_engine.runtime.inputs.processors import tokenizer_of
+from dtype_engine.runtime.inputs.preprocessing import tokenizer_of
 from dtype_engine.runtime.inputs.summary import one_of_each_shape, summarize
 
 __all__ = ["Batch", "Inputs", "from_values", "make_inputs", "one_of_each_shape", "summarize", "tokenizer_of"]

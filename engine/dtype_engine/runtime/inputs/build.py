@@ -16,7 +16,7 @@ from dtype_engine.runtime.inputs.multimodal import (
     picture_and_text_inputs,
     text_rows,
 )
-from dtype_engine.runtime.inputs.processors import parameters
+from dtype_engine.runtime.inputs.preprocessing import parameters
 from dtype_engine.runtime.inputs.tensor_files import tensor_inputs
 from dtype_engine.runtime.inputs.text import prompt_texts, text_inputs
 from dtype_engine.runtime.model.live import LiveModel

@@ -13,7 +13,7 @@ from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
-from dtype_engine.runtime.inputs.processors import (
+from dtype_engine.runtime.inputs.preprocessing import (
     accepted,
     image_processor_of,
     parameters,

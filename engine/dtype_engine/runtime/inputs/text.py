@@ -17,7 +17,7 @@ from dtype_engine.core.regular_files import read_text
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
 from dtype_engine.runtime.inputs.default_prompts import DEFAULT_PROMPTS
-from dtype_engine.runtime.inputs.processors import (
+from dtype_engine.runtime.inputs.preprocessing import (
     learned_positions,
     no_tokenizer,
     parameters,

@@ -11,7 +11,7 @@ from torch import nn
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch
-from dtype_engine.runtime.inputs.processors import learned_positions, text_config
+from dtype_engine.runtime.inputs.preprocessing import learned_positions, text_config
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.quantize import dtype_name
 

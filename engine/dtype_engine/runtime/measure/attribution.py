@@ -24,14 +24,14 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.comparison import OutputRecorder, compare_output, is_distribution
-from dtype_engine.runtime.measure.module_rows import KeptRows
-from dtype_engine.runtime.measure.row_comparison import ModuleSums
+from dtype_engine.runtime.measure.modules.comparison import OutputRecorder, compare_output, is_distribution
+from dtype_engine.runtime.measure.modules.module_rows import KeptRows
+from dtype_engine.runtime.measure.modules.row_comparison import ModuleSums
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.passes.output_cache import ForwardTrace
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
-from dtype_engine.runtime.passes.trace import ForwardTrace
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 MOST_PASSES = 160

@@ -17,17 +17,17 @@ from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, Seconds
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.inputs.processors import text_config
-from dtype_engine.runtime.measure.comparison import OnModules, OutputComparer, OutputRecorder
-from dtype_engine.runtime.measure.module_rows import rows_each
-from dtype_engine.runtime.measure.module_sample import ModuleSample, compared_sequences
-from dtype_engine.runtime.measure.module_totals import module_drifts
-from dtype_engine.runtime.measure.reading import Measurement, Reading, ReferenceRecord
+from dtype_engine.runtime.inputs.preprocessing import text_config
+from dtype_engine.runtime.measure.modules.comparison import OnModules, OutputComparer, OutputRecorder
+from dtype_engine.runtime.measure.modules.module_rows import rows_each
+from dtype_engine.runtime.measure.modules.module_sample import ModuleSample, compared_sequences
+from dtype_engine.runtime.measure.modules.module_totals import module_drifts
+from dtype_engine.runtime.measure.running_totals import Measurement, Reading, ReferenceRecord
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
+from dtype_engine.runtime.passes.output_cache import ForwardTrace
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import CandidateRun, ForwardRunner, RunAgain
-from dtype_engine.runtime.passes.trace import ForwardTrace
 
 OnProgress = Callable[[str, int, int], None]
 OnReading = Callable[[Reading], None]

@@ -18,10 +18,10 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.comparison import is_distribution
+from dtype_engine.runtime.measure.modules.comparison import is_distribution
 from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 

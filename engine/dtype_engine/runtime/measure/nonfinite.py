@@ -26,7 +26,7 @@ from dtype_engine.results.drift import ModuleDrift, OutputDrift
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.dispatch import Arguments, tensors_in
+from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
 from dtype_engine.runtime.passes.runner import ForwardRunner

@@ -9,8 +9,8 @@ from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.model.mapped_tensors import read_tensor
-from dtype_engine.runtime.numerics.value_loss import Counted, count_losses
+from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.numerics.overflow_underflow import Counted, count_losses
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint import Checkpoint

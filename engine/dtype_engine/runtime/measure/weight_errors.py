@@ -15,8 +15,8 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 from dtype_engine.results.weights import SkippedTensor, WeightError, WeightStats
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.mapped_tensors import read_tensor
-from dtype_engine.runtime.numerics.round_trip import exponents, round_trip
+from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
 
 
 def round_trips(

@@ -25,11 +25,11 @@ from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.formats.tensors import finite_amax
+from dtype_engine.runtime.formats.quantize_blocks import finite_amax
 from dtype_engine.runtime.model.hf_private import float32_patterns
 from dtype_engine.runtime.model.torch_private import is_compiled, own_tensors
+from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
-from dtype_engine.runtime.numerics.value_loss import count_losses
 
 
 @dataclass(slots=True)

@@ -33,11 +33,11 @@ from dtype_engine.runtime.model.architecture import architecture, make, reason, 
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
 from dtype_engine.runtime.model.live import LiveModel, collect_tensors
-from dtype_engine.runtime.model.mapped_tensors import read_quantized, read_stored
+from dtype_engine.runtime.model.mmap_reader import read_quantized, read_stored
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python
-from dtype_engine.runtime.model.quiet import quiet, silence_transformers
+from dtype_engine.runtime.model.silence_libraries import quiet, silence_transformers
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name, torch_dtype
 
 OnStep = Callable[[str], None]

@@ -14,7 +14,7 @@ from dtype_engine.checkpoint import QuantizedWeight
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.text import printable
-from dtype_engine.runtime.model.mapped_tensors import read_quantized
+from dtype_engine.runtime.model.mmap_reader import read_quantized
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 

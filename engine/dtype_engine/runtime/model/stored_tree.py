@@ -16,7 +16,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.runtime.model.live import collect_tensors, tree_of
-from dtype_engine.runtime.model.mapped_tensors import read_tensor
+from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, stored_dtypes
 
 

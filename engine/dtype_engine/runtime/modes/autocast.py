@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from dtype_engine.runtime.model.torch_private import TO_COPY, TorchDispatchMode
-from dtype_engine.runtime.modes.dispatch import Arguments
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode, implicit_cast
+from dtype_engine.runtime.modes.op_tables import Arguments
 
 
 class AutocastCastRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]

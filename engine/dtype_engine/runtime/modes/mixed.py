@@ -27,7 +27,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding, Rounds
-from dtype_engine.runtime.modes.dispatch import (
+from dtype_engine.runtime.modes.op_tables import (
     EXPLICIT,
     REFUSES_MIXED,
     STRICT_IN_PLACE,

@@ -11,8 +11,8 @@ from torch import nn
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import base_of
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.dispatch import EXPLICIT, METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.op_tables import EXPLICIT, METADATA, Arguments, tensors_in
 from dtype_engine.runtime.modes.reference import ReferenceMode
 
 

@@ -10,7 +10,7 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.modes.dispatch import (
+from dtype_engine.runtime.modes.op_tables import (
     EXPLICIT,
     Arguments,
     call_torch,
@@ -21,7 +21,7 @@ from dtype_engine.runtime.modes.dispatch import (
     tensors_in,
 )
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.modes.widened import WidenedWeights
+from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import dequantize, dtype_name
 
 _KEEPS_NO_ARGUMENT = frozenset({"linear", "conv1d", "conv2d", "conv3d"})

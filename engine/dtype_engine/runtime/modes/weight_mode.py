@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.dispatch import METADATA, TENSOR_PROPERTIES, Arguments
+from dtype_engine.runtime.modes.op_tables import METADATA, TENSOR_PROPERTIES, Arguments
 
 
 class WeightMode(TorchFunctionMode):

@@ -17,7 +17,7 @@ import dataclasses
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.formats.tensors import rounded
+from dtype_engine.runtime.formats.quantize_blocks import rounded
 from dtype_engine.runtime.numerics.quantize import values_in
 
 

@@ -20,9 +20,9 @@ import torch
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
-from dtype_engine.runtime.chunks import Rows, Values, as_rows, parallel_map
 from dtype_engine.runtime.formats.blocks import chunks, spread
-from dtype_engine.runtime.formats.tensors import quantize_blocks
+from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
+from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map
 
 _BLOCK = 1 << 19
 """Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""

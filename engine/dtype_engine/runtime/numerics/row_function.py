@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.runtime.chunks import parallel_map
+from dtype_engine.runtime.formats.row_blocks import parallel_map
 from dtype_engine.runtime.numerics.machine_code import DTYPES, TEAM, Code
 
 _VALUES_AT_ONCE = 1 << 16

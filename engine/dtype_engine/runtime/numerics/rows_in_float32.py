@@ -14,10 +14,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from dtype_engine.runtime.numerics.element_sums import ElementSums
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
+from dtype_engine.runtime.numerics.compare.position_figures import FinitePositions
+from dtype_engine.runtime.numerics.compare.reference_rows import ReferenceRows
 from dtype_engine.runtime.numerics.machine_code import FEWEST_VALUES
-from dtype_engine.runtime.numerics.position_figures import FinitePositions
-from dtype_engine.runtime.numerics.reference_rows import ReferenceRows
 from dtype_engine.runtime.numerics.row_kernel import FARTHEST, RowKernel
 
 _SMALLEST, _LARGEST = 1e-12, 1e12

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.modes.weight_mode import WeightMode
+from dtype_engine.runtime.passes.output_cache import ForwardTrace, ModuleCall, record_call
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.trace import ForwardTrace, ModuleCall, record_call
 
 
 class ModuleObserver(Protocol):

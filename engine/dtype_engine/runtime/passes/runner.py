@@ -23,14 +23,14 @@ from dtype_engine.runtime.modes.mixed import ImplicitCast, MixedDtypeMode
 from dtype_engine.runtime.modes.partial import PartialCastMode
 from dtype_engine.runtime.modes.reference import FirstUseRecorder, ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.modes.widened import WidenedWeights
+from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
+from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver
-from dtype_engine.runtime.passes.model_state import as_every_pass, stored_values
-from dtype_engine.runtime.passes.module_calls import ModuleCalls
+from dtype_engine.runtime.passes.output_cache import ForwardTrace
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.side_effects import SideEffects
-from dtype_engine.runtime.passes.trace import ForwardTrace
+from dtype_engine.runtime.passes.state_restore import as_every_pass, stored_values
 
 Result = TypeVar("Result")
 

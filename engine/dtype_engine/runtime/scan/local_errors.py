@@ -16,8 +16,8 @@ import torch
 from dtype_engine.core import dtypes
 from dtype_engine.runtime.model.live import Weight, sharing
 from dtype_engine.runtime.modes.activations import ActivationRounding
-from dtype_engine.runtime.modes.dispatch import call_torch, is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.mixed import MixedDtypeMode
+from dtype_engine.runtime.modes.op_tables import call_torch, is_in_place, replace_tensors, tensors_in
 from dtype_engine.runtime.modes.reference import reference_dtype, reference_value
 from dtype_engine.runtime.numerics.quantize import values_in
 from dtype_engine.runtime.scan.weight_ops import WeightOp, WeightOrigin

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.modes.dispatch import Arguments
+from dtype_engine.runtime.modes.op_tables import Arguments
 from dtype_engine.runtime.modes.reference import ReferenceMode
 
 Key = tuple[str, str]

@@ -14,7 +14,7 @@ import torch
 
 from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.model.torch_private import version_of
-from dtype_engine.runtime.modes.dispatch import (
+from dtype_engine.runtime.modes.op_tables import (
     EXPLICIT,
     TENSOR_PROPERTIES,
     Arguments,

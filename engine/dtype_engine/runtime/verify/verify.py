@@ -24,16 +24,16 @@ from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import RecipeFile, read_recipe_file
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.export import TensorDifference, VerifyReport
-from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorEntry, of_checkpoint, of_live
 from dtype_engine.runtime.export.export import OnBytes
+from dtype_engine.runtime.export.plan import Contents, ExportTensor, TensorEntry, of_checkpoint, of_live
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
-from dtype_engine.runtime.opening import open_session
-from dtype_engine.runtime.session import Session
-from dtype_engine.runtime.verify.blocks_anew import blocks_anew, finite_largest
+from dtype_engine.runtime.session.opening import open_session
+from dtype_engine.runtime.session.session import Session
 from dtype_engine.runtime.verify.exported_values import ExportedValues, read_export
+from dtype_engine.runtime.verify.independent_block_formats import blocks_anew, finite_largest
 from dtype_engine.runtime.verify.source_values import SourceValues, of_files, of_module
 
 CompareItems = Callable[[Contents], Iterator[tuple[Sequence[int], Sequence[str | None]]]]

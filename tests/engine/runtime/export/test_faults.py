@@ -29,7 +29,7 @@ from dtype_engine.core import export_lock as claim
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import CLAIM
 from dtype_engine.runtime.export import export_checkpoint, write
-from dtype_engine.runtime.export.contents import of_checkpoint
+from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.measure.weight_errors import round_trips
 from dtype_engine.runtime.verify.source_values import of_files
 from dtype_engine.runtime.verify.verify import compare

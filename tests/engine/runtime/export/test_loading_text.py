@@ -10,7 +10,7 @@ import torch
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.recipe import Recipe
-from dtype_engine.runtime.export.contents import of_checkpoint
+from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.readme import loading_text
 
 

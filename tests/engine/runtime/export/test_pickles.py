@@ -144,7 +144,7 @@ def test_the_check_does_not_read_as_the_exporter_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """What the exporter's own reader gets wrong is found, whatever the source's form."""
-    from dtype_engine.runtime.export import contents
+    from dtype_engine.runtime.export import plan as contents
 
     torch.save({"a": torch.randn(4, 4), "b": torch.randn(3)}, tmp_path / "net.pth")
     right = contents.read_tensor

@@ -15,10 +15,10 @@ from tests.helpers.paths import DEMO
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
-from dtype_engine.runtime.formats.elements import pack
-from dtype_engine.runtime.formats.tensors import beside_codes, quantize_chunks
-from dtype_engine.runtime.model.mapped_tensors import read_tensor
-from dtype_engine.runtime.verify.blocks_anew import blocks_anew
+from dtype_engine.runtime.formats.code_packing import pack
+from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
+from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.verify.independent_block_formats import blocks_anew
 
 
 def _weights() -> dict[str, torch.Tensor]:
@@ -265,7 +265,7 @@ def test_fp8_blocks_are_those_of_transformers(dtype: str, kind: str) -> None:
 
 
 def values_of(parts: dict[str, torch.Tensor], dtype: str, shape: torch.Size) -> torch.Tensor:
-    from dtype_engine.runtime.formats.tensors import from_file
+    from dtype_engine.runtime.formats.quantize_blocks import from_file
     from dtype_engine.runtime.numerics.quantize import dequantize
 
     codes, scale = from_file(parts, tuple(shape), dtype)

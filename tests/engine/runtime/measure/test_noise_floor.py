@@ -16,7 +16,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.thresholds import Thresholds, verdicts
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
 from dtype_tui.state import measurement_log as history
 
 

@@ -18,7 +18,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli
 from dtype_engine.cli.program import run
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.runtime.inputs.processors import no_tokenizer
+from dtype_engine.runtime.inputs.preprocessing import no_tokenizer
 from dtype_engine.runtime.model import load as loading
 
 Make = Callable[..., Path]

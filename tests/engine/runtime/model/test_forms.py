@@ -21,7 +21,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.model.load import load
-from dtype_engine.runtime.model.mapped_tensors import read_all, read_tensor
+from dtype_engine.runtime.model.mmap_reader import read_all, read_tensor
 
 Make = Callable[..., Path]
 

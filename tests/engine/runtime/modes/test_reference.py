@@ -11,7 +11,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
-from dtype_engine.runtime.modes.widened import WidenedWeights
+from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner, NullObserver
 

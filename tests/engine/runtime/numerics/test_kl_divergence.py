@@ -21,7 +21,7 @@ from tests.helpers.paths import DEMO, ROOT
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.meaning import meaning
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from dtype_engine.runtime.chunks import single_intraop_thread
+from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
 from dtype_engine.runtime.numerics import row_function
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
 from dtype_engine.runtime.numerics.row_kernel import FARTHEST, RowKernel, RowSums
 
 Long = np.longdouble

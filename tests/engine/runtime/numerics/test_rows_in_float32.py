@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from dtype_engine.results.drift import OutputDrift
-from dtype_engine.runtime.numerics.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.rows_in_float64 import RowsInFloat64
 from dtype_engine.runtime.numerics.rows_in_float32 import RowsInFloat32
-from dtype_engine.runtime.numerics.rows_in_float64 import RowsInFloat64
 
 Long = np.longdouble
 

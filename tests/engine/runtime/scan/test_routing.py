@@ -14,9 +14,9 @@ from torch import nn
 
 import dtype_engine as de
 from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode
 from dtype_engine.runtime.scan.routing import SwapTopKMode, TopKSample, rerouting_drift
 from dtype_engine.runtime.scan.scan import Scan
-from dtype_engine.runtime.scan.single_cast import SingleWeightCastMode
 
 
 def test_flips_expected_are_those_of_random_errors() -> None:

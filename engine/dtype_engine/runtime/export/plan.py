@@ -1,0 +1,355 @@
+"""What an exported checkpoint will hold, decided before a byte is written: every tensor, its dtype, name and size.
+
+The same account is drawn up again to verify an export.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, QuantizedWeight
+from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, parts_in
+from dtype_engine.checkpoint.source import Source
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import divides
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.recipe import Recipe, make_plan, require_matches
+from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.runtime.export.experts import experts_notices
+from dtype_engine.runtime.export.input_scales import InputScale, activation_notices, with_quantised_inputs
+from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
+from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
+from dtype_engine.runtime.export.packed import with_packed_scales
+from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
+from dtype_engine.runtime.export.shared_scales import SharedScale, with_shared_scales
+from dtype_engine.runtime.model.describe import describe
+from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.mmap_reader import read_mapped, read_stored, read_tensor
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
+
+_DEFAULTS = RunSettings()
+_NONE: Mapping[str, float] = {}
+
+Quantized = tuple[torch.Tensor, ...]
+"""The tensors of a weight with scales, in the order of its entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """One tensor of an exported file. `dtype` is torch's name."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * dtypes.BY_NAME[self.dtype].bits // 8
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTensor:
+    """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
+
+    has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
+    data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
+    `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
+    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale that it
+    shares with fused siblings, or with other parts of what loading packs; None where it has its own. quantised_inputs: other
+    programs are told to quantise the inputs of its layer. input_scale: the scale of these, where a file has one. packed_into: the
+    weight of the live model that loading packs it into, with others; "" where it is one by itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    stored: str
+    dtype: str
+    has_scales: bool
+    portable: bool
+    source_bytes: tuple[ByteRange, ...]
+    values: Callable[[], torch.Tensor]
+    quantized: Callable[[], Quantized] | None = None
+    byte_range: ByteRange | None = None
+    shared: SharedScale | None = None
+    quantised_inputs: bool = False
+    input_scale: InputScale | None = None
+    packed_into: str = ""
+
+    @property
+    def entries(self) -> tuple[TensorEntry, ...]:
+        """Its tensors in the file: codes, then scales, what else its format has, and the scale of its inputs last. Scales of a
+        matrix are [channels, 1], or [1] for one scale a tensor, or [down, across] of blocks.
+        """
+        if not self.has_scales:
+            return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
+        theirs, own = codes_names(self.name, self.dtype)
+        codes, *rest = parts_in(self.shape, self.dtype)
+        found = [TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape)]
+        found += [TensorEntry(self.name + part.suffix, part.dtype, part.shape) for part in rest]
+        if self.input_scale is not None:
+            found.append(TensorEntry(input_scale_name(self.name), "float32", (1,)))
+        return tuple(found)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of data and scales."""
+        return sum(entry.nbytes for entry in self.entries)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything about an export but where it goes.
+
+    `linears` are the modules that compressed-tensors may quantize; `folder` has the files that go along; `files` are those
+    that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
+    the source that stand for the very tensor of another, which is written once, under that other name. `settings`: how the
+    candidate was run; where its activations were quantised, the export says so.
+    """
+
+    title: str
+    items: tuple[ExportTensor, ...]
+    recipe: Recipe
+    config: dict[str, Any] | None = None
+    folder: Path | None = None
+    linears: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
+    files: tuple[Path, ...] = ()
+    layout: Layout = PLAIN
+    identities: tuple[FileIdentity, ...] = ()
+    tied: Mapping[str, str] = field(default_factory=dict)
+    settings: RunSettings = _DEFAULTS
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors, scales included; headers are not counted."""
+        return sum(item.nbytes for item in self.items)
+
+
+def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
+    """The export of a checkpoint under a recipe and the settings of `options`, from its headers: no weight is loaded.
+
+    Where the architecture is known it is made without data, for module classes and ties. Raises UserError for a rule that
+    takes nothing, or a weight that can't be stored in its planned dtype.
+    """
+    options = options or Options()
+    source = Source("checkpoint", title, checkpoint.path, trust_pickle=options.trust_pickle)
+    known = describe(source, options, checkpoint)
+    require_matches(known.tree, recipe)
+    planned = make_plan(known.tree, recipe).dtypes
+    return _placed_contents(checkpoint, title, recipe, known.tree, known.placements, planned, options.settings)
+
+
+def of_live(
+    model: LiveModel,
+    recipe: Recipe,
+    planned: Mapping[str, str],
+    settings: RunSettings = _DEFAULTS,
+    input_ranges: Mapping[str, float] = _NONE,
+) -> Contents:
+    """The export of an open model, as it is cast now and run in `settings`. From its checkpoint where it has one, so that names
+    stay those of the files; else from the live tensors. input_ranges: the largest |value| of the inputs that met a weight, by its
+    name. Raises UserError.
+    """
+    if model.checkpoint is not None:
+        placements = map_names(model.module, model.checkpoint.weights)
+        contents = _placed_contents(
+            model.checkpoint, model.title, recipe, model.tree, placements, planned, settings, input_ranges
+        )
+        absent = [info.name for info in model.tree.tensors.values() if info.made_on_load]
+        if not absent:
+            return contents
+        notice = f"{len(absent)} weights that the checkpoint does not have are not exported, first {absent[0]}"
+        return dataclasses.replace(contents, notices=(*contents.notices, notice))
+    items = []
+    tied: dict[str, str] = {}
+    for info in model.tree.tensors.values():
+        if info.persistent:
+            tied |= dict.fromkeys(info.aliases, info.name)
+            weight, dtype = model.weights[info.name], planned[info.name]
+            has_scales = dtype in dtypes.STORAGE_DTYPES and (dtype != info.dtype or info.quantized)
+            items.append(
+                ExportTensor(
+                    info.name, info.shape, info.dtype, dtype, has_scales, False, (),
+                    partial(_live_values, weight, dtype), _live_quantized(weight, dtype) if has_scales else None,
+                )
+            )  # fmt: skip
+    items = with_shared_scales(items, {item.name: item.name for item in items})
+    refuse_unstored(items)
+    notices = (*layout_notice(items), *split_notice(items), *activation_notices(items, settings), *tied_notice(tied))
+    return Contents(
+        model.title, _checked(items), recipe, notices=notices, files=model.files, identities=model.identities, tied=tied,
+        settings=settings,
+    )  # fmt: skip
+
+
+def _placed_contents(
+    checkpoint: Checkpoint,
+    title: str,
+    recipe: Recipe,
+    tree: Tree,
+    placements: Mapping[str, Placement],
+    planned: Mapping[str, str],
+    settings: RunSettings,
+    input_ranges: Mapping[str, float] = _NONE,
+) -> Contents:
+    """Every tensor of the checkpoint in the dtype of the live one that it becomes; those that become none as they are."""
+    items: list[ExportTensor] = []
+    linears = [name for name, node in tree.modules.items() if node.class_name == "Linear"]
+    written: dict[str, str] = {}
+    tied: dict[str, str] = {}
+    for name, tensor in checkpoint.weights.items():
+        stored = checkpoint.dtype(name)
+        placement = placements.get(name)
+        info = tree.canonical(placement.name) if placement is not None else None
+        if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
+            first = written.setdefault(info.name, name)
+            if first != name and _same_values(checkpoint, first, name):
+                tied[name] = first  # a tied weight that its file holds twice is written once
+                continue
+        dtype = planned[info.name] if info is not None and info.castable else stored
+        if placement is not None and placement.part and info is not None and dtype == info.dtype:
+            dtype = stored  # parts of several dtypes, and no rule for them: each stays as it is
+        has_scales = name in checkpoint.quantized or (dtype in dtypes.STORAGE_DTYPES and dtype != stored)
+        shape = tensor.shape
+        is_layer = info is not None and _is_layer(tree, info, name, shape, placement)
+        items.append(_item(checkpoint, name, tensor, dtype, has_scales, is_layer and _expressible(shape, dtype)))
+        if is_layer and placement is not None and placement.part:
+            linears.append(name.removesuffix(".weight"))
+    canonical = {
+        name: each.name
+        for name, place in placements.items()
+        if not place.part and (each := tree.canonical(place.name)) is not None
+    }
+    items = with_shared_scales(with_packed_scales(items, placements, tree), canonical)
+    items = with_quantised_inputs(items, settings, input_ranges, checkpoint)
+    folder = checkpoint.path if checkpoint.path.is_dir() else None
+    if folder is None and checkpoint.config is not None:
+        folder = checkpoint.path.parent
+    files = (checkpoint.path, *checkpoint.files)
+    layout = layout_of(checkpoint)
+    refuse_unstored(items)
+    refuse_scales(layout, items)
+    refuse_unwritable(checkpoint, items)
+    # Where an architecture is known, it ties them again by itself.
+    of_tied = tied_notice(tied) if checkpoint.config is None else ()
+    source_notices = checkpoint.notices if checkpoint.form == "pickle" else ()
+    uncast = uncast_notices(items, tree, placements) if recipe.rules else ()
+    of_experts = experts_notices(items)
+    of_items = (*layout_notice(items), *split_notice(items), *of_experts, *activation_notices(items, settings))
+    notices = (*source_notices, *of_items, *uncast, *of_tied, *layout.notices)
+    return Contents(
+        title,
+        _checked(items),
+        recipe,
+        checkpoint.config,
+        folder,
+        tuple(linears),
+        notices,
+        files,
+        layout,
+        checkpoint.identities,
+        tied,
+        settings,
+    )
+
+
+def _item(
+    checkpoint: Checkpoint, name: str, tensor: CheckpointTensor, dtype: str, has_scales: bool, portable: bool
+) -> ExportTensor:
+    stored = checkpoint.dtype(name)
+    weight = checkpoint.quantized.get(name)
+    parts = (tensor,) if weight is None else tuple(weight.parts.values())
+    ranges = [part.bytes for part in parts]
+    source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
+    quantized = partial(_read_quantized, weight) if weight is not None and dtype == stored else None
+    values = partial(read_tensor, checkpoint, name)
+    byte_range = tensor.bytes if weight is None else None
+    return ExportTensor(
+        name,
+        tensor.shape,
+        stored,
+        dtype,
+        has_scales,
+        has_scales and portable,
+        source_bytes,
+        values,
+        quantized,
+        byte_range,
+    )
+
+
+def _is_layer(tree: Tree, info: TensorInfo, name: str, shape: tuple[int, ...], placement: Placement | None) -> bool:
+    """Whether a tensor of the files is the weight of a linear layer for other programs: that of an `nn.Linear` of its own, under
+    the name that the module has, or part of packed experts.
+    """
+    if info.aliases or len(shape) != 2 or not name.endswith(".weight"):
+        return False
+    kind = tree.modules[info.name.rpartition(".")[0]].class_name or ""
+    if placement is not None and placement.part:
+        return placement.place is not None and ("expert" in kind.lower() if len(info.shape) == 3 else kind == "Linear")
+    return info.name == name and kind == "Linear"
+
+
+def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
+    """Whether other programs have a layout for a linear layer's weight in this dtype: one that they name, and blocks that divide
+    its rows.
+    """
+    blocks = dtypes.BY_NAME[dtype].blocks if dtype in dtypes.BY_NAME else None
+    if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
+        return False
+    return blocks is None or blocks.rows > 1 or divides(shape, blocks)
+
+
+def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
+    """The items, no two of them with the same name in the file."""
+    if not items:
+        raise UserError("there are no tensors to export")
+    seen: set[str] = set()
+    for item in items:
+        for entry in item.entries:
+            if entry.name in seen:
+                raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
+            seen.add(entry.name)
+    return tuple(items)
+
+
+def _same_values(checkpoint: Checkpoint, first: str, name: str) -> bool:
+    """Whether two names of a tied weight hold the same: one tensor of the file, or the same bytes twice."""
+    if checkpoint.aliases.get(name, name) == checkpoint.aliases.get(first, first):
+        return True
+    one, other = checkpoint.weights[first], checkpoint.weights[name]
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return torch.equal(as_bytes(read_stored(checkpoint, one)), as_bytes(read_stored(checkpoint, other)))
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as uint8 [nbytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _read_quantized(stored: QuantizedWeight) -> Quantized:
+    return tuple(map(read_mapped, stored.parts.values()))
+
+
+def _live_values(weight: Weight, dtype: str) -> torch.Tensor:
+    return weight.tensor.data if weight.dtype == dtype and dtype not in dtypes.BLOCK_FORMATS else weight.original
+
+
+def _live_quantized(weight: Weight, dtype: str) -> Callable[[], Quantized] | None:
+    """Data and scales of a live weight that has this dtype; None where they are made again from what is stored."""
+    if dtype in dtypes.BLOCK_FORMATS:
+        return None
+    data, scale = weight.tensor.data, weight.scale
+    return (lambda: (data, scale)) if weight.dtype == dtype and scale is not None else None

@@ -1,0 +1,175 @@
+"""A whole weight in a block format: its codes and scales while a model runs, and its parts in a file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import (
+    CODES,
+    SCALE,
+    SCALE_INV,
+    TENSOR_SCALE,
+    ZERO_POINT,
+    matrices,
+    packed_width,
+    scale_grid,
+)
+from dtype_engine.core.dtypes import DType
+from dtype_engine.runtime.formats import nvfp4
+from dtype_engine.runtime.formats.blocks import BlockWork, Chunk, chunks
+from dtype_engine.runtime.formats.code_packing import pack_words, unpack, unpack_words
+from dtype_engine.runtime.formats.row_blocks import Values, parallel_map
+from dtype_engine.runtime.formats.scales import Scales
+
+CHUNK = 1 << 19
+"""Elements that are quantized at once: so few that they stay in the cache, so many that Python's share is small."""
+_DEVICE_CHUNK = 1 << 22
+"""The same on an accelerator, where starting the work on a small chunk takes longer than the work."""
+
+
+def quantize_chunks(
+    tensor: torch.Tensor | Values,
+    dtype: str | DType,
+    on_chunk: Callable[[BlockWork, Chunk], None],
+    size: int = 0,
+    amax: float | None = None,
+) -> torch.Tensor | None:
+    """Quantize a weight a chunk at a time; returns the scale of the tensor, where the format has one.
+
+    `on_chunk` is called in several threads, in no order. size: about how many elements a chunk has, 0 for what is fast. amax: the
+    largest |value| that the scale of the tensor is for, where others share it; None for its own.
+    """
+    element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
+    assert element.blocks is not None
+    count, height, width = matrices(tensor.shape, element.blocks.columns)
+    rows = tensor.reshape(count * height, width)
+    on_cpu = tensor.device.type == "cpu"
+    pieces = list(chunks(tensor.shape, element.blocks, size or (CHUNK if on_cpu else _DEVICE_CHUNK)))
+    pieces = pieces if width else []
+    side_by_side: Callable[[Callable[[range], None], int], object] = parallel_map if on_cpu else _one_by_one
+    of_tensor = None
+    if element.blocks.tensor_scale:
+        largest = finite_amax(tensor) if amax is None else amax
+        of_tensor = nvfp4.tensor_scale(torch.tensor(largest)).to(tensor.device)
+
+    def work(indices: range) -> None:
+        largest = max(piece.stop - piece.start for piece, _ in pieces)
+        block_work = BlockWork(element, largest, width, of_tensor, tensor.device)
+        for index in indices:
+            taken, scales = pieces[index]
+            on_chunk(block_work, block_work.quantize(rows[taken], taken.start, scales.start))
+
+    side_by_side(work, len(pieces))
+    return of_tensor
+
+
+def _one_by_one(work: Callable[[range], None], count: int) -> None:
+    if count:
+        work(range(count))
+
+
+def finite_amax(tensor: torch.Tensor | Values) -> float:
+    """The largest finite |value| of a tensor, 0 of an empty one; a chunk at a time."""
+    width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
+    rows = tensor.reshape(tensor.numel() // width if width else 0, width)
+    step = max(1, (CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK) // max(1, rows.shape[1]))
+    pieces = range(0, rows.shape[0] if rows.shape[1] else 0, step)
+    found: list[float] = []
+
+    def look(indices: range) -> None:
+        found.extend(_finite_amax(rows[pieces[index] : pieces[index] + step]) for index in indices)
+
+    (parallel_map if tensor.device.type == "cpu" else _one_by_one)(look, len(pieces))
+    return max(found, default=0.0)
+
+
+def _finite_amax(values: torch.Tensor) -> float:
+    largest = float(values.abs().amax())
+    if largest < float("inf"):
+        return largest
+    return float(torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0).abs().amax())
+
+
+def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes of a weight, in its shape, as float8_e4m3fn or int8, and what each block's are multiplied by: float32
+    [down, across].
+
+    In a format with zero points the codes are those less the zero point. amax: as `quantize_chunks` has it.
+    """
+    element = dtypes.BY_NAME[dtype]
+    assert element.blocks is not None
+    codes = torch.zeros(tensor.shape, dtype=getattr(torch, element.torch_name), device=tensor.device)
+    scale = torch.ones(scale_grid(tensor.shape, element.blocks), device=tensor.device)
+    count, height, width = matrices(tensor.shape, element.blocks.columns)
+    rows = codes.view(count * height, width)
+
+    def keep(work: BlockWork, chunk: Chunk) -> None:
+        rows[chunk.first : chunk.first + len(chunk.units)] = chunk.codes(element)
+        effective = chunk.scales.effective
+        scale[chunk.first_scale : chunk.first_scale + len(effective)] = effective
+
+    quantize_chunks(tensor, dtype, keep, amax=amax)
+    return codes, scale
+
+
+def rounded(tensor: torch.Tensor, element: DType) -> torch.Tensor:
+    """What a weight has after its codes are dequantized again, in its own dtype; element: a row of the table, or like one."""
+    assert element.blocks is not None
+    count, height, width = matrices(tensor.shape, element.blocks.columns)
+    values = torch.empty((count * height, width), dtype=tensor.dtype, device=tensor.device)
+
+    def keep(work: BlockWork, chunk: Chunk) -> None:
+        values[chunk.first : chunk.first + len(chunk.units)] = work.dequantize(chunk)
+
+    quantize_chunks(tensor, element, keep)
+    return values.view(tensor.shape)
+
+
+def from_file(parts: Mapping[str, torch.Tensor], shape: Sequence[int], dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes and scales, as `quantize_blocks` gives them, of the parts of a weight in a file, by their suffixes.
+
+    The parts are as `core.block_formats.parts` has them.
+    """
+    element = dtypes.BY_NAME[dtype]
+    blocks = element.blocks
+    assert blocks is not None
+    count, height, width = matrices(shape, blocks.columns)
+    packed = parts[CODES].reshape(count * height, packed_width(width, element.bits, blocks.packing))
+    codes = unpack(packed, width, element, blocks.packing)
+    stored = parts[SCALE_INV if SCALE_INV in parts else SCALE]
+    if stored.element_size() == 1 and not blocks.tensor_scale:
+        exponents = stored.view(torch.uint8).to(torch.int32)
+        scale = torch.where(exponents == 0, 1 << 22, exponents << 23).view(torch.float32)
+    else:
+        scale = stored.to(torch.float32)
+    if blocks.tensor_scale:
+        scale = scale / parts[TENSOR_SCALE].to(torch.float32)
+    if blocks.zero_points:
+        packed = parts[ZERO_POINT].t().contiguous()
+        zero = unpack_words(packed, len(scale), element.bits).t()
+        codes = codes - zero.repeat_interleave(blocks.columns, dim=1)[:, :width]
+    return codes.reshape(tuple(shape)), scale
+
+
+def beside_codes(
+    scales: Sequence[Scales], of_tensor: torch.Tensor | None, shape: tuple[int, ...], dtype: str
+) -> list[torch.Tensor]:
+    """What a file has of a weight besides its codes, in the order of `core.block_formats.parts`.
+
+    scales: of all its chunks, from the first rows to the last. of_tensor: the scale of the tensor, where the format has one.
+    """
+    element = dtypes.BY_NAME[dtype]
+    blocks = element.blocks
+    assert blocks is not None
+    found = [torch.cat([each.stored for each in scales]) if scales else torch.empty(0)]
+    if of_tensor is not None:
+        found.append(of_tensor.reshape(1))
+    if blocks.zero_points:
+        zero = [each.zero for each in scales if each.zero is not None]
+        found.append(pack_words(torch.cat(zero).t().contiguous(), element.bits).t() if zero else torch.empty(0))
+    if blocks.packing == "words":
+        found.append(torch.tensor(shape, dtype=torch.int64))
+    return found

@@ -1,0 +1,1 @@
+"""Drift of every module's output."""

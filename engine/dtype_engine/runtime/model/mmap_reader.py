@@ -1,0 +1,101 @@
+"""One tensor of a checkpoint, mapped: nothing is read until it is used, and nothing of the file stays resident once the
+tensor is gone.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+
+import torch
+
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
+from dtype_engine.core import dtypes
+from dtype_engine.core.block_formats import SCALE
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_engine.runtime.formats.quantize_blocks import from_file
+from dtype_engine.runtime.numerics.quantize import dequantize, torch_dtype
+
+
+def read_mapped(stored: CheckpointTensor) -> torch.Tensor:
+    """The tensor, in its own dtype and shape, over a private mapping of its bytes (the file can't be written through it).
+
+    For tensors that are a stretch of their file; `read_tensor` knows all the others. Raises UserError when the file can't be
+    read.
+    """
+    byte_range = stored.bytes
+    if byte_range is None:
+        raise UserError(
+            f"{printable(stored.name)} can't be mapped from {stored.file}: its bytes lie nowhere as torch has them"
+        )
+    dtype = torch_dtype(stored.dtype)
+    shape = torch_shape(stored)
+    if not byte_range.nbytes:
+        return torch.empty(shape, dtype=dtype)
+    before = byte_range.start % mmap.ALLOCATIONGRANULARITY
+    try:
+        with open(byte_range.file, "rb") as file:
+            mapping = mmap.mmap(
+                file.fileno(), before + byte_range.nbytes, access=mmap.ACCESS_COPY, offset=byte_range.start - before
+            )
+    except (OSError, ValueError) as error:
+        raise UserError(f"can't read {byte_range.file}: {getattr(error, 'strerror', None) or error}") from None
+    if before % dtype.itemsize:  # a file may be laid out so, and torch's kernels rely on aligned addresses
+        values = (
+            torch.frombuffer(mapping, dtype=torch.uint8, count=byte_range.nbytes, offset=before).clone().view(dtype)
+        )
+    else:
+        values = torch.frombuffer(mapping, dtype=dtype, count=math.prod(shape), offset=before)
+    return values.view(shape)
+
+
+def torch_shape(stored: CheckpointTensor) -> tuple[int, ...]:
+    """The shape that torch has for a tensor: a byte of `float4_e2m1fn_x2` is one element there, of two values."""
+    if stored.dtype == "float4_e2m1fn_x2" and stored.shape:
+        return (*stored.shape[:-1], stored.shape[-1] // 2)
+    return stored.shape
+
+
+def read_stored(checkpoint: Checkpoint, stored: CheckpointTensor) -> torch.Tensor:
+    """One of the checkpoint's tensors as the file has it; one in a dtype of GGUF's own as float32 values.
+
+    Raises UserError when its file can't be read, or it is of a kind that has no values here (sparse, without data, ...).
+    """
+    if stored.refusal is not None:
+        raise UserError(f"{printable(stored.name)} {stored.refusal}, so its values can't be read")
+    if checkpoint.values is not None:
+        tensor = checkpoint.values[stored.name]
+        assert isinstance(tensor, torch.Tensor)
+        return tensor
+    if stored.packed:
+        from dtype_engine.runtime.model.gguf_blocks import dequantize
+
+        return torch.from_numpy(dequantize(stored))
+    return read_mapped(stored)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor by the name that the model has for it, as it is stored; one stored with scales, or in blocks of GGUF, as
+    float32 values.
+
+    The one way to a checkpoint's values, whatever form it has. Raises UserError as `read_stored` does.
+    """
+    weight = checkpoint.quantized.get(name)
+    if weight is not None:
+        return dequantize(*read_quantized(weight), torch.float32, dtypes.BY_NAME[weight.dtype].blocks)
+    return read_stored(checkpoint, checkpoint.weights[name])
+
+
+def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
+    """The codes and scales of a weight that an export stored, as `cast_or_quantize` gives them."""
+    if weight.dtype in dtypes.BLOCK_FORMATS:
+        return from_file(
+            {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype
+        )
+    return read_mapped(weight.data), read_mapped(weight.parts[SCALE]).reshape(-1).clone()
+
+
+def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Every tensor by name, as `read_tensor` gives it."""
+    return {name: read_tensor(checkpoint, name) for name in checkpoint.weights}

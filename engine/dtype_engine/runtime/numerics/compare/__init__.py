@@ -1,0 +1,1 @@
+"""Compare a candidate's output with the reference's: tensors in, figures out."""

@@ -1,0 +1,233 @@
+"""The figures of drift, each from its definition. r is the reference, c the candidate.
+
+    mean |Δ|, max |Δ|      of Δ = c - r
+    relative L2            ‖Δ‖ / ‖r‖
+    SQNR                   20 log10(‖r‖ / ‖Δ‖), in dB, as torch.ao.ns computes it
+    cosine                 r·c / (‖r‖ ‖c‖)
+    KL                     Σ p (ln p - ln q) a position, p = softmax(r), q = softmax(c), in nats
+    top-1 agreement        share of positions whose largest logit is the same class
+    Δp                     q - p of the correct next token
+    perplexity             exp of the mean of -ln p of the correct next token
+    log ratio              mean of ln p - ln q of the correct next token: ln(PPL(c) / PPL(r))
+    perplexity correlation of -ln p and -ln q over the scored tokens
+
+The distribution figures are all those of llama.cpp's `llama-perplexity --kl-divergence` (tools/perplexity), with the same
+definitions; a mean's standard error is s / √n, and that of a function of means is carried on to first order: exp(m) has
+exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
+KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
+p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. The arithmetic is
+in float64, or for wide outputs on the CPU in float32, where figures have seven digits or nearly so (`rows_in_float32`).
+
+Where values of the reference are NaN or infinity, figures of Δ are of the other values, and those of distributions NaN.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
+from dtype_engine.runtime.numerics.compare.position_figures import PositionFigures
+from dtype_engine.runtime.numerics.compare.reference_rows import ReferenceRows
+from dtype_engine.runtime.numerics.compare.sequence_comparison import SequenceComparison, compare_sequence
+
+FEWEST_FOR_PERCENTILES = 100
+_KL_PERCENTILES = {
+    "p999": 0.999, "p99": 0.99, "p95": 0.95, "p90": 0.9, "p10": 0.1, "p5": 0.05, "p1": 0.01, "p01": 0.001,
+}  # fmt: skip
+_DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
+
+
+class OutputComparison:
+    """Compares outputs sequence by sequence, in chunks, so that no second copy of the logits is needed.
+
+    The figures do not depend on the order in which sequences are added: sums are taken in the order of their numbers.
+
+    distribution: whether the last dimension holds the logits of a distribution.
+    """
+
+    def __init__(self, distribution: bool) -> None:
+        self.distribution = distribution
+        self.sequences: dict[int, SequenceComparison] = {}
+        """What was added, by its number."""
+
+    def add(
+        self,
+        reference: torch.Tensor,
+        candidate: torch.Tensor,
+        next_tokens: torch.Tensor | None = None,
+        number: int | None = None,
+        of_reference: ReferenceRows | None = None,
+    ) -> None:
+        """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
+        none). number: its place among all; by default after those that were added. of_reference: `reference_rows` of the first.
+        """
+        if reference.shape != candidate.shape:
+            raise ValueError(
+                f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"
+            )
+        rows_r, rows_c = _rows(reference), _rows(candidate)
+        labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
+        # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
+        # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
+        positions = PositionFigures.of(rows_r.shape[0], labels) if self.distribution else None
+        sequence = SequenceComparison(rows_r.shape[0], positions)
+        compare_sequence(rows_r, rows_c, sequence, of_reference)
+        if positions is not None:
+            positions.keep_scored()
+        self.sequences[len(self.sequences) if number is None else number] = sequence
+
+    def reference_rows(self, output: torch.Tensor) -> ReferenceRows | None:
+        """What every comparison with this reference output needs, None where none needs it."""
+        return ReferenceRows(_rows(output), self.distribution) if output.device.type == "cpu" else None
+
+    def result(self) -> OutputDrift:
+        """The figures over everything added so far."""
+        sequences = [sequence for _, sequence in sorted(self.sequences.items())]
+        sums = ElementSums()
+        for sequence in sequences:
+            for chunk in sequence.chunks:
+                sums.add(chunk)
+        count = max(1, sums.elements - sums.nonfinite_reference)
+        identical = sums.noise == 0.0
+        norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
+        figures: dict[str, Any] = {
+            "elements": sums.elements,
+            "mean_abs": sums.sum_abs / count,
+            "max_abs": sums.max_abs,
+            "rel_l2": _relative(sums.noise, sums.energy),
+            "sqnr_db": sqnr_db(sums.energy, sums.noise),
+            "cosine": 1.0 if identical else sums.product / norms if norms and math.isfinite(sums.noise) else math.nan,
+            "nonfinite": sums.nonfinite,
+            "nonfinite_reference": sums.nonfinite_reference,
+        }
+        of_positions = [sequence.positions for sequence in sequences if sequence.positions is not None]
+        if of_positions:
+            kl = torch.cat([positions.kl for positions in of_positions])
+            same = torch.cat([positions.same_top for positions in of_positions]).double()
+            if sums.nonfinite_reference:
+                kl, same = torch.full_like(kl, math.nan), torch.full_like(same, math.nan)
+            agreement = float(same.mean())
+            figures |= {
+                "positions": len(kl),
+                "kl_mean": float(kl.mean()),
+                "kl_mean_se": _standard_error(kl),
+                **_spread("kl", kl, _KL_PERCENTILES),
+                "top1_agreement": agreement,
+                "top1_agreement_se": math.sqrt(agreement * (1 - agreement) / (len(same) - 1))
+                if len(same) > 1
+                else None,
+            }
+        scored = [positions for positions in of_positions if positions.labels is not None]
+        if sum(len(positions.log_p) for positions in scored):
+            log_p = torch.cat([positions.log_p for positions in scored])
+            log_q = torch.cat([positions.log_q for positions in scored])
+            if sums.nonfinite_reference:
+                log_p = log_q = torch.full_like(log_p, math.nan)
+            dp = log_q.exp() - log_p.exp()
+            figures |= {
+                "scored_tokens": len(dp),
+                "dp_mean": float(dp.mean()),
+                "dp_mean_se": _standard_error(dp),
+                **_root_mean_square(dp),
+                **_spread("dp", dp, _DP_PERCENTILES),
+                "log_ratio": float((log_p - log_q).mean()),
+                "log_ratio_se": _standard_error(log_p - log_q),
+                **_perplexities(log_p, log_q),
+            }
+        if sums.nonfinite_reference and not sums.energy:
+            # Nothing was left to compare: no drift, but no agreement either.
+            figures |= {
+                "mean_abs": math.nan,
+                "max_abs": math.nan,
+                "rel_l2": math.nan,
+                "sqnr_db": math.nan,
+                "cosine": math.nan,
+            }
+        return OutputDrift(**figures)
+
+
+def _rows(output: torch.Tensor) -> torch.Tensor:
+    """[rows, width] of an output of any shape."""
+    return output.reshape(-1, output.shape[-1] if output.ndim else 1)
+
+
+def sqnr_db(energy: float, noise: float) -> float:
+    """10 log10(Σr² / ΣΔ²) in dB: infinity where nothing differs, minus infinity where only noise is left."""
+    if noise == 0.0:
+        return math.inf
+    if math.isnan(noise) or math.isinf(noise):
+        return -math.inf
+    if energy == 0.0:
+        return -math.inf
+    return 10.0 * (math.log10(energy) - math.log10(noise))
+
+
+def _relative(noise: float, energy: float) -> float:
+    if noise == 0.0:
+        return 0.0
+    return math.sqrt(noise / energy) if energy else math.inf
+
+
+def _standard_error(values: torch.Tensor) -> float | None:
+    return float(values.std(unbiased=True)) / math.sqrt(len(values)) if len(values) > 1 else None
+
+
+def _quantile(ordered: torch.Tensor, q: float) -> float:
+    """Of values in their order, linear between the two nearest ranks. (torch.quantile stops at 2^24 values.)"""
+    rank = q * (len(ordered) - 1)
+    low = math.floor(rank)
+    high = min(low + 1, len(ordered) - 1)
+    bottom, top = float(ordered[low]), float(ordered[high])
+    return bottom if low == high or bottom == top else bottom + (rank - low) * (top - bottom)
+
+
+def _spread(prefix: str, values: torch.Tensor, percentiles: dict[str, float]) -> dict[str, float | None]:
+    """Smallest, median, largest, and the percentiles asked for by the end of their field's name, None where values are few."""
+    ordered = values.sort().values
+    enough = len(ordered) >= FEWEST_FOR_PERCENTILES
+    return {
+        f"{prefix}_min": float(values.min()),
+        f"{prefix}_median": _quantile(ordered, 0.5),
+        f"{prefix}_max": float(values.max()),
+        **{f"{prefix}_{name}": _quantile(ordered, q) if enough else None for name, q in percentiles.items()},
+    }
+
+
+def _root_mean_square(dp: torch.Tensor) -> dict[str, float | None]:
+    squares = dp.square()
+    rms = float(squares.mean().sqrt())
+    error = _standard_error(squares)
+    return {"dp_rms": rms, "dp_rms_se": None if error is None else 0.5 * error / rms if rms else 0.0}
+
+
+def _perplexities(log_p: torch.Tensor, log_q: torch.Tensor) -> dict[str, float | None]:
+    """Perplexity of both, their ratio and difference, with standard errors; ln p and ln q of the right tokens [tokens]."""
+    reference, candidate = _exp(-float(log_p.mean())), _exp(-float(log_q.mean()))
+    ratio = _exp(float((log_p - log_q).mean()))
+    figures: dict[str, float | None] = {
+        "perplexity_reference": reference,
+        "perplexity_candidate": candidate,
+        "perplexity_ratio": ratio,
+        "perplexity_difference": candidate - reference,
+    }
+    se_p, se_q, se_ratio = (_standard_error(values) for values in (log_p, log_q, log_p - log_q))
+    if se_p is None or se_q is None or se_ratio is None:
+        return figures
+    # Of the two means: the covariance of single tokens over their number.
+    covariance = float(((log_p - log_p.mean()) * (log_q - log_q.mean())).sum()) / (len(log_p) - 1) / len(log_p)
+    variance = (candidate * se_q) ** 2 + (reference * se_p) ** 2 - 2 * candidate * reference * covariance
+    return figures | {
+        "perplexity_reference_se": reference * se_p,
+        "perplexity_candidate_se": candidate * se_q,
+        "perplexity_correlation": covariance / (se_p * se_q) if se_p and se_q else None,
+        "perplexity_ratio_se": ratio * se_ratio,
+        "perplexity_difference_se": math.sqrt(max(0.0, variance)) if not math.isnan(variance) else math.nan,
+    }
+
+
+def _exp(value: float) -> float:
+    return math.inf if value >= 700 else math.exp(value)

@@ -1,0 +1,133 @@
+"""How a pass is told of every call of a module, and stopped between two of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.core.cancellation import IsCancelled
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.model.torch_private import WithoutModes, as_called, call_instead, has_forward_hooks
+from dtype_engine.runtime.passes.forward_pass import ForwardPass
+from dtype_engine.runtime.passes.output_cache import clone_output
+
+Call = Callable[..., Any]
+
+
+class ModuleCalls:
+    """What tells `under_way` of the calls of the modules below one, from `watch` or `only_stop` to `remove`.
+
+    It is a function that torch calls in place of a module, and that calls it as torch would: what hooks make of its output is the
+    output. As hooks of its own it would take 25 µs a call right after a large product, when nothing is in a cache any more (Intel
+    Xeon with AMX). Where a model's code calls `forward` by itself, no module is called.
+
+    Attributes:
+        under_way: the pass that is told, None between passes.
+        modules: those that are told of, and the one that they are below.
+
+    autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
+    """
+
+    def __init__(self, module: nn.Module, cancelled: IsCancelled, autocast_on: str | None = None) -> None:
+        self.under_way: ForwardPass | None = None
+        self._modules = {name: child for name, child in module.named_modules() if name}
+        self.modules = (module, *self._modules.values())
+        self._cancelled = cancelled
+        self._autocast_on = autocast_on
+        self._undo: list[Callable[[], None]] = []
+
+    def watch(self) -> None:
+        """Tell of the calls of all modules."""
+        self._put_everywhere(self._telling)
+
+    def only_stop(self) -> None:
+        """Tell of nothing; a pass can be stopped before every module."""
+        self._put_everywhere(self._stopping)
+
+    def remove(self) -> None:
+        """Leave nothing on the modules."""
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+    def with_hooks(self) -> frozenset[str]:
+        """Modules with forward hooks: transformers collects hidden states with such."""
+        return frozenset(name for name, module in self._modules.items() if has_forward_hooks(module))
+
+    def _put_everywhere(self, made: Callable[[str], Call]) -> None:
+        self._undo = [call_instead(module, made(name)) for name, module in self._modules.items()]
+
+    def _stopping(self, name: str) -> Call:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._cancelled():
+                raise Cancelled
+            return as_called(module, *args, **kwargs)
+
+        return call
+
+    def _telling(self, name: str) -> Call:
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            run = self.under_way
+            if run is None:
+                return as_called(module, *args, **kwargs)
+            if self._cancelled():
+                raise Cancelled
+            if run.hears_of_begin:
+                return self._call_of(run, name, module, args, kwargs)
+            began = len(run.finished)
+            try:
+                output = as_called(module, *args, **kwargs)
+            except BaseException:
+                run.note_failure(name)
+                raise
+            if run.watched is None or name in run.watched:
+                self._take_in(run, run.observe, name, output, began)
+            else:
+                run.finished.append(name)
+            return output
+
+        return call
+
+    def _call_of(self, run: ForwardPass, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call that the pass is told of when it begins, and for which it may have an earlier output."""
+        given = run.begin(name, module, args, kwargs)
+        if given is not None:
+            args, kwargs = given
+        earlier = run.earlier_call(name)
+        if earlier is None:
+            output = as_called(module, *args, **kwargs)
+        else:
+            with WithoutModes():
+                output = clone_output(earlier.output)
+        self._take_in(run, run.finish, name, output)
+        return output
+
+    def _take_in(self, run: ForwardPass, take_in: Callable[..., None], *returned: Any) -> None:
+        """Take in what a module returned: neither that nor the time that it takes is the pass's own."""
+        started = time.perf_counter()
+        if run.mode is not None or self._autocast_on or torch.is_inference_mode_enabled():
+            with self._apart(run):
+                take_in(*returned)
+        else:
+            take_in(*returned)
+        run.observing_seconds += time.perf_counter() - started
+
+    @contextmanager
+    def _apart(self, run: ForwardPass) -> Iterator[None]:
+        """Arithmetic that is not the pass's own: its mode does not see it, and autocast does not choose its dtypes. In a model's
+        `torch.inference_mode` it would make tensors that can't be written to after the pass.
+        """
+        with ExitStack() as contexts:
+            if torch.is_inference_mode_enabled():
+                contexts.enter_context(torch.inference_mode(False))
+                contexts.enter_context(torch.no_grad())
+            if run.mode is not None:
+                contexts.enter_context(WithoutModes())
+            if self._autocast_on:
+                contexts.enter_context(torch.autocast(self._autocast_on, enabled=False))
+            yield

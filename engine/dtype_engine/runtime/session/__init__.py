@@ -1,0 +1,1 @@
+"""One open model, and what can be asked of it."""

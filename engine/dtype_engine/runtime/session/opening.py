@@ -1,0 +1,92 @@
+"""Opens what a user named, or a live module, as a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dtype_engine.checkpoint import refuse_unreadable
+from dtype_engine.checkpoint.source import Source, locate
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.input_args import parse_inputs_line
+from dtype_engine.core.opening_progress import READING_INPUTS
+from dtype_engine.core.options import Options
+from dtype_engine.runtime.inputs import from_values
+from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.model.load import OnStep, load, pick_device
+from dtype_engine.runtime.numerics.reference_kernel import ReferenceKernel
+from dtype_engine.runtime.numerics.row_kernel import RowKernel
+from dtype_engine.runtime.session.session import Session
+
+
+def import_loaders() -> None:
+    """Import what most checkpoints are loaded with, ahead of `open_session`."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+
+def prepare_code() -> None:
+    """Make what compares outputs, ahead of the first that are compared: the first code takes three times as long as others."""
+    if RowKernel.is_available():
+        ReferenceKernel.of(torch.float32, True)
+        for distribution in (True, False):
+            RowKernel.of(torch.float32, torch.bfloat16, distribution)
+
+
+def threads_each(threads: int | None, processes: int) -> int:
+    """The threads that each of some processes computes with, which share `threads`, or torch's own number."""
+    return max(1, (threads or torch.get_num_threads()) // processes)
+
+
+def use_threads(threads: int | None) -> None:
+    """Let torch compute with so many threads; None leaves it as it is."""
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def gpu_count() -> int:
+    """The GPUs that CUDA sees."""
+    return torch.cuda.device_count()
+
+
+def open_session(
+    model: str | Source | nn.Module | None = None,
+    options: Options | None = None,
+    inputs: Any = None,
+    on_step: OnStep = lambda step: None,
+    refused: Callable[[str], None] | None = None,
+) -> Session:
+    """Open a model: load it, make its inputs, cast nothing.
+
+    Args:
+        model: A path, a Hugging Face id, `file.py:Name` or `package.module:Name`; None for the demo; or a live module, which is
+            taken over as it is: put in evaluation mode, and cast in place.
+        options: How to open and run it.
+        inputs: What to run it on: a dict (keyword arguments), a tuple (positional ones), a tensor, or a list of these, one a call.
+        on_step: Called with what is being done.
+        refused: Called with why inputs in `options` do not fit; the session opens with the defaults then. None: raise.
+
+    Raises:
+        NoForward: There is no architecture to load the weights into.
+        UserError: Anything else that is wrong with the model, the options or the inputs.
+    """
+    options = options or Options()
+    use_threads(options.threads)
+    given = from_values(inputs, "inputs") if inputs is not None else None
+    if isinstance(model, nn.Module):
+        device = next((tensor.device for tensor in model.parameters()), pick_device("cpu"))
+        live = LiveModel.wrap(model, type(model).__name__, device)
+        return Session(live, options, given)
+    source = model if isinstance(model, Source) else locate(model)
+    live = load(source, options, on_step)
+    refuse_unreadable(live.identities)
+    on_step(READING_INPUTS)
+    try:
+        return Session(live, options, given)
+    except UserError as error:
+        if refused is None:
+            raise
+        refused(str(error))
+        return Session(live, parse_inputs_line(options, ""), given)

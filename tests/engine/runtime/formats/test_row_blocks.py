@@ -1,0 +1,85 @@
+"""Work on blocks side by side, in threads that stay."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from dtype_engine.runtime.formats.row_blocks import parallel_map
+
+
+@pytest.fixture(autouse=True)
+def three_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def work(numbers: range) -> tuple[int, int, list[int]]:
+    time.sleep(0.01)
+    return threading.get_ident(), torch.get_num_threads(), list(numbers)
+
+
+def test_every_block_is_done_once_and_the_threads_are_the_same_the_next_time() -> None:
+    found = parallel_map(work, 13)
+    assert [numbers for _, _, numbers in found] == [list(range(first, 13, 3)) for first in range(3)]
+    assert {threads for _, threads, _ in found} == {1}
+    assert torch.get_num_threads() == 3
+    threads = {thread for thread, _, _ in found}
+    assert len(threads) == 3
+    assert threading.get_ident() in threads
+    assert {thread for _ in range(5) for thread, _, _ in parallel_map(work, 13)} == threads
+
+
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_few_blocks_are_this_threads(count: int) -> None:
+    found = parallel_map(work, count)
+    assert [numbers for _, _, numbers in found] == ([list(range(count))] if count else [])
+    assert {thread for thread, _, _ in found} <= {threading.get_ident()}
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_an_error_is_raised_once_no_thread_is_at_it_any_more(failing: int) -> None:
+    ended: list[int] = []
+
+    def fails(numbers: range) -> None:
+        if numbers.start == failing:
+            raise ValueError("no such block")
+        time.sleep(0.1)
+        ended.append(numbers.start)
+
+    with pytest.raises(ValueError, match="no such block"):
+        parallel_map(fails, 12)
+    assert sorted(ended) == sorted({0, 1, 2} - {failing})
+    assert torch.get_num_threads() == 3
+
+
+def test_within_a_block_there_is_one_thread() -> None:
+    nested = parallel_map(lambda numbers: parallel_map(work, 12), 12)
+    assert [[numbers for _, _, numbers in each] for each in nested] == [[list(range(12))]] * 3
+
+
+_FORKS = """
+import os, time, torch
+from dtype_engine.runtime.formats.row_blocks import parallel_map
+def work(numbers):
+    time.sleep(0.05)
+    return list(numbers)
+torch.set_num_threads(3)
+parallel_map(work, 12)
+child = os.fork()
+if not child:
+    os._exit(parallel_map(work, 12) != [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]])
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_after_a_fork_there_are_threads_again() -> None:
+    assert subprocess.run([sys.executable, "-W", "ignore", "-c", _FORKS], timeout=60).returncode == 0

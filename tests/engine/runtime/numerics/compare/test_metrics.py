@@ -1,0 +1,204 @@
+"""Every figure against numpy in float64, written down a second time from its definition."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy import special
+
+from dtype_engine.results.drift import OutputDrift
+from dtype_engine.runtime.formats import row_blocks as chunks
+from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+
+
+def pair(
+    positions: int = 150, classes: int = 11, noise: float = 0.05
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    reference = torch.randn(positions, classes, generator=generator) * 3
+    candidate = reference + noise * torch.randn(positions, classes, generator=generator)
+    labels = torch.randint(0, classes, (positions,), generator=generator)
+    labels[-1] = -100
+    return reference, candidate, labels
+
+
+def compare(
+    reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor | None = None, distribution: bool = True
+) -> OutputDrift:
+    comparison = OutputComparison(distribution)
+    comparison.add(reference, candidate, labels)
+    return comparison.result()
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+def test_element_figures() -> None:
+    reference, candidate, _ = pair()
+    r, c = reference.double().numpy().ravel(), candidate.double().numpy().ravel()
+    found = compare(reference, candidate, distribution=False)
+    assert found.mean_abs == pytest.approx(np.abs(c - r).mean(), rel=1e-12)
+    assert found.max_abs == np.abs(c - r).max()
+    assert found.rel_l2 == pytest.approx(np.linalg.norm(c - r) / np.linalg.norm(r), rel=1e-12)
+    assert found.sqnr_db == pytest.approx(20 * math.log10(np.linalg.norm(r) / np.linalg.norm(c - r)), rel=1e-12)
+    assert found.cosine == pytest.approx(r @ c / np.linalg.norm(r) / np.linalg.norm(c), rel=1e-12)
+    assert (found.elements, found.nonfinite, found.kl_mean) == (r.size, 0, None)
+
+
+def test_distribution_figures() -> None:
+    reference, candidate, labels = pair()
+    log_p, log_q = log_softmax(reference.double().numpy()), log_softmax(candidate.double().numpy())
+    kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
+    found = compare(reference, candidate, labels)
+    n = len(kl)
+    assert found.positions == n
+    assert found.kl_mean == pytest.approx(kl.mean(), rel=1e-10)
+    assert found.kl_mean_se == pytest.approx(kl.std(ddof=1) / math.sqrt(n), rel=1e-10)
+    for name, q in {"kl_median": 0.5, "kl_p95": 0.95, "kl_p99": 0.99, "kl_p999": 0.999}.items():
+        assert getattr(found, name) == pytest.approx(np.quantile(kl, q), rel=1e-10)
+    assert found.kl_max == pytest.approx(kl.max(), rel=1e-10)
+    same = (log_p.argmax(-1) == log_q.argmax(-1)).mean()
+    assert found.top1_agreement == same
+    assert found.top1_agreement_se == pytest.approx(math.sqrt(same * (1 - same) / (n - 1)))
+
+
+def test_next_token_figures() -> None:
+    reference, candidate, labels = pair()
+    rows = np.arange(len(labels) - 1)
+    picked = labels.numpy()[:-1]
+    log_p = log_softmax(reference.double().numpy())[rows, picked]
+    log_q = log_softmax(candidate.double().numpy())[rows, picked]
+    found = compare(reference, candidate, labels)
+    dp = np.exp(log_q) - np.exp(log_p)
+    assert found.scored_tokens == len(rows)
+    assert found.dp_mean == pytest.approx(dp.mean(), rel=1e-9)
+    assert found.dp_mean_se == pytest.approx(dp.std(ddof=1) / math.sqrt(len(dp)), rel=1e-9)
+    assert found.dp_rms == pytest.approx(math.sqrt((dp**2).mean()), rel=1e-9)
+    assert found.dp_p1 == pytest.approx(np.quantile(dp, 0.01), rel=1e-9)
+    assert found.dp_p99 == pytest.approx(np.quantile(dp, 0.99), rel=1e-9)
+    assert found.perplexity_reference == pytest.approx(math.exp(-log_p.mean()), rel=1e-9)
+    assert found.perplexity_candidate == pytest.approx(math.exp(-log_q.mean()), rel=1e-9)
+    assert found.log_ratio == pytest.approx(math.log(found.perplexity_candidate / found.perplexity_reference), rel=1e-6)
+    assert found.log_ratio_se == pytest.approx((log_p - log_q).std(ddof=1) / math.sqrt(len(dp)), rel=1e-9)
+
+
+def test_chunks_and_sequences_give_the_figures_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, candidate, labels = pair()
+    whole = compare(reference, candidate, labels)
+    monkeypatch.setattr(chunks, "_CHUNK_ELEMENTS", 40)
+    monkeypatch.setattr(chunks, "_THREAD_ELEMENTS", 1)
+    comparison = OutputComparison(True)
+    for start, end in ((0, 17), (17, 18), (18, 150)):
+        comparison.add(reference[None, start:end], candidate[None, start:end], labels[None, start:end])
+    parts = comparison.result()
+    for name in OutputDrift.__slots__:
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name), rel=1e-12), name
+
+
+def test_identical_outputs_do_not_drift() -> None:
+    reference, _, labels = pair()
+    found = compare(reference, reference.clone(), labels)
+    assert (found.mean_abs, found.max_abs, found.rel_l2, found.kl_mean, found.kl_max) == (0, 0, 0, 0, 0)
+    assert (found.sqnr_db, found.cosine, found.top1_agreement, found.log_ratio) == (math.inf, 1, 1, 0)
+
+
+@pytest.mark.parametrize("odd", [None, -math.inf, math.inf, math.nan])
+def test_the_short_way_for_equal_outputs_gives_the_figures_of_the_long_one(odd: float | None) -> None:
+    reference, _, labels = pair()
+    if odd is not None:
+        reference[3, 2] = odd
+    assert repr(compare(reference, reference.clone(), labels)) == repr(compare(reference, reference.double(), labels))
+
+
+def test_a_reference_of_zeros() -> None:
+    found = compare(torch.zeros(3), torch.ones(3), distribution=False)
+    assert (found.mean_abs, found.rel_l2, found.sqnr_db) == (1, math.inf, -math.inf)
+    assert math.isnan(found.cosine)
+
+
+def test_no_percentiles_under_a_hundred_positions() -> None:
+    reference, candidate, labels = pair(99)
+    found = compare(reference, candidate, labels)
+    assert found.kl_p99 is found.kl_p95 is found.dp_p1 is None
+    assert found.kl_median is not None
+    one = compare(reference[:1], candidate[:1], labels[:1])
+    assert one.kl_mean is not None
+    assert one.kl_mean_se is one.top1_agreement_se is None
+
+
+def test_infinities_on_both_sides_are_masks_and_no_drift() -> None:
+    reference, candidate, labels = pair()
+    labels[labels == 0] = 1
+    reference[:, 0] = candidate[:, 0] = -math.inf
+    found = compare(reference, candidate, labels)
+    without = compare(reference[:, 1:], candidate[:, 1:], torch.where(labels > 0, labels - 1, labels))
+    assert found.nonfinite == 0
+    assert found.kl_mean == pytest.approx(without.kl_mean, rel=1e-9)
+    assert found.max_abs == without.max_abs
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, -math.inf])
+def test_one_value_that_is_not_finite_spoils_the_figures_and_is_counted(bad: float) -> None:
+    reference, candidate, _ = pair()
+    candidate[3, 4] = bad
+    found = compare(reference, candidate, distribution=False)
+    assert found.nonfinite == 1
+    assert found.max_abs == found.mean_abs == math.inf
+    assert found.sqnr_db == -math.inf
+
+
+def test_shapes_must_agree() -> None:
+    with pytest.raises(ValueError, match="differ in shape"):
+        compare(torch.zeros(2, 3), torch.zeros(3, 2))
+
+
+@pytest.mark.parametrize("rows_at_once", [1, 7, 1000])
+@pytest.mark.parametrize("offset", [-40.0, 0.0, 3.0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_the_first_of_several_largest_logits_is_the_likeliest(
+    dtype: torch.dtype, offset: float, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Coarse logits have many ties, also at zero, of either sign, and where all are negative."""
+    for name in ("_CHUNK_ELEMENTS", "_THREAD_ELEMENTS"):
+        monkeypatch.setattr(chunks, name, 90 * rows_at_once // torch.get_num_threads())
+    generator = torch.Generator().manual_seed(4)
+    reference = offset - torch.randint(0, 12, (60, 90), generator=generator) / 4
+    candidate = (reference + torch.randint(-1, 2, (60, 90), generator=generator) / 4).to(dtype)
+    reference[5], candidate[5] = -0.0, torch.tensor([-0.0, 0.0] * 45)
+    labels = torch.randint(0, 90, (60,), generator=generator)
+    found = compare(reference, candidate, labels)
+    r, c = reference.double().numpy(), candidate.double().numpy()
+    p, q = special.log_softmax(r, axis=-1), special.log_softmax(c, axis=-1)
+    assert found.top1_agreement == (r.argmax(-1) == c.argmax(-1)).mean()
+    assert found.kl_mean == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-9)
+    of_labels = np.arange(60), labels.numpy()
+    assert found.log_ratio == pytest.approx((p - q)[of_labels].mean(), rel=1e-9)
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-3, -1.0, 1e3])
+def test_outputs_of_another_size(factor: float) -> None:
+    reference, noise, _ = pair()
+    candidate = factor * reference + (0.01 * factor * noise)
+    found = compare(reference, candidate, distribution=False)
+    r, c = reference.double().numpy().ravel(), candidate.double().numpy().ravel()
+    if not factor:
+        assert math.isnan(found.cosine)
+        return
+    assert found.cosine == pytest.approx(r @ c / np.linalg.norm(r) / np.linalg.norm(c), rel=1e-12)
+
+
+@pytest.mark.parametrize("offset", [-2000.0, 0.0, 2000.0])
+def test_logits_whose_exponentials_are_out_of_range(offset: float) -> None:
+    """e^x of float64 ends at 709; below -745 it is zero."""
+    generator = torch.Generator().manual_seed(2)
+    reference = offset + 3 * torch.randn(40, 50, generator=generator)
+    candidate = reference + 0.05 * torch.randn(40, 50, generator=generator)
+    comparison = OutputComparison(True)
+    comparison.add(reference, candidate)
+    p, q = (special.log_softmax(logits.double().numpy(), axis=-1) for logits in (reference, candidate))
+    assert comparison.result().kl_mean == pytest.approx((np.exp(p) * (p - q)).sum(-1).mean(), rel=1e-9)

@@ -1,0 +1,195 @@
+"""Round-trip errors against whole-tensor expressions in float64, and exponents against math.frexp."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.helpers.peak_memory import peak_anonymous
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import Cancelled
+from dtype_engine.runtime.numerics import quantization_error as weights
+from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
+
+DTYPES = pytest.mark.parametrize("dtype", dtypes.COMPUTE_DTYPES + dtypes.WHOLE_SCALE_DTYPES)
+
+
+def of_every_size(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Values from 1e-45 to 1e38, zeros among them."""
+    generator = torch.Generator().manual_seed(seed)
+    powers = torch.rand(shape, generator=generator).double() * 80 - 44
+    values = (torch.randn(shape, generator=generator).sign() * 10**powers).float()
+    return torch.where(torch.rand(shape, generator=generator) < 0.1, torch.zeros(()), values)
+
+
+def there_and_back(tensor: torch.Tensor, dtype: str) -> torch.Tensor:
+    kept, scale = cast_or_quantize(tensor, dtype)
+    return kept.double() if scale is None else dequantize(kept, scale, torch.float32).double()
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(300, 700), (70_001,), (5, 6, 7), (), (0, 3), (3, 200_000)])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+def test_figures_are_those_of_the_whole_tensor_in_float64(
+    dtype: str, shape: tuple[int, ...], stored: torch.dtype
+) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mul(0.02).to(stored)
+    found = round_trip("w", tensor, dtype)
+    before, after = tensor.double(), there_and_back(tensor, dtype)
+    delta = after - before
+    assert found.elements == tensor.numel()
+    assert found.max_abs == pytest.approx(float(delta.abs().max()) if delta.numel() else 0.0, rel=1e-6, abs=1e-12)
+    assert found.mean_abs == pytest.approx(float(delta.abs().mean()) if delta.numel() else 0.0, rel=1e-4, abs=1e-12)
+    noise, energy = float(delta.square().sum()), float(before.square().sum())
+    if noise:
+        assert found.rel_l2 == pytest.approx(math.sqrt(noise / energy), rel=1e-4)
+        assert found.sqnr_db == pytest.approx(10 * math.log10(energy / noise), rel=1e-4)
+    else:
+        assert (found.rel_l2, found.sqnr_db) == (0.0, math.inf)
+
+
+@DTYPES
+@pytest.mark.parametrize("special", [(), (math.inf, -math.inf, math.nan, 0.0, -0.0)])
+def test_lost_values_are_counted_one_by_one(dtype: str, special: tuple[float, ...]) -> None:
+    tensor = of_every_size(40, 50)
+    tensor.view(-1)[: len(special)] = torch.tensor(special)
+    found = round_trip("w", tensor, dtype)
+    kept, scale = cast_or_quantize(tensor, dtype)
+    codes = kept.double()
+    before, after = tensor.double(), there_and_back(tensor, dtype)
+    finite = before.isfinite()
+    assert found.nonfinite == int((~finite).sum())
+    assert found.overflowed == int((finite & ~after.isfinite()).sum())
+    assert found.saturated == int((before.isinf() & after.isfinite()).sum())
+    assert found.underflowed == int((finite & (before != 0) & (codes == 0)).sum())
+    subnormal = (codes != 0) & (codes.abs() < dtypes.BY_NAME[dtype].tiny)
+    assert found.subnormal == (int(subnormal.sum()) if dtypes.BY_NAME[dtype].kind == "float" else 0)
+    if found.overflowed:
+        assert (found.max_abs, found.sqnr_db) == (math.inf, -math.inf)
+    else:
+        expected = (after - before)[finite].abs()
+        assert found.max_abs == pytest.approx(float(expected.max()), rel=1e-6)
+    del scale
+
+
+@given(st.lists(st.floats(width=32), min_size=1, max_size=40), st.sampled_from(dtypes.CASTABLE_DTYPES))
+@settings(max_examples=300)
+def test_any_values_in_any_dtype(values: list[float], dtype: str) -> None:
+    tensor = torch.tensor(values)
+    found = round_trip("w", tensor, dtype)
+    assert 0 <= found.underflowed + found.subnormal <= len(values)
+    assert found.nonfinite == sum(not math.isfinite(value) for value in values)
+    assert not math.isnan(found.max_abs)
+    assert found.sqnr_db is None or not math.isnan(found.sqnr_db)
+    if found.nonfinite and not found.overflowed:
+        assert found.sqnr_db is None
+
+
+def test_a_tensor_in_its_own_dtype_is_exact() -> None:
+    for stored in dtypes.COMPUTE_DTYPES:
+        found = round_trip("w", torch.randn(100).to(torch_dtype(stored)), stored)
+        assert (found.max_abs, found.sqnr_db) == (0.0, math.inf)
+
+
+def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensor = of_every_size(64, 33)
+    for dtype in dtypes.CASTABLE_DTYPES:
+        whole = round_trip("w", tensor, dtype)
+        monkeypatch.setattr(weights, "CHUNK", 50)
+        parts = round_trip("w", tensor, dtype)
+        monkeypatch.undo()
+        assert parts.max_abs == whole.max_abs
+        assert (parts.underflowed, parts.subnormal, parts.overflowed) == (
+            whole.underflowed,
+            whole.subnormal,
+            whole.overflowed,
+        )
+        assert parts.mean_abs == pytest.approx(whole.mean_abs, rel=1e-6)
+
+
+@given(st.lists(st.floats(width=32), max_size=60))
+def test_exponents_are_those_of_frexp(values: list[float]) -> None:
+    found = exponents("w", torch.tensor(values, dtype=torch.float32))
+    expected: dict[int, int] = {}
+    for value in values:
+        if math.isfinite(value) and value:
+            power = math.frexp(value)[1] - 1
+            expected[power] = expected.get(power, 0) + 1
+    assert dict(found.counts) == expected
+    assert found.zeros == values.count(0.0)
+    assert found.nonfinite == sum(not math.isfinite(value) for value in values)
+
+
+def test_it_stops_when_told() -> None:
+    with pytest.raises(Cancelled):
+        round_trip("w", torch.ones(10), "float16", lambda: True)
+
+
+def test_float8_codes_come_back_as_torch_says() -> None:
+    for dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        codes = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+        from dtype_engine.runtime.numerics.quantize import dequantize_block
+
+        assert torch.equal(
+            dequantize_block(codes, torch.ones(1)).nan_to_num(1e9), codes.to(torch.float32).nan_to_num(1e9)
+        )
+
+
+def test_memory_stays_bounded_whatever_the_tensor(tmp_path: Path) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(b"")
+    with open(path, "r+b") as file:
+        file.truncate(400_000_000)
+    tensor = torch.from_file(str(path), shared=False, size=100_000_000, dtype=torch.float32).view(1000, 100_000)
+
+    round_trip("w", tensor[:10], "float8_e4m3fn")
+
+    def run() -> None:
+        assert round_trip("w", tensor, "float8_e4m3fn").sqnr_db == math.inf
+
+    assert peak_anonymous(run) < 64 * 2**20
+
+
+def test_no_praise_for_what_was_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tensor that keeps its large values, and loses one that is small, or was not finite to begin with."""
+    from safetensors.torch import save_file
+
+    from dtype_engine.cli import cli, run
+
+    tensors = {
+        "gone": torch.tensor([1.0, 2.0, 1e-30]), "nan": torch.tensor([1.0, math.nan]), "exact": torch.tensor([1.0, 2.0]),
+        "all": torch.tensor([1e-9]), "over": torch.tensor([1.0, 1e6, math.nan]), "steps": torch.tensor([3]),
+        "codes": torch.zeros(2, dtype=torch.int8), "wave": torch.zeros(2, dtype=torch.complex64),
+    }  # fmt: skip
+    save_file(tensors, tmp_path / "x.safetensors")
+    arguments = ["weights", str(tmp_path / "x.safetensors"), "--cast", "*=f16"]
+    assert run(cli, "dtype-engine", [*arguments, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    rows = {row["name"]: (row["sqnr_db"], row["underflowed"], row["nonfinite"]) for row in found["weights"]}
+    assert rows == {
+        "gone": (None, 1, 0), "nan": (None, 0, 1), "exact": (None, 0, 0), "all": (0.0, 1, 0), "over": (None, 0, 1),
+    }  # fmt: skip
+    assert {row["name"]: row["why"] for row in found["skipped"]} == {
+        name: f"is stored as {dtype}, which is never cast"
+        for name, dtype in (("steps", "int64"), ("codes", "int8"), ("wave", "complex64"))
+    }
+    assert run(cli, "dtype-engine", arguments) == 0
+    text = capsys.readouterr().out
+    shown = {line.split()[0]: line.split()[2] for line in text.splitlines() if "f32→f16" in line}
+    assert shown == {"exact": "exact", "all": "0.00", "over": "not", "gone": "-", "nan": "-"}
+    assert text.splitlines()[-1].startswith("left out   3 tensors, first ")
+
+
+def test_a_value_that_comes_back_infinite_from_its_code_has_overflowed() -> None:
+    """127 codes of the largest float32 divided by 127, rounded up, are more than it."""
+    largest = torch.finfo(torch.float32).max
+    found = round_trip("w", torch.tensor([largest, 1.0]), "int8")
+    values = (torch.tensor([largest]) / 127) * 127
+    assert found.overflowed == int(values.isinf().sum())

@@ -1,0 +1,215 @@
+"""How a pass is told of the calls of modules."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine.core.errors import Cancelled, NoForward
+from dtype_engine.runtime.passes.call_interception import ModuleCalls
+from dtype_engine.runtime.passes.forward_pass import ForwardPass
+from dtype_engine.runtime.passes.output_cache import ForwardTrace
+
+
+class Adds(nn.Module):
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x + times * self.number
+
+
+class Parent(nn.Module):
+    """Calls a child as a module, another by its `forward` too, and asks what arguments the third takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = Adds(1.0), Adds(2.0), Adds(3.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.two(self.two.forward(self.one(x)))
+        return self.three(x, **({"times": 2} if "times" in inspect.signature(self.three.forward).parameters else {}))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.parent = Parent()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parent(x)
+
+
+class Seen:
+    """An observer that keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.outputs: list[tuple[str, int, float]] = []
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        self.outputs.append((module, call, float(output)))
+
+    def replay(self, module: str, reading: Any) -> None:
+        raise AssertionError("nothing is reused")
+
+
+OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 11.0), ("parent", 0, 11.0)]
+
+
+def run(
+    model: nn.Module,
+    hears: bool,
+    watched: frozenset[str] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> tuple[list[tuple[str, int, float]], list[str], list[int]]:
+    """The outputs that are observed, the modules that finished, and how many had when each began.
+
+    hears: the pass is told when calls begin.
+    """
+    calls, seen = ModuleCalls(model, cancelled), Seen()
+    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0), {}, None, {}, watched)
+    under_way.hears_of_begin = hears
+    calls.watch()
+    calls.under_way = under_way
+    try:
+        model(torch.zeros(()))
+    finally:
+        calls.under_way = None
+        calls.remove()
+    return seen.outputs, under_way.finished, under_way.spans
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_call_is_told_alike_whether_or_not_it_was_told_when_it_began(hears: bool) -> None:
+    """`forward` called by itself is no call of a module: hooks do not see it, either."""
+    assert run(Model(), hears) == (OUTPUTS, [name for name, *_ in OUTPUTS], [0, 1, 2, 0])
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_modules_that_are_not_watched_are_counted_alone(hears: bool) -> None:
+    outputs, finished, _ = run(Model(), hears, watched=frozenset({"parent.two"}))
+    assert outputs == [OUTPUTS[1]]
+    assert finished == [name for name, *_ in OUTPUTS]
+
+
+def test_what_another_hook_makes_of_an_output_is_what_the_module_gave() -> None:
+    model = Model()
+    model.parent.two.register_forward_hook(lambda module, args, output: output * 10)
+    assert run(model, False)[0][1] == ("parent.two", 0, 50.0)
+
+
+def test_nothing_is_left_on_the_modules() -> None:
+    model = Model()
+    before = [dict(vars(module)) for module in model.modules()]
+    run(model, True)
+    assert [vars(module) for module in model.modules()] == before
+
+
+def test_a_forward_of_its_own_is_the_modules() -> None:
+    model = Model()
+    own = model.parent.one.forward = lambda x: x + 100.0
+    assert run(model, False)[0][0] == ("parent.one", 0, 100.0)
+    assert model.parent.one.forward is own
+
+
+class KeepsAll(Adds):
+    """Has a state of its own making: all attributes."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("kind", [Adds, KeepsAll])
+def test_a_copy_of_a_module_runs_itself(kind: type[Adds], hears: bool) -> None:
+    class Copies(Parent):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            copied = copy.deepcopy(self.one)
+            copied.number = 50.0
+            return copied(x)
+
+    model = Model()
+    model.parent = Copies()
+    model.parent.one = kind(1.0)
+    assert run(model, hears)[0][-1] == ("parent", 0, 50.0)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+@pytest.mark.parametrize("forward", [staticmethod(lambda x: x + 100.0), torch.exp])
+def test_a_forward_that_takes_no_module(forward: Any, hears: bool) -> None:
+    model = Model()
+    model.parent.one = type("Function", (nn.Module,), {"forward": forward})()
+    assert run(model, hears)[0][0] == ("parent.one", 0, float(model.parent.one(torch.zeros(()))))
+
+
+def test_a_forward_that_the_model_puts_in_its_place_meanwhile_stays() -> None:
+    class Replaces(Adds):
+        def forward(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            self.forward = self.faster
+            return super().forward(x, times)
+
+        def faster(self, x: torch.Tensor, times: int = 1) -> torch.Tensor:
+            return super().forward(x, times)
+
+    model = Model()
+    model.parent.one = Replaces(1.0)
+    for _ in range(2):
+        assert run(model, False)[0] == OUTPUTS
+        assert model.parent.one.forward == model.parent.one.faster
+
+
+def test_a_module_that_was_compiled_is_so_afterwards() -> None:
+    def ends(x: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("it is called as it was before it was compiled")
+
+    model = Model()
+    model.parent.one._compiled_call_impl = ends  # as `Module.compile` leaves it
+    assert run(model, False)[0] == OUTPUTS
+    assert model.parent.one._compiled_call_impl is ends
+
+
+def test_two_may_tell_of_the_same_modules() -> None:
+    model = Model()
+    other = ModuleCalls(model, lambda: False)
+    other.watch()
+    assert run(model, False)[0] == OUTPUTS
+    assert float(model(torch.zeros(()))) == OUTPUTS[-1][2]
+    other.remove()
+    assert "_compiled_call_impl" not in vars(model.parent)
+
+
+@pytest.mark.parametrize("hears", [True, False])
+def test_a_pass_is_stopped_between_two_modules(hears: bool) -> None:
+    calls: list[int] = []
+
+    def cancelled() -> bool:
+        calls.append(1)
+        return len(calls) > 2
+
+    with pytest.raises(Cancelled):
+        run(Model(), hears, cancelled=cancelled)
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_the_module_that_does_not_fit_is_named(mixed: bool) -> None:
+    """In a plain pass, and in one under a mode."""
+
+    class Full(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.weight.dtype == torch.bfloat16:
+                raise torch.OutOfMemoryError("no memory. And much more.")
+            return super().forward(x)
+
+    session = de.open(nn.Sequential(nn.Linear(4, 4), nn.Sequential(Full(4, 4))), inputs=(torch.ones(2, 4),))
+    session.cast("1.*" if mixed else "*", "bfloat16")
+    with pytest.raises(NoForward, match=r"^1\.0: not enough memory on cpu \(no memory\)$"):
+        session.drift()

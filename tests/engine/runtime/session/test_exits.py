@@ -1,0 +1,134 @@
+"""A model's code that calls sys.exit has failed: it does not end whoever runs it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.helpers import preloaded
+from tests.helpers.recorded_worker import RecordedWorker
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Options
+from dtype_engine.runtime.session.session import Session
+from dtype_engine.worker import events
+from dtype_engine.worker import opening as worker_opening
+from dtype_engine.worker.commands import MeasureSpeed
+
+CODE = """
+import sys
+import torch
+
+{file}
+class Leaving(torch.nn.Linear):
+    def forward(self, x):
+        {forward}
+        return super().forward(x)
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        {constructor}
+        self.first, self.leaving = torch.nn.Linear(4, 4), Leaving(4, 4)
+    def forward(self, x):
+        return self.leaving(self.first(x))
+
+def example_inputs():
+    {inputs}
+    return (torch.ones(1, 4),)
+"""
+PLACES = {
+    "file": ("sys.exit(0)", "importing it failed: ExitCalled: the code called sys.exit(0)"),
+    "constructor": ("sys.exit(3)", "calling Net() failed: ExitCalled: the code called sys.exit(3)"),
+    "inputs": ("exit()", "example_inputs() of net.py:Net failed: ExitCalled: the code called sys.exit()"),
+    "forward": ('raise SystemExit("bye")', "failed in leaving: ExitCalled: the code called sys.exit('bye')"),
+}
+
+
+def written(folder: Path, place: str, statement: str) -> str:
+    (folder / "net.py").write_text(CODE.format_map(dict.fromkeys(PLACES, "pass") | {place: statement}))
+    return f"{folder / 'net.py'}:Net"
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_limit_is_not_kept_by_code_that_exits(tmp_path: Path, place: str) -> None:
+    statement, said = PLACES[place]
+    done = preloaded.run(preloaded.COMMAND, "drift", written(tmp_path, place, statement), "--max-kl", "0.001")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_the_caller_of_the_library_gets_an_error_and_goes_on(tmp_path: Path, place: str) -> None:
+    statement, said = PLACES[place]
+    model = written(tmp_path, place, statement)
+    with pytest.raises(de.UserError) as caught:
+        de.open(model).drift()
+    assert said in str(caught.value)
+
+
+def test_a_module_of_a_package_exits_as_a_file_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "leaving_package.py").write_text("raise SystemExit(1)")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(de.UserError, match="leaving_package: importing it failed"):
+        de.open("leaving_package:Net")
+
+
+class _LeavesBackwards(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: torch.Tensor) -> torch.Tensor:
+        raise SystemExit(0)
+
+
+class _Backwards(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _LeavesBackwards.apply(super().forward(x))
+        return out
+
+
+def test_a_scan_ends_in_a_sentence_where_a_backward_pass_exits() -> None:
+    with pytest.raises(de.NoForward, match="backward pass failed: the code called"):
+        de.open(_Backwards(4, 4), inputs=torch.ones(1, 4)).scan()
+
+
+def test_an_interrupt_stays_one(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        de.open(written(tmp_path, "forward", "raise KeyboardInterrupt")).drift()
+
+
+def test_the_app_is_told_which_module_exits(tmp_path: Path) -> None:
+    with RecordedWorker(written(tmp_path, "forward", "sys.exit(0)"), Options(device="cpu")) as recorded:
+        failed = recorded.wait_for(events.Failed)
+        assert "failed in leaving: ExitCalled" in failed.message
+        recorded.wait_for(events.Idle)
+
+
+def test_the_engines_thread_outlives_an_exit_from_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*arguments: object, **named: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(Session, "speed", leave)
+    with RecordedWorker() as recorded:
+        recorded.wait_for(events.Idle)
+        for _ in range(2):
+            start = len(recorded.events)
+            recorded.worker.request(MeasureSpeed())
+            recorded.wait_for(events.Refused, since=start, seconds=60)
+            recorded.wait_for(events.Idle, since=start, seconds=60)
+
+
+def test_a_model_that_exits_as_it_is_opened_is_one_that_did_not_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    def leave(*arguments: object) -> None:
+        raise SystemExit(0)
+
+    monkeypatch.setattr(worker_opening, "_opened", leave)
+    with RecordedWorker() as recorded:
+        assert "SystemExit" in recorded.wait_for(events.OpenFailed, seconds=60).message
+        recorded.wait_for(events.Idle, seconds=60)

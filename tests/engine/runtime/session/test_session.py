@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.helpers.paths import TINYNET
+from torch import nn
+
+import dtype_engine as de
+from dtype_engine import Recipe, Rule
+from dtype_engine.checkpoint.source import DEMO, locate
+from dtype_engine.core.heap import trim_heap
+from dtype_engine.runtime.session.process_memory import process_memory
+
+
+def test_the_words_of_the_public_api(tinynet: Any) -> None:
+    tinynet.cast("*.bias", "bf16")
+    tinynet.cast("head", "half")
+    assert tinynet.recipe == Recipe((Rule("*.bias", "bfloat16"), Rule("head", "float16")))
+    assert tinynet.plan.dtypes["head.bias"] == "float16"
+    assert tinynet.drift().output.max_abs > 0
+    assert tinynet.undo() is True
+    assert tinynet.plan.dtypes["head.bias"] == "bfloat16"
+    assert tinynet.redo() is True
+    assert tinynet.redo() is False
+    assert tinynet.undo() is True
+    assert tinynet.undo() is True
+    assert tinynet.undo() is False
+    assert tinynet.drift().output.max_abs == 0
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        {"token_ids": torch.tensor([[1, 0]])},
+        (torch.tensor([[1, 0]]),),
+        torch.tensor([[1, 0]]),
+        [torch.tensor([[1]]), (torch.tensor([[0]]),)],
+    ],
+)
+def test_live_modules_take_inputs_as_dict_tuple_tensor_or_list(inputs: Any) -> None:
+    module = de.open(f"{TINYNET}:TinyNet").model.module
+    session = de.open(module, inputs=inputs)
+    session.cast("*", "bfloat16")
+    assert session.drift().output.elements == 4
+
+
+def test_a_module_without_inputs_can_be_cast_but_not_run() -> None:
+    session = de.open(nn.Linear(2, 2))
+    session.cast("*", "float16")
+    assert session.memory().resident_bytes == 12
+    with pytest.raises(de.NoForward, match="example_inputs"):
+        session.drift()
+
+
+def test_a_mixed_checkpoint_keeps_every_stored_dtype(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama(dtype="bfloat16", dtypes={"norm": "float32", "layers.1.mlp": "float16"})
+    session = de.open(str(folder))
+    stored = {name: tensor.dtype for name, tensor in session.tree.tensors.items() if tensor.persistent}
+    assert stored["model.norm.weight"] == "float32"
+    assert stored["model.layers.1.mlp.up_proj.weight"] == "float16"
+    assert stored["model.layers.0.mlp.up_proj.weight"] == "bfloat16"
+    assert session.drift().reference == "float32"
+    checkpoint = locate(str(folder)).open()
+    assert stored == {name: tensor.dtype for name, tensor in checkpoint.tensors.items()}
+
+
+def test_ties_are_one_tensor(make_llama: Callable[..., Path]) -> None:
+    session = de.open(str(make_llama()))
+    tied = session.tree.canonical("lm_head.weight")
+    assert tied is not None
+    assert set(tied.names) == {"model.embed_tokens.weight", "lm_head.weight"}
+    session.cast("lm_head", "bfloat16")
+    assert session.plan.planned_bytes == session.plan.stored_bytes - tied.nbytes // 2
+    assert session.memory().resident_bytes == session.tree.stored_bytes - tied.nbytes // 2 + 2 * 32
+
+
+def test_missing_weights_are_told(make_llama: Callable[..., Path]) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = make_llama()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file, metadata={"format": "pt"})
+    assert "1 weights are not in the checkpoint" in de.open(str(folder)).model.notices[0]
+
+
+def test_an_architecture_that_is_not_known(make_llama: Callable[..., Path]) -> None:
+    folder = make_llama()
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "Nonesuch").replace('"llama"', '"nonesuch"'))
+    with pytest.raises(de.NoForward, match="does not know the architecture"):
+        de.open(str(folder))
+
+
+def test_the_demo_halves_exactly_in_bfloat16() -> None:
+    session = de.open()
+    stored = session.plan.stored_bytes
+    session.cast("*", "bfloat16")
+    assert 2 * session.plan.planned_bytes == stored
+    scratch = sum(tensor.nbytes for tensor in session.tree.tensors.values() if not tensor.persistent)
+    report = session.drift()
+    assert report.memory.resident_bytes == report.memory.planned_bytes + scratch
+    assert report.output.kl_mean is not None
+    assert 1e-5 < report.output.kl_mean < 1e-2
+    assert report.output.perplexity_reference is not None
+    assert report.output.perplexity_reference < 30, "the demo model was really trained"
+
+
+def test_perplexity_is_that_of_transformers_own_loss() -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    text = "def add(first, second):\n    return first + second\n"
+    folder = DEMO
+    ids = AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        loss = AutoModelForCausalLM.from_pretrained(folder)(input_ids=ids, labels=ids).loss
+    session = de.open(options=de.Options(prompts=(text,)))
+    assert session.drift().output.perplexity_reference == pytest.approx(loss.exp().item(), rel=1e-5)
+
+
+def test_undo_of_a_whole_model_cast_frees_the_cast_tensors(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
+    folder = make_llama(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, num_attention_heads=8)
+    session = de.open(str(folder))
+    gc.collect()
+    trim_heap()
+    before = process_memory(session.model.files)
+    session.cast("*", "bfloat16")
+    cast = process_memory(session.model.files)
+    planned = session.plan.planned_bytes
+    assert planned > 50 * 2**20
+    if before.anonymous is not None and cast.anonymous is not None:
+        assert cast.anonymous - before.anonymous == pytest.approx(planned, rel=0.1), (
+            "a cast takes its own bytes and no more"
+        )
+    session.undo()
+    after = process_memory(session.model.files)
+    assert session.memory().resident_bytes == sum(tensor.nbytes for tensor in session.tree.tensors.values())
+    if before.anonymous is not None and after.anonymous is not None:
+        assert after.anonymous - before.anonymous < 0.1 * planned
