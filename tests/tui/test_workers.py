@@ -172,7 +172,8 @@ async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_go
 def _is_worker(process: psutil.Process, net: Path) -> bool:
     """One that has this model's folder for its state."""
     try:
-        started = "multiprocessing.spawn" in " ".join(process.cmdline())
-        return started and process.environ().get("XDG_STATE_HOME") == str(net.with_name("state"))
+        server = process.parent()
+        forked = server is not None and "multiprocessing.forkserver" in " ".join(server.cmdline())
+        return forked and process.environ().get("XDG_STATE_HOME") == str(net.with_name("state"))
     except psutil.Error:
         return False
