@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
-    from dtype_engine.runtime.export.plan import Contents
+    from dtype_engine.runtime.export.contents import Contents
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
     from dtype_engine.runtime.session.session import Session

@@ -22,9 +22,10 @@ from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
+from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
-from dtype_engine.runtime.export.plan import Contents, ExportTensor, of_checkpoint
+from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file

@@ -24,7 +24,7 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.plan import ExportTensor, TensorEntry, as_bytes
+from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
@@ -182,7 +182,7 @@ def _write_tensor(
         return
     flat = values.reshape(-1)
     if flat.dtype == dtype:
-        _write_bytes(as_bytes(flat), out, at, progress)
+        _write_bytes(_as_bytes(flat), out, at, progress)
         return
 
     def elements(start: int, count: int) -> torch.Tensor:
@@ -213,7 +213,7 @@ def _write_cast(
         done = cast[: len(block)].copy_(block)
         if counter is not None:
             counter.see(start, done, block)
-        data = as_bytes(done)
+        data = _as_bytes(done)
         _write(out, data.numpy().data, at + start * dtype.itemsize)
         progress.wrote(len(data))
 
@@ -238,7 +238,7 @@ def _write_codes(
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
             counter.see(start, codes)
-        data = as_bytes(codes)
+        data = _as_bytes(codes)
         _write(out, data.numpy().data, at + start)
         progress.wrote(len(data))
 
@@ -269,7 +269,7 @@ def _write_blocks(
             counter.see(chunk.first * codes.shape[1], codes.reshape(-1))
         packed = pack(chunk.file_codes(element), element, element.blocks.packing)  # type: ignore[union-attr]
         row_bytes = packed.shape[1] * packed.element_size()
-        data = as_bytes(packed)
+        data = _as_bytes(packed)
         _write(out, data.numpy().data, offsets[0] + chunk.first * row_bytes)
         found[chunk.first_scale] = chunk.scales
         progress.wrote(len(data))
@@ -277,7 +277,7 @@ def _write_blocks(
     of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
     rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
-        _write_bytes(as_bytes(part), out, at, progress)
+        _write_bytes(_as_bytes(part), out, at, progress)
 
 
 def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:
@@ -319,3 +319,8 @@ def _write(out: int, data: bytes | memoryview, at: int) -> None:
     while view:
         written = os.pwrite(out, view, at)
         view, at = view[written:], at + written
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as uint8 [nbytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
