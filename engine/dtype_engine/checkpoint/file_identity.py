@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from dtype_engine.core.errors import UserError
+from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
 
@@ -57,6 +58,23 @@ def refuse_changed(files: Iterable[FileIdentity]) -> None:
                 f"{printable(str(file.path), 500)} {change} after it was opened, so what is read of it now can't be trusted; "
                 "open the model again"
             )
+
+
+@contextmanager
+def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
+    """Refuse a block that reads these files, and all that it read of them, if one is not what was opened.
+
+    Raises UserError that names the file and says how it changed.
+    """
+    refuse_changed(files)
+    try:
+        yield
+    except Cancelled:
+        raise
+    except Exception:  # whatever failed may have failed because of it
+        refuse_changed(files)
+        raise
+    refuse_changed(files)
 
 
 class Watch:

@@ -19,8 +19,7 @@ from dtype_engine.checkpoint.components import (
     pipeline_notices,
     read_components,
 )
-from dtype_engine.checkpoint.cut_files import identified
-from dtype_engine.checkpoint.file_identity import refuse_changed
+from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.checkpoint.safetensors_header import (
@@ -87,7 +86,7 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     kind = kind_of(path)
     if kind == "pickle":
         return _of_pickles(path, (path,), None, trust_pickle)
-    identities = identified((path,))
+    identities = (FileIdentity.of(path),)
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
@@ -112,7 +111,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         return _as_adapter(checkpoint) if adapter else checkpoint
     if kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
-    identities = identified(files)
+    identities = tuple(map(FileIdentity.of, files))
     tensors, metadata = read_shards(folder, files)
     variant = variant_of(files[0].name)
     notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
@@ -154,7 +153,7 @@ def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str
 def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
     from dtype_engine.checkpoint.pickles import read_pickles
 
-    identities = identified(files)
+    identities = tuple(map(FileIdentity.of, files))
     pickled = read_pickles(files, trust_pickle)
     return Checkpoint(
         path, files, pickled.tensors, config, form="pickle", values=pickled.values, notices=pickled.notices,

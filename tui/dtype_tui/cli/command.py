@@ -110,7 +110,7 @@ def command(
             return 0
     request = dataclasses.replace(request, model=model, options=options)
     if in_process:
-        faulthandler.enable()
+        faulthandler.enable(2)  # standard error: sys.stderr is Textual's later
     if engine_command is None and not is_address(model):
         opening = _open_here(request, in_process)
     elif in_process:
