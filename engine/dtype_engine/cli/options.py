@@ -205,15 +205,3 @@ class ModelCommand(click.Command):
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)
-
-
-class RenamedOption(click.Option):
-    """An option whose names but the first are old ones: still understood, and not in the help."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The line of the help."""
-        names, self.opts = self.opts, self.opts[:1]
-        try:
-            return super().get_help_record(ctx)
-        finally:
-            self.opts = names
