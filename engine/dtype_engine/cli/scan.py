@@ -265,9 +265,9 @@ def _scanned(
     if workers is not None and (parts := len(task.pending())):
         from dtype_engine.evaluation import work
 
-        with over_workers(workers, session, source, parts, task.private_bytes) as (over, pace):
+        with over_workers(workers, session, source, parts, task.private_bytes) as (over, said):
             assert over is not None
-            work.scan(session, task, over, lambda what, done, total: say(pace.line(done, parts)))
+            work.scan(session, task, over, lambda what, done, total: said(done, parts))
     elif task.pending() or shard is None:
         session.scan(names, draws, exact, save, _progress)
     say("")
@@ -287,8 +287,8 @@ def _verified(
 
     found = verified.candidates(session, *limit, constraints, count)
     source = request.locate()
-    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, pace):
-        return verified.best(session, found, limit[1], constraints, over, lambda done: say(pace.line(done, len(found))))
+    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, said):
+        return verified.best(session, found, limit[1], constraints, over, lambda done: said(done, len(found)))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:
