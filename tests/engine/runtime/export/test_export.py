@@ -392,12 +392,12 @@ import os, signal, sys, threading, time
 from dtype_engine.runtime.export import write
 from dtype_engine.cli import cli, run
 told = os.dup(1)  # a command prints its answers alone there
-def wait(tensor, dtype, out, at, progress, *more):
+def wait(tensor, dtype, out, *more):
     os.write(told, b"writing\\n")
     if number := int(sys.argv[1]):
         time.sleep(0.5)  # the main thread waits by then
         signal.pthread_kill(threading.get_ident(), number)
-    while True: time.sleep(0.05); progress.wrote(0)
+    while True: time.sleep(0.05); out.progress.wrote(0)
 write._write_tensor = wait
 sys.exit(run(cli, "dtype-engine", sys.argv[2:]))
 """
