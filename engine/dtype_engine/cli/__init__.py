@@ -6,7 +6,6 @@ Exit status: 0 done, 1 the answer is no, 2 bad input, 130 interrupted (143 and 1
 
 from __future__ import annotations
 
-import faulthandler
 import gc
 import sys
 from importlib import import_module
@@ -55,9 +54,6 @@ def main() -> None:
                 "dtype-engine: standard output is closed, and answers go there: redirect it to a file", file=sys.stderr
             )
         sys.exit(BAD_INPUT)
-    faulthandler.enable(
-        2
-    )  # standard error, open or not: a crash, such as of a mapped file that is cut short, says where it was
     status = run(cli, "dtype-engine")
     # Python's last collection goes over all that torch and transformers have made: 0.7 s of a `drift` of 10.
     gc.freeze()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,9 @@ class ModelCommand(click.Command):
         """Call the function. Raises UserError for options that make no request."""
         if ctx.parent is None:  # the app's own command: it prints nothing, and draws on the terminal
             return self._invoke(ctx)
+        # A crash, such as of a mapped file that is cut short, says on standard error where it was.
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)
         with answers_alone(), exits_as_errors():
             return self._invoke(ctx)
 
