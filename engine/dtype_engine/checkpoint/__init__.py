@@ -4,7 +4,7 @@ from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed, unchanged
 from dtype_engine.checkpoint.folder import needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.prequantized import QuantizedWeight
-from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor, read_header
+from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
 from dtype_engine.checkpoint.weight_files import PICKLES, read_json, resolve_inside
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "needs_torch",
     "open_checkpoint",
     "peek_first_shard",
-    "read_header",
     "read_json",
     "refuse_changed",
     "resolve_inside",

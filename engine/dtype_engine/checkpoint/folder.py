@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtype_engine.checkpoint.checkpoint import Checkpoint, without_gc
+from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.components import (
     PIPELINE_INDEX,
     need_tensors,
@@ -36,6 +36,7 @@ from dtype_engine.checkpoint.weight_files import (
     variant_of,
 )
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
@@ -50,7 +51,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     Of safetensors and GGUF files nothing but headers is read, of pickles nothing that could run code; they need torch.
     Raises UserError: what is wrong, in which file.
     """
-    with without_gc():
+    with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
     refuse_changed(checkpoint.identities)
     return checkpoint

@@ -13,7 +13,6 @@ from typing import Any, Literal, Protocol
 
 Count = int | Literal["unknown"] | None
 """None: the elements of the tensor are parameters themselves."""
-_PACKED = {"qweight", "weight_packed"}
 
 
 class _Stored(Protocol):

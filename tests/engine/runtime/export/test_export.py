@@ -21,6 +21,7 @@ from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.helpers import preloaded
+from tests.helpers.exporting import export_checkpoint
 from tests.helpers.paths import ROOT, TINYNET
 from torch import nn
 
@@ -30,7 +31,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.runtime.export import export_checkpoint, of_checkpoint
+from dtype_engine.runtime.export import of_checkpoint
 from dtype_engine.runtime.export.write import header
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 

@@ -20,13 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers import preloaded
+from tests.helpers.exporting import export_checkpoint
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
-from dtype_engine.runtime.export import export_checkpoint, write
+from dtype_engine.runtime.export import write
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.measure.weight_errors import round_trips
 from dtype_engine.runtime.verify.source_values import of_files
@@ -41,13 +42,13 @@ import os, sys
 from pathlib import Path
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.export import export_checkpoint
+from tests.helpers.exporting import export_checkpoint
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 recipe = Recipe(({", ".join(f"Rule({rule.pattern!r}, {rule.dtype!r})" for rule in RECIPE.rules)},))
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        export_checkpoint(checkpoint, "source", recipe, Path(sys.argv[2]), "12MB", force=True)
+        export_checkpoint(checkpoint, "source", recipe, Path(sys.argv[2]), max_shard_size="12MB", force=True)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
