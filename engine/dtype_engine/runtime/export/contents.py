@@ -24,9 +24,9 @@ Quantized = tuple[torch.Tensor, ...]
 
 
 class SharedScale:
-    """What tensors that are one for runtimes share. names: those of the members, in the source.
+    """The scale of tensors that are one for runtimes. `amax` reads all of them the first time that it is asked for, in any thread.
 
-    `amax` reads all of them the first time that it is asked for, in any thread.
+    names: those of the tensors, in the source. values: gives each of them.
     """
 
     def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
@@ -45,10 +45,12 @@ class SharedScale:
 
 @dataclass(frozen=True, slots=True)
 class InputScale:
-    """The scale for the inputs of a layer. value: None until calibration inputs were run. seen: whether this layer had any."""
+    """The scale for the inputs of a layer."""
 
     value: float | None = None
+    """None until calibration inputs were run."""
     seen: bool = True
+    """Whether this layer had any of these inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,31 +68,34 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class ExportTensor:
-    """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
-
-    has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
-    data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
-    `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
-    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale that it
-    shares with fused siblings, or with other parts of what loading packs; None where it has its own. quantised_inputs: other
-    programs are told to quantise the inputs of its layer. input_scale: the scale of these, where a file has one. packed_into: the
-    weight of the live model that loading packs it into, with others; "" where it is one by itself.
-    """
+    """One weight of the export."""
 
     name: str
     shape: tuple[int, ...]
     stored: str
+    """Its dtype before, `@tensor` included."""
     dtype: str
+    """Its dtype after, `@tensor` included."""
     has_scales: bool
+    """Whether it is written with scales."""
     portable: bool
+    """Whether it is written as other programs have it, so that they read it."""
     source_bytes: tuple[ByteRange, ...]
+    """Where its data and then its scales lie in the source's files, if nothing is cast and they can be copied."""
     values: Callable[[], torch.Tensor]
+    """Gives what is cast to `dtype`."""
     quantized: Callable[[], Quantized] | None = None
+    """Gives data and scales that exist already; None where the values are to be cast."""
     byte_range: ByteRange | None = None
+    """Where the values lie in a file as torch has them, if they do: they are read from there rather than mapped."""
     shared: SharedScale | None = None
+    """The scale that it shares with fused siblings, or with other parts of what loading packs; None where it has its own."""
     quantised_inputs: bool = False
+    """Whether other programs are told to quantise the inputs of its layer."""
     input_scale: InputScale | None = None
+    """The scale of these inputs, where a file has one."""
     packed_into: str = ""
+    """The weight of the live model that loading packs it into, with others; "" where it is one by itself."""
 
     @property
     def entries(self) -> tuple[TensorEntry, ...]:
@@ -115,26 +120,28 @@ class ExportTensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything about an export but where it goes.
-
-    `linears` are the modules that compressed-tensors may quantize; `folder` has the files that go along; `files` are those
-    that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
-    the source that stand for the very tensor of another, which is written once, under that other name. `settings`: how the
-    candidate was run; where its activations were quantised, the export says so.
-    """
+    """Everything about an export but where it goes."""
 
     title: str
     items: tuple[ExportTensor, ...]
     recipe: Recipe
     config: dict[str, Any] | None = None
+    """The source's `config.json`."""
     folder: Path | None = None
+    """Has the files that go along."""
     linears: tuple[str, ...] = ()
+    """The modules that compressed-tensors may quantize."""
     notices: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    """Those that are read."""
     layout: Layout = PLAIN
+    """Which folders and files it is written to."""
     identities: tuple[FileIdentity, ...] = ()
+    """What the files were before anything of them was read."""
     tied: Mapping[str, str] = field(default_factory=dict)
+    """Names of the source for the very tensor of another name, which is written once, under that other name."""
     settings: RunSettings = field(default_factory=RunSettings)
+    """How the candidate was run; where its activations were quantised, the export says so."""
 
     @property
     def nbytes(self) -> int:
