@@ -91,8 +91,7 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
-        tensors, metadata = read_gguf(path)
-        return Checkpoint(path, (path,), tensors, None, metadata, "gguf", identities=identities)
+        return Checkpoint(path, (path,), read_gguf(path), form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None
@@ -172,9 +171,7 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         folder,
         tuple(file for component in shown for file in component.files),
         tensors,
-        None,
-        {"pipeline": str(index.get("_class_name", ""))},
-        "diffusers",
+        form="diffusers",
         notices=pipeline_notices(components),
         identities=tuple(identity for component in shown for identity in component.identities),
         components=components,
