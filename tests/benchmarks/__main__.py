@@ -327,10 +327,10 @@ def exporting(folder: Path) -> list[Row]:
 
     import torch
     import transformers
+    from tests.helpers.exporting import export_checkpoint
 
     from dtype_engine import Recipe, Rule
     from dtype_engine.checkpoint import open_checkpoint
-    from dtype_engine.runtime.export import export_checkpoint
 
     recipe = Recipe((Rule("*", "float16"), Rule("*norm*", "float32"), Rule("*.mlp", "float8_e4m3fn")))
     folder = llama(folder.parent / "large", hidden=896)  # 600 MiB

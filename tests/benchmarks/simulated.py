@@ -84,15 +84,16 @@ def simulated(folder: Path) -> list[Row]:
     import statistics
     import time
 
-    from dtype_engine.evaluation import work
     from dtype_engine.evaluation.pool import ProcessPool
+    from dtype_engine.evaluation.specs import Evaluation, ScanSequence
     from dtype_engine.runtime.formats.row_blocks import single_intraop_thread
     from dtype_engine.runtime.scan.scan import Scan
 
     from .workers import open_workers, small
 
     with single_intraop_thread(), open_workers(small(folder.parent / "small"), 1, 12) as (session, over):
-        evaluations = work.evaluations(Scan(session.model, session.inputs, ("int8",), draws=8), over.opened)
+        scan = Scan(session.model, session.inputs, ("int8",), draws=8)
+        evaluations = [Evaluation(over.opened, ScanSequence(scan.dtypes, 8, index)) for index in scan.pending()]
         alone = [result.seconds for _, result in over.pool.results(evaluations)]
         openings = []
         for _ in range(3):

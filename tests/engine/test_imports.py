@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import ast
+import graphlib
 import pkgutil
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
+import dtype_engine
+import dtype_tui
 from dtype_engine import checkpoint, cli, core, evaluation, recipe, reports, results, search, worker
 
 TORCH_FREE = [
@@ -98,3 +104,29 @@ def test_the_headers_of_the_demo_are_read_without_torch() -> None:
         "from dtype_engine.checkpoint.source import locate; assert len(locate(None).open().tree().tensors) == 56"
     )
     assert loaded_after(statement, "torch", "numpy") == set()
+
+
+def imported_by(file: Path, name: str, modules: dict[str, Path]) -> set[str]:
+    """The modules of `modules` that one of them imports anywhere: inside functions and for type checkers alone as well."""
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {inner if (inner := f"{base}.{alias.name}") in modules else base for alias in node.names}
+    return found & modules.keys() - {name}
+
+
+@pytest.mark.parametrize("package", [dtype_engine, dtype_tui], ids=lambda package: package.__name__)
+def test_no_modules_import_each_other_in_a_circle(package: ModuleType) -> None:
+    folder = Path(package.__path__[0])
+    modules = {
+        ".".join((package.__name__, *file.relative_to(folder).with_suffix("").parts)).removesuffix(".__init__"): file
+        for file in folder.rglob("*.py")
+    }
+    graph = {name: imported_by(file, name, modules) for name, file in modules.items()}
+    assert sum(map(len, graph.values())) > len(modules)
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, with the modules of the circle

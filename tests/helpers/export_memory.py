@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from tests.helpers.exporting import export_checkpoint
 from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.export import export_checkpoint
 
 
 def main() -> None:

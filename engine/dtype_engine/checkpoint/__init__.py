@@ -1,11 +1,10 @@
 """Checkpoints: from files to the specification of every tensor, by headers alone."""
 
 from dtype_engine.checkpoint.checkpoint import Checkpoint
-from dtype_engine.checkpoint.cut_files import refuse_unreadable, unchanged
-from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed
+from dtype_engine.checkpoint.file_identity import FileIdentity, Watch, refuse_changed, unchanged
 from dtype_engine.checkpoint.folder import needs_torch, open_checkpoint, peek_first_shard
 from dtype_engine.checkpoint.prequantized import QuantizedWeight
-from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor, read_header
+from dtype_engine.checkpoint.safetensors_header import ByteRange, CheckpointTensor
 from dtype_engine.checkpoint.weight_files import PICKLES, read_json, resolve_inside
 
 __all__ = [
@@ -19,10 +18,8 @@ __all__ = [
     "needs_torch",
     "open_checkpoint",
     "peek_first_shard",
-    "read_header",
     "read_json",
     "refuse_changed",
-    "refuse_unreadable",
     "resolve_inside",
     "unchanged",
 ]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +18,7 @@ from dtype_engine.checkpoint.prequantized import (
     read_quantized,
 )
 from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
+from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.tree import Kind, TensorInfo, Tree, from_tensors
 
 Form = Literal["safetensors", "pickle", "gguf", "diffusers", "adapter"]
@@ -89,7 +88,7 @@ class Checkpoint:
         for alias, first in self.aliases.items():
             further[first] = (*further.get(first, ()), alias)
         meant = parameters_meant(self.tensors, parts, self.config)
-        with without_gc():
+        with gc_paused():
             return from_tensors(
                 TensorInfo(
                     name,
@@ -119,17 +118,3 @@ class Checkpoint:
 
 def _kind(name: str) -> Kind:
     return "buffer" if name.endswith(_BUFFERS) else "parameter"
-
-
-@contextmanager
-def without_gc() -> Iterator[None]:
-    """Leave the garbage collector off: it would look through hundreds of thousands of new objects, again and again, to
-    find that none is garbage, and double the time that 90 000 tensors take.
-    """
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dtype_engine.checkpoint.cut_files import identified
 from dtype_engine.checkpoint.file_identity import FileIdentity
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.weight_files import (
@@ -78,7 +77,7 @@ def read_components(folder: Path, index: Mapping[str, Any]) -> tuple[tuple[Compo
         except NoWeights:
             continue
         pickled = any(kind_of(file) == "pickle" for file in files)
-        identities = identified(files)
+        identities = tuple(map(FileIdentity.of, files))
         own, metadata = ({}, {}) if pickled else read_shards(subfolder, files)
         config = read_json(subfolder / "config.json") if (subfolder / "config.json").is_file() else None
         stem = "diffusion_pytorch_model" if files[0].name.startswith("diffusion_pytorch_model") else "model"

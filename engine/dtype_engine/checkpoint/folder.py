@@ -12,15 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dtype_engine.checkpoint.checkpoint import Checkpoint, without_gc
+from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.components import (
     PIPELINE_INDEX,
     need_tensors,
     pipeline_notices,
     read_components,
 )
-from dtype_engine.checkpoint.cut_files import identified
-from dtype_engine.checkpoint.file_identity import refuse_changed
+from dtype_engine.checkpoint.file_identity import FileIdentity, refuse_changed
 from dtype_engine.checkpoint.file_kind import kind_of
 from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.checkpoint.safetensors_header import (
@@ -37,6 +36,7 @@ from dtype_engine.checkpoint.weight_files import (
     variant_of,
 )
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
 
@@ -51,7 +51,7 @@ def open_checkpoint(path: Path, trust_pickle: bool = False) -> Checkpoint:
     Of safetensors and GGUF files nothing but headers is read, of pickles nothing that could run code; they need torch.
     Raises UserError: what is wrong, in which file.
     """
-    with without_gc():
+    with gc_paused():
         checkpoint = _open_folder(path, trust_pickle) if path.is_dir() else _open_file(path, trust_pickle)
     refuse_changed(checkpoint.identities)
     return checkpoint
@@ -87,12 +87,11 @@ def _open_file(path: Path, trust_pickle: bool) -> Checkpoint:
     kind = kind_of(path)
     if kind == "pickle":
         return _of_pickles(path, (path,), None, trust_pickle)
-    identities = identified((path,))
+    identities = (FileIdentity.of(path),)
     if kind == "gguf":
         from dtype_engine.checkpoint.gguf import read_gguf
 
-        tensors, metadata = read_gguf(path)
-        return Checkpoint(path, (path,), tensors, None, metadata, "gguf", identities=identities)
+        return Checkpoint(path, (path,), read_gguf(path), form="gguf", identities=identities)
     tensors, metadata = read_header(path)
     beside = path.parent / "config.json"
     config = read_json(beside) if path.name == SINGLE and beside.exists() else None
@@ -112,7 +111,7 @@ def _open_folder(folder: Path, trust_pickle: bool) -> Checkpoint:
         return _as_adapter(checkpoint) if adapter else checkpoint
     if kind_of(files[0]) == "gguf":
         return _open_file(files[0], trust_pickle)
-    identities = identified(files)
+    identities = tuple(map(FileIdentity.of, files))
     tensors, metadata = read_shards(folder, files)
     variant = variant_of(files[0].name)
     notices = (f"read from the files of the variant {printable(variant)}, the only ones there are",) if variant else ()
@@ -154,7 +153,7 @@ def _aliases(tensors: Mapping[str, CheckpointTensor], metadata: Mapping[str, str
 def _of_pickles(path: Path, files: tuple[Path, ...], config: dict[str, Any] | None, trust_pickle: bool) -> Checkpoint:
     from dtype_engine.checkpoint.pickles import read_pickles
 
-    identities = identified(files)
+    identities = tuple(map(FileIdentity.of, files))
     pickled = read_pickles(files, trust_pickle)
     return Checkpoint(
         path, files, pickled.tensors, config, form="pickle", values=pickled.values, notices=pickled.notices,
@@ -172,9 +171,7 @@ def _open_pipeline(folder: Path) -> Checkpoint:
         folder,
         tuple(file for component in shown for file in component.files),
         tensors,
-        None,
-        {"pipeline": str(index.get("_class_name", ""))},
-        "diffusers",
+        form="diffusers",
         notices=pipeline_notices(components),
         identities=tuple(identity for component in shown for identity in component.identities),
         components=components,

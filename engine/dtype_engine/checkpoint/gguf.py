@@ -17,8 +17,8 @@ _PLAIN = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat1
           "I32": "int32", "I64": "int64"}  # fmt: skip
 
 
-def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
-    """The tensors of a GGUF file by name, and the text fields of its header. Raises UserError with the file and the reason.
+def read_gguf(path: Path) -> dict[str, CheckpointTensor]:
+    """The tensors of a GGUF file by name. Raises UserError with the file and the reason.
 
     Types that only GGUF has (blocks of Q4_K, IQ2_XS, ...) keep their own name, in lower case. Those that the gguf package can
     dequantize have float32 values, which may be cast; of the others only the bytes are known.
@@ -34,7 +34,7 @@ def read_gguf(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]]:
             raise UserError(f"{path}: the header names {printable(tensor.name)!r} twice")
         tensors[tensor.name] = _specification(path, header, tensor, size, dequantized)
     _check_layout(path, tensors, header.data_start)
-    return tensors, {name: str(value)[:1000] for name, value in header.fields.items()}
+    return tensors
 
 
 def _specification(

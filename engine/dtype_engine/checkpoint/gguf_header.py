@@ -19,18 +19,14 @@ from dtype_engine.core.text import printable
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 _SMALLEST_TENSOR, _SMALLEST_FIELD = 24, 13
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Types of values by number, as `struct` has them."""
+_WIDTHS = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
+"""Bytes of a value of each type of numbers, by the type's own number."""
 _UINT32, _TEXT, _LIST = 4, 8, 9
 _MOST_DIMENSIONS = 8
 _MOST_TEXTS = 20_000_000
 """Texts in lists, of all fields together; the largest vocabularies have 300,000."""
 _DEEPEST = 4
-_KEPT = "general."
 _LONGEST_NAME = 65_535
-_LONGEST_KEPT = 1_000_000
-_MOST_KEPT = 100
-"""Elements of a list whose values are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +41,12 @@ class GGUFTensor:
 
 @dataclass(slots=True)
 class GGUFHeader:
-    """What a header says. `swapped`: its numbers have the other byte order than this machine's. `fields`: those of `general.`."""
+    """What a header says of the tensors. `swapped`: its numbers have the other byte order than this machine's."""
 
     swapped: bool = False
     alignment: int = 32
     data_start: int = 0
     tensors: list[GGUFTensor] = field(default_factory=list)
-    fields: dict[str, Any] = field(default_factory=dict)
 
 
 def read_gguf_header(path: Path) -> GGUFHeader:
@@ -106,15 +101,12 @@ class _Reader:
         names.add(name)
         self.where = f"field {printable(name)!r}"
         kind = self.number("I")
-        value = self.value(kind, name.startswith(_KEPT), 0)
-        if name == "general.alignment":
-            if kind != _UINT32 or value == 0 or value & (value - 1):
-                raise UserError(
-                    f"{self.path}: the field 'general.alignment' must be a power of two: the file is damaged"
-                )
-            header.alignment = value
-        if name.startswith(_KEPT):
-            header.fields[name] = value
+        if name != "general.alignment":
+            self.skip_value(kind)
+            return
+        header.alignment = self.number("I") if kind == _UINT32 else 0
+        if header.alignment == 0 or header.alignment & (header.alignment - 1):
+            raise UserError(f"{self.path}: the field 'general.alignment' must be a power of two: the file is damaged")
 
     def tensor(self, index: int) -> tuple[str, tuple[int, ...], int, int]:
         self.where = f"tensor {index}"
@@ -128,43 +120,33 @@ class _Reader:
         *extents, kind, start = struct.unpack(f"{self.order}{dimensions}QIQ", self.take(8 * dimensions + 12))
         return name, tuple(reversed(extents)), kind, start
 
-    def value(self, kind: int, kept: bool, depth: int) -> Any:
-        """A value of a type, read past; what it is only where it is to be `kept`."""
-        if kind in _SCALARS:
-            return self.number(_SCALARS[kind])
+    def skip_value(self, kind: int, depth: int = 0) -> None:
+        """Past a value of a type. depth: in how many lists it is."""
+        if kind in _WIDTHS:
+            self.skip(_WIDTHS[kind])
+            return
         if kind == _TEXT:
-            length = self.number("Q")
-            if kept and length <= _LONGEST_KEPT:
-                return self.decoded(length)
-            self.skip(length)
-            return "…"
+            self.skip(self.number("Q"))
+            return
         if kind != _LIST:
             raise UserError(
                 f"{self.path}: {self.where} is of type {kind}, which GGUF does not have: the file is damaged"
             )
         inner, count = self.number("I"), self.number("Q")
-        if inner in _SCALARS:
-            shown = min(count, _MOST_KEPT) if kept else 0
-            width = struct.calcsize(f"={_SCALARS[inner]}")
-            self.need(width * count)
-            values = [self.number(_SCALARS[inner]) for _ in range(shown)]
-            self.skip(width * (count - shown))
-            return values
+        if inner in _WIDTHS:
+            self.skip(_WIDTHS[inner] * count)
+            return
         if depth >= _DEEPEST:
             raise UserError(f"{self.path}: {self.where} has lists in lists {_DEEPEST} deep: the file is damaged")
         self.need((8 if inner == _TEXT else 12) * count)
         self.texts += count
         if self.texts > _MOST_TEXTS:
             raise UserError(f"{self.path}: the header has over {_MOST_TEXTS:,} texts, which are too many")
-        if inner == _TEXT and not kept:
+        if inner == _TEXT:
             self.skip_texts(count)
-            return None
-        values = []
-        for index in range(count):
-            value = self.value(inner, kept and index < _MOST_KEPT, depth + 1)
-            if kept and index < _MOST_KEPT:
-                values.append(value)
-        return values
+            return
+        for _ in range(count):
+            self.skip_value(inner, depth + 1)
 
     def skip_texts(self, count: int) -> None:
         """Past so many texts: most of a header are those of its vocabulary."""
@@ -190,13 +172,10 @@ class _Reader:
         if length > _LONGEST_NAME:
             self.need(length)
             raise UserError(f"{self.path}: {self.where} has a name of {length} bytes: the file is damaged")
-        return self.decoded(length)
-
-    def decoded(self, length: int) -> str:
         try:
             return self.take(length).decode()
         except UnicodeDecodeError:
-            raise UserError(f"{self.path}: {self.where} has a text that is not UTF-8: the file is damaged") from None
+            raise UserError(f"{self.path}: {self.where} has a name that is not UTF-8: the file is damaged") from None
 
     def take(self, count: int) -> bytes:
         self.need(count)

@@ -159,9 +159,9 @@ def _causes(session: Session, source: Source, workers: str | int | None) -> Attr
         return session.causes(lambda done, total: say_share("causes", done, total, f"causes: {done} of {total}"))
     from dtype_engine.evaluation import work
 
-    with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, pace):
+    with over_workers(workers, session, source, len(session.model.weights), session.plan.planned_bytes) as (over, said):
         assert over is not None
-        return work.causes(session, over, lambda done, total: say(f"causes: {pace.line(done, total)}"))
+        return work.causes(session, over, said)
 
 
 def _measure_details(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -196,6 +197,9 @@ class ModelCommand(click.Command):
         """Call the function. Raises UserError for options that make no request."""
         if ctx.parent is None:  # the app's own command: it prints nothing, and draws on the terminal
             return self._invoke(ctx)
+        # A crash, such as of a mapped file that is cut short, says on standard error where it was.
+        if not faulthandler.is_enabled():
+            faulthandler.enable(2)
         with answers_alone(), exits_as_errors():
             return self._invoke(ctx)
 
@@ -205,15 +209,3 @@ class ModelCommand(click.Command):
         values = {name: ctx.params.pop(name) for name in tuple(ctx.params) if name in self._shared}
         ctx.params["request"] = RunRequest.of(values, explicit, self._runs, self._checks_inputs)
         return super().invoke(ctx)
-
-
-class RenamedOption(click.Option):
-    """An option whose names but the first are old ones: still understood, and not in the help."""
-
-    def get_help_record(self, ctx: click.Context) -> tuple[str, str] | None:
-        """The line of the help."""
-        names, self.opts = self.opts, self.opts[:1]
-        try:
-            return super().get_help_record(ctx)
-        finally:
-            self.opts = names

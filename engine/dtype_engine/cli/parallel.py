@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
 
-from dtype_engine.cli.program import note
+from dtype_engine.cli.program import note, say_share
+from dtype_engine.core.units import plural
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.evaluation.work import Over
-    from dtype_engine.evaluation.workers import Pace
     from dtype_engine.runtime.session.session import Session
 
 
@@ -38,16 +39,21 @@ workers_option = click.option(
 @contextmanager
 def over_workers(
     workers: str | int | None, session: Session, source: Source, parts: int, private: int
-) -> Iterator[tuple[Over | None, Pace]]:
-    """The workers, None for this process, and how to say how far they are.
+) -> Iterator[tuple[Over | None, Callable[[int, int], None]]]:
+    """The workers, None for this process, and how to say how many of the parts are done, and of how many.
 
     parts: how many pieces of work there are. private: bytes that each process holds beside the mapped checkpoint.
     """
-    from dtype_engine.evaluation.workers import Pace, Workers
-
     if workers is None:
-        yield None, Pace(1)
+        yield None, partial(_say, 1)
         return
+    from dtype_engine.evaluation.workers import Workers
+
     with Workers(workers, lambda sentence: note([sentence]), max(1, parts)) as started:
         over = started.over(session, source, private)
-        yield over, Pace(over.pool.workers)
+        yield over, partial(_say, over.pool.workers)
+
+
+def _say(workers: int, done: int, total: int) -> None:
+    what = plural(workers, "worker")
+    say_share(what, done, total, f"{what}: {done} of {total}")

@@ -106,7 +106,7 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
 
     context = _from_file(file, request)
     if target in RUNTIMES:
-        return _lint_serving(context, file, target, as_object)
+        return _lint_serving(context, target, as_object)
     reading = read_as(context, target_named(target))
     if as_object:
         print_json({"model": context.title, "differs": reading.differs} | _lint_object(reading))
@@ -116,7 +116,7 @@ def lint(request: RunRequest, file: Path, target: str, as_object: bool) -> int:
     return DIFFERS if reading.differs else 0
 
 
-def _lint_serving(context: Context, file: Path, target: str, as_object: bool) -> int:
+def _lint_serving(context: Context, target: str, as_object: bool) -> int:
     runtime = next(name for name in RUNTIMES if name == target)
     reading = lint_serving(context, runtime, context.activations)
     if as_object:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from dtype_engine.cli.options import ModelCommand, RenamedOption, force_option, json_option
+from dtype_engine.cli.options import ModelCommand, force_option, json_option
 from dtype_engine.cli.parallel import over_workers, workers_option
 from dtype_engine.cli.program import answer, note, print_json, say, say_share, tell
 from dtype_engine.cli.request import RunRequest
@@ -106,9 +106,6 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 @click.option("--budget", metavar="SIZE", help="The most bytes there may be: 12GiB, 500MB, or 45% of those stored.")
 @click.option(
     "--max-predicted",
-    "--max-kl",
-    "--max-drift",
-    cls=RenamedOption,
     type=float,
     metavar="DRIFT",
     help="The most predicted drift there may be, in the unit of the scan.",
@@ -116,9 +113,7 @@ def scan(request: RunRequest, shard: str | None, as_object: bool, **how: Any) ->
 @click.option("--keep", multiple=True, metavar="PATTERN", help="Stays as stored; may be repeated.")
 @click.option(
     "--group",
-    "--together",
     "groups",
-    cls=RenamedOption,
     multiple=True,
     metavar="PATTERN",
     help="One dtype for what it takes in one parent, as '*.{q,k,v}_proj'; may be repeated.",
@@ -270,9 +265,9 @@ def _scanned(
     if workers is not None and (parts := len(task.pending())):
         from dtype_engine.evaluation import work
 
-        with over_workers(workers, session, source, parts, task.private_bytes) as (over, pace):
+        with over_workers(workers, session, source, parts, task.private_bytes) as (over, said):
             assert over is not None
-            work.scan(session, task, over, lambda what, done, total: say(pace.line(done, parts)))
+            work.scan(session, task, over, lambda what, done, total: said(done, parts))
     elif task.pending() or shard is None:
         session.scan(names, draws, exact, save, _progress)
     say("")
@@ -292,8 +287,8 @@ def _verified(
 
     found = verified.candidates(session, *limit, constraints, count)
     source = request.locate()
-    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, pace):
-        return verified.best(session, found, limit[1], constraints, over, lambda done: say(pace.line(done, len(found))))
+    with over_workers(workers, session, source, len(found), session.tree.stored_bytes) as (over, said):
+        return verified.best(session, found, limit[1], constraints, over, lambda done: said(done, len(found)))
 
 
 def _progress(what: str, done: int, total: int | None) -> None:

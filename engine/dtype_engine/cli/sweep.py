@@ -48,9 +48,9 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
     settings = request.options.settings
     wanted = [(tuple(map(str, file.recipe.rules)), file.settings or settings) for file in files]
     measured = []
-    with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, pace):
+    with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, said):
         for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
-            say(pace.line(done, len(wanted)))
+            said(done, len(wanted))
             planned = make_plan(session.tree, files[index].recipe).planned_bytes
             measured.append((str(recipes[index]), report.rules, planned, scalar_drift(report.output), report))
     say("")

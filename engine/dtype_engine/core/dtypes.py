@@ -164,11 +164,6 @@ _ALIASES = {
 _SCALES = {"tensor": PER_TENSOR, "t": PER_TENSOR, "channel": "", "c": ""}
 
 
-def info(name: str) -> DType:
-    """The row of one of torch's dtype names. Raises KeyError for a name that is none."""
-    return BY_NAME[name]
-
-
 def short_name(name: str) -> str:
     """The short form for a short_name: `bf16` for `bfloat16`; names not in the table stay as they are."""
     row = BY_NAME.get(name)

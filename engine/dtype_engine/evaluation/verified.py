@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import OutOfReach
 from dtype_engine.evaluation.work import Over, drifts
 from dtype_engine.recipe import make_plan
@@ -34,7 +33,6 @@ def best(
     constraints: Constraints,
     over: Over | None = None,
     on_measured: Callable[[int], None] = lambda done: None,
-    cancelled: IsCancelled = never,
 ) -> SearchReport:
     """Measure solutions on the session's inputs, and report the best, which is put in force: of those for a budget the one of
     the least drift, of those for `max_drift` the smallest that does not exceed it.
@@ -44,7 +42,7 @@ def best(
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
     wanted = [(tuple(map(str, recipe.rules)), session.settings) for recipe in recipes]
     measured: dict[int, float] = {}
-    for done, (index, report) in enumerate(drifts(session, wanted, over, cancelled), 1):
+    for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
         measured[index] = scalar_drift(report.output)
         on_measured(done)
     within = [index for index in measured if max_drift is None or measured[index] <= max_drift]
@@ -56,7 +54,7 @@ def best(
     index = min(
         within, key=lambda at: (measured[at], found[at].bytes) if max_drift is None else (found[at].bytes, measured[at])
     )
-    session.apply(recipes[index], cancelled=cancelled)
+    session.apply(recipes[index])
     front = session.front(constraints)
     fixed = fixed_bytes(front, session.tree)
     assert session.scanned is not None
@@ -70,7 +68,7 @@ def best(
         front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
         measured=measured[index],
         notices=session.model.notices,
-        lost=session.lost_values(cancelled, make_plan(session.tree, recipes[index])),
+        lost=session.lost_values(plan=make_plan(session.tree, recipes[index])),
         candidates=tuple(
             Candidate(solution.bytes + fixed, solution.score, measured[at]) for at, solution in enumerate(found)
         ),

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
-    from dtype_engine.runtime.export.plan import Contents
+    from dtype_engine.runtime.export.contents import Contents
     from dtype_engine.runtime.scan.last_scan import ScanTask
     from dtype_engine.runtime.scan.scan import OnEstimate, OnStep
     from dtype_engine.runtime.session.session import Session
@@ -106,11 +106,6 @@ def _tasks(scan: ScanTask) -> list[Task]:
     return [ScanSequence(scan.dtypes, scan.backward_passes, index) for index in scan.pending()]
 
 
-def evaluations(scan: ScanTask, opened: Opened) -> list[Evaluation]:
-    """What is pending of a scan, each part as an evaluation of its own, for whoever has a pool of another kind."""
-    return [Evaluation(opened, task) for task in _tasks(scan)]
-
-
 def drifts(
     session: Session,
     recipes: Sequence[tuple[tuple[str, ...], RunSettings]],
@@ -154,9 +149,7 @@ def causes(
         return Attribution(session.model, session.inputs, settings, rules).report(on_progress, cancelled, elsewhere)
 
 
-def comparing(
-    pool: Pool, threads: int, folder: Path, source: Source, options: Options, cancelled: IsCancelled = never
-) -> CompareItems:
+def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
     """What `verify` compares tensors by, over a pool, some dozen MiB at a time."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
@@ -164,7 +157,7 @@ def comparing(
         here = portable(options, threads)
         exported = Exported(model_text(source), here, folder.absolute(), fingerprint(contents, folder))
         tasks = [CompareTensors(indexes) for indexes in _pieces([item.nbytes for item in contents.items])]
-        for index, result in pool.results([Evaluation(exported, task) for task in tasks], cancelled):
+        for index, result in pool.results([Evaluation(exported, task) for task in tasks]):
             if other := other_versions(result):
                 raise UserError(f"{other}: bits are only compared by the same")
             assert isinstance(result.value, tuple)

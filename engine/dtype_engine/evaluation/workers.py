@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.core.units import plural, time_left
+from dtype_engine.core.units import plural
 from dtype_engine.evaluation.work import Over, opened_as
 
 if TYPE_CHECKING:
@@ -98,21 +97,3 @@ class Workers:
         self.pool(private, visible_gpus(gpu_count()) if on_gpu else ())
         threads = self.threads(session.options.threads, private)
         return Over(self.pool(private), opened_as(session, source, threads), self._on_notice)
-
-
-class Pace:
-    """How far parallel work is, in words."""
-
-    def __init__(self, workers: int) -> None:
-        self._workers = workers
-        self._first: tuple[int, float] | None = None
-
-    def line(self, done: int, total: int) -> str:
-        """`4 workers, 37 of 128, 2 min left`; the time from the second result on, since the first waits for the model."""
-        now = time.perf_counter()
-        said = f"{plural(self._workers, 'worker')}, {done} of {total}"
-        if self._first is None:
-            self._first = done, now
-            return said
-        seconds = (now - self._first[1]) / max(1, done - self._first[0]) * (total - done)
-        return f"{said}, {time_left(seconds)} left"

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
+_MOST_CAUSES = 12
 _CANCELLING = 1.2
 """A part that drifts this many times as much as the whole is no share of it."""
 
@@ -158,12 +159,12 @@ def causes_footing(report: AttributionReport) -> str:
     )
 
 
-def causes_text(report: AttributionReport, most: int = 12) -> str:
+def causes_text(report: AttributionReport) -> str:
     """The largest causes as a table, under a sentence that names the first."""
     lines = [f"causes     {causes_headline(report)}", f"           {causes_footing(report)}"]
     if not report.causes:
         return lines[0]
-    shown = report.causes[:most]
+    shown = report.causes[:_MOST_CAUSES]
     rows = [("module, alone as cast", "of the whole", "     drift", "its own output")]
     rows += [
         (
@@ -173,8 +174,8 @@ def causes_text(report: AttributionReport, most: int = 12) -> str:
         for cause in shown
     ]  # fmt: skip
     lines += table_lines(rows, (1, 2), indent="  ")
-    if len(report.causes) > most:
-        lines.append(f"  and {len(report.causes) - most} more, each at most {shown[-1].drift:.3e}")
+    if len(report.causes) > _MOST_CAUSES:
+        lines.append(f"  and {len(report.causes) - _MOST_CAUSES} more, each at most {shown[-1].drift:.3e}")
     return "\n".join(lines)
 
 

@@ -13,8 +13,10 @@ from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 from dtype_engine.results.scan import FrontPoint, ScanReport, SearchReport
 
+_ROWS = 20
 
-def scan_text(report: ScanReport, rows: int = 20) -> str:
+
+def scan_text(report: ScanReport) -> str:
     """Sums by dtype, and the weights that matter most."""
     how = "each measured alone" if report.exact else f"estimated, {report.draws} backward passes a sequence"
     passes = report.scan_seconds / report.forward_seconds if report.forward_seconds else math.nan
@@ -34,13 +36,13 @@ def scan_text(report: ScanReport, rows: int = 20) -> str:
     totals = sorted((math.fsum(scores), dtype) for dtype, scores in sums.items() if dtype in report.dtypes)
     lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in totals], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
-    lines += ["", f"what matters most ({min(rows, len(ranked))} of {len(ranked)})"]
+    lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)})"]
     cells = [
         (
             printable(weight.name), dtypes.short_name(weight.dtype), f"{human_bytes(weight.bytes):>10}",
             with_error(weight.score, weight.error),
         )
-        for weight in ranked[:rows]
+        for weight in ranked[:_ROWS]
     ]  # fmt: skip
     return "\n".join([*lines, *table_lines(cells, (2,), indent="  ")])
 

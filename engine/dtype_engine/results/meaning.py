@@ -42,8 +42,8 @@ KL_Q4 = 3.127e-2
 """q4_K_M against float16; 91.90 %."""
 KL_Q2 = 0.4451
 """q2_K against float16; 71.14 %, and the perplexity is 1.56 times as high."""
-SQNR_BF16 = rounding_sqnr_db(dtypes.info("bfloat16").mantissa)
-SQNR_FP8 = rounding_sqnr_db(dtypes.info("float8_e4m3fn").mantissa)
+SQNR_BF16 = rounding_sqnr_db(dtypes.BY_NAME["bfloat16"].mantissa)
+SQNR_FP8 = rounding_sqnr_db(dtypes.BY_NAME["float8_e4m3fn"].mantissa)
 SQNR_SIGNS = -10 * math.log10(1 - 2 / math.pi)
 """What is left where of every value of a normal distribution only the sign is kept, and its best magnitude (Max 1960)."""
 

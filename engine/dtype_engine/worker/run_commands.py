@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
-from dtype_engine.checkpoint import refuse_unreadable, unchanged
+from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.core.cancellation import CancelToken
 from dtype_engine.core.errors import Cancelled, UserError, one_line
 from dtype_engine.core.options import RunSettings
@@ -153,7 +153,7 @@ class CommandRunner:
                 self._emit(events.CastingProgress(recipe, done, total))
 
         def on_modules(modules: tuple[ModuleDrift, ...]) -> None:
-            refuse_unreadable(identities)  # no figure of weights that are not there any more
+            refuse_changed(identities)  # no figure of weights that are not there any more
             self._emit(events.ModulesMeasured(recipe, modules))
 
         readings = Throttle()

@@ -68,10 +68,6 @@ def test_the_gguf_package_reads_the_same(tmp_path: Path, order: gguf.GGUFEndian,
         (one.name, tuple(reversed(one.shape.tolist())), int(one.tensor_type), int(one.data_offset))
         for one in reader.tensors
     ]
-    general = {name: field.contents() for name, field in reader.fields.items() if name.startswith("general.")}
-    assert header.fields.keys() == general.keys()
-    for name, value in header.fields.items():
-        assert value == (general[name][:100] if isinstance(value, list) else general[name]), name
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ from dtype_engine.cli import cli
 from dtype_engine.cli.options import ModelCommand
 from dtype_engine.cli.program import run
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.cli.scan import search
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import file as recipe_file
 
@@ -113,18 +112,3 @@ def test_headers_are_read_once_per_command(
     headers = counted(monkeypatch, safetensors_header, "open_regular")
     assert run(cli, "dtype-engine", arguments) == 0
     assert [path.name for path in headers] == ["model.safetensors"]
-
-
-@pytest.mark.parametrize("spelling", ["--max-predicted", "--max-kl", "--max-drift"])
-def test_a_search_takes_the_old_spellings(spelling: str) -> None:
-    context = search.make_context("search", [spelling, "0.5", "--group", "*.q", "--together", "*.k"])
-    assert context.params["max_predicted"] == 0.5
-    assert context.params["groups"] == ("*.q", "*.k")
-
-
-def test_the_help_has_the_new_spellings_alone() -> None:
-    text = search.get_help(click.Context(search))
-    assert "--max-predicted" in text
-    assert "--group" in text
-    for old in ("--max-kl", "--max-drift", "--together"):
-        assert old not in text

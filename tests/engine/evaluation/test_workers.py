@@ -11,7 +11,7 @@ import torch
 import dtype_engine as de
 from dtype_engine.evaluation.gpus import assigned, visible_gpus
 from dtype_engine.evaluation.pool import ProcessPool
-from dtype_engine.evaluation.workers import Pace, Workers, parse_workers
+from dtype_engine.evaluation.workers import Workers, parse_workers
 
 
 def test_the_gpus_are_those_that_the_process_sees() -> None:
@@ -52,15 +52,6 @@ def test_what_can_be_no_workers_is_refused(text: str) -> None:
     with pytest.raises(de.UserError, match="give a number of processes, or tcp://HOST:PORT"):
         parse_workers(text)
     assert [parse_workers(text) for text in ("1", "64", "tcp://10.0.0.1:8786")] == [1, 64, "tcp://10.0.0.1:8786"]
-
-
-def test_the_time_left_is_told_from_the_second_result_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = 100.0
-    monkeypatch.setattr("time.perf_counter", lambda: now)
-    pace = Pace(4)
-    assert pace.line(1, 9) == "4 workers, 1 of 9"
-    now = 130.0
-    assert pace.line(4, 9) == "4 workers, 4 of 9, 50 s left"  # three in 30 s
 
 
 @pytest.mark.slow

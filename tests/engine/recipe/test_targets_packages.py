@@ -18,7 +18,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.targets import Context, Conversion, target_named, torchao
 from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
-from dtype_engine.runtime.model.live import tree_of
+from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.numerics.quantize import values_in
 
 pytestmark = pytest.mark.slow

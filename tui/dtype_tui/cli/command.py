@@ -5,6 +5,7 @@ thread.
 from __future__ import annotations
 
 import dataclasses
+import faulthandler
 import os
 import sys
 from collections.abc import Callable
@@ -108,6 +109,8 @@ def command(
         if model is None:
             return 0
     request = dataclasses.replace(request, model=model, options=options)
+    if in_process:
+        faulthandler.enable(2)  # standard error: sys.stderr is Textual's later
     if engine_command is None and not is_address(model):
         opening = _open_here(request, in_process)
     elif in_process:
@@ -325,11 +328,7 @@ def _defaults() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The `dtype-tui` program."""
-    if sys.argv[1:2] == ["serve"]:
-        from dtype_tui.cli.serve import serve
-
-        sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
+    """The `dtype-tui` program, but for `dtype-tui serve`."""
     try:
         command.context_settings["default_map"] = _defaults()
     except UserError as error:

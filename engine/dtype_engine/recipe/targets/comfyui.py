@@ -28,7 +28,7 @@ def convert(context: Context) -> Conversion:
     )
     layers: dict[str, dict[str, str]] = {}
     for name, dtype in parts.low.items():
-        row = dtypes.info(dtype)
+        row = dtypes.BY_NAME[dtype]
         layers[name.rpartition(".")[0]] = {"format": FORMATS[row.torch_name]}
         if not row.per_tensor:
             parts.losses.add(

@@ -70,7 +70,7 @@ def _planned(context: Context, tensor: str) -> str:
     dtype = context.plan.dtypes[tensor]
     if dtype in dtypes.BLOCK_FORMATS:
         return dtype
-    return dtypes.info(dtype).torch_name
+    return dtypes.BY_NAME[dtype].torch_name
 
 
 def _best_pair(context: Context, leaves: Mapping[str, list[str]]) -> tuple[str, str]:
@@ -125,7 +125,7 @@ def _losses(context: Context, outcome: Mapping[str, str]) -> UnsupportedList:
             continue
         if not tensor.persistent:
             why = "diffusers leaves non-persistent buffers as they are"
-        elif dtypes.info(planned).kind == "int" or planned in dtypes.BLOCK_FORMATS:
+        elif dtypes.BY_NAME[planned].kind == "int" or planned in dtypes.BLOCK_FORMATS:
             why = f"diffusers casts without scales, which {planned} needs"
         elif planned in dtypes.STORAGE_DTYPES and not context.is_kind(context.module_of(tensor.name), KINDS):
             why = "diffusers casts linear, convolutional and embedding layers only"

@@ -65,7 +65,7 @@ def convert(context: Context) -> Conversion:
 
 def _config(dtype: str) -> dict[str, Any]:
     """The attributes of a weight's quantizer."""
-    row = dtypes.info(dtype)
+    row = dtypes.BY_NAME[dtype]
     bits: int | list[int] = row.bits if row.kind == "int" else [row.exponent, row.mantissa]
     blocks = row.blocks
     if blocks is None:
@@ -80,7 +80,7 @@ def _config(dtype: str) -> dict[str, Any]:
 
 def _other_scales(dtype: str) -> tuple[str, str] | None:
     """The format that ModelOpt's scales are those of, and what is different; None where they are as planned."""
-    row = dtypes.info(dtype)
+    row = dtypes.BY_NAME[dtype]
     if row.blocks is None:
         return None
     if row.kind == "int":

@@ -124,7 +124,7 @@ def _by_torchao(patterns: list[tuple[str, str]], quantised_inputs: bool) -> dict
         return None
 
     def one(dtype: str) -> Any:
-        row = dtypes.info(dtype)
+        row = dtypes.BY_NAME[dtype]
         if dtype in BLOCKS:
             mx: Any = importlib.import_module("torchao.prototype.mx_formats")
             if dtype == "nvfp4":
@@ -170,7 +170,7 @@ def _mx_element(dtype: str) -> str:
 
 
 def _config(dtype: str, quantised_inputs: bool) -> dict[str, Any]:
-    row = dtypes.info(dtype)
+    row = dtypes.BY_NAME[dtype]
     if dtype in SCALING:
         element = {"_type": "torch.dtype", "_data": _mx_element(dtype)}
         data = {

@@ -10,8 +10,8 @@ from typing import Any
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.recipe.schemes import activation_scheme, layout, weight_scheme
+from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
-from dtype_engine.runtime.export.plan import Contents
 
 
 def export_dtype(contents: Contents) -> str:

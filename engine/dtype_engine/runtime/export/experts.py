@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.export.plan import ExportTensor
+from dtype_engine.runtime.export.contents import ExportTensor
 
 _READ = (
     "float8_e4m3fn",

@@ -8,23 +8,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from dtype_engine.checkpoint import Checkpoint, refuse_changed, unchanged
+from dtype_engine.checkpoint import refuse_changed, unchanged
 from dtype_engine.checkpoint.prequantized import SCALED_KEY, SHAPE_KEY
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import recover_stale
 from dtype_engine.core.heap import trim_heap
-from dtype_engine.core.options import Options
-from dtype_engine.recipe import Recipe
 from dtype_engine.recipe.file import write_recipe
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
+from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
-from dtype_engine.runtime.export.plan import Contents, ExportTensor, of_checkpoint
 from dtype_engine.runtime.export.readme import by_dtype, readme
 from dtype_engine.runtime.export.staging import check_folder, copy_sidecars, staged
 from dtype_engine.runtime.export.write import Progress, copy_file, write_file
@@ -33,22 +31,6 @@ OnBytes = Callable[[int, int], None]
 SHARD_SIZE = "5GB"
 Files = dict[str, tuple[ExportTensor, ...]]
 """File names, and what goes into each."""
-
-
-def export_checkpoint(
-    checkpoint: Checkpoint,
-    title: str,
-    recipe: Recipe,
-    folder: Path,
-    max_shard_size: int | str = SHARD_SIZE,
-    options: Options | None = None,
-    on_bytes: OnBytes = lambda done, total: None,
-    cancelled: IsCancelled = never,
-    force: bool = False,
-) -> ExportReport:
-    """Export a checkpoint under a recipe without loading it; see `export`."""
-    contents = of_checkpoint(checkpoint, title, recipe, options)
-    return export(contents, folder, max_shard_size, on_bytes, cancelled, force)
 
 
 def export(

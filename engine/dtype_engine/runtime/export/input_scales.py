@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,22 +15,12 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.recipe.schemes import DESCRIBED, keeps_input_scale
+from dtype_engine.runtime.export.contents import Contents, ExportTensor, InputScale
 from dtype_engine.runtime.export.experts import all_experts, expert_layer
 from dtype_engine.runtime.formats.nvfp4 import tensor_scale
 from dtype_engine.runtime.model.mmap_reader import read_mapped
 
-if TYPE_CHECKING:
-    from dtype_engine.runtime.export.plan import Contents, ExportTensor
-
 _NUMBER = re.compile(r"\d+")
-
-
-@dataclass(frozen=True, slots=True)
-class InputScale:
-    """The scale for the inputs of a layer. value: None until calibration inputs were run. seen: whether this layer had any."""
-
-    value: float | None = None
-    seen: bool = True
 
 
 def with_quantised_inputs(

@@ -5,7 +5,7 @@ Each statement was tried with diffusers 0.42 and peft 0.21, and the tests try th
 
 from __future__ import annotations
 
-from dtype_engine.runtime.export.plan import Contents
+from dtype_engine.runtime.export.contents import Contents
 
 
 def short(contents: Contents) -> str:

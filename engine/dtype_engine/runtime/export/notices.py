@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Sized
-from typing import TYPE_CHECKING
 
 from dtype_engine.core.fused import split_groups
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.model.name_mapping import Placement
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.export.plan import ExportTensor
 
 
 def layout_notice(items: Sequence[ExportTensor]) -> tuple[str, ...]:

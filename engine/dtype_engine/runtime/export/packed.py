@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.runtime.export.shared_scales import SharedScale
+from dtype_engine.runtime.export.contents import ExportTensor, SharedScale
 from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, sharing
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.export.plan import ExportTensor
 
 
 def with_packed_scales(

@@ -6,17 +6,12 @@ The same account is drawn up again to verify an export.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import ByteRange, Checkpoint, CheckpointTensor, FileIdentity, QuantizedWeight
-from dtype_engine.checkpoint.prequantized import codes_names, input_scale_name, parts_in
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import divides
@@ -26,114 +21,22 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
 from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
 from dtype_engine.runtime.export.experts import experts_notices
-from dtype_engine.runtime.export.input_scales import InputScale, activation_notices, with_quantised_inputs
-from dtype_engine.runtime.export.layout import PLAIN, Layout, layout_of
+from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
+from dtype_engine.runtime.export.layout import layout_of
 from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
 from dtype_engine.runtime.export.packed import with_packed_scales
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
-from dtype_engine.runtime.export.shared_scales import SharedScale, with_shared_scales
+from dtype_engine.runtime.export.shared_scales import with_shared_scales
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
-from dtype_engine.runtime.model.mmap_reader import read_mapped, read_stored, read_tensor
+from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
+from dtype_engine.runtime.model.stored_tree import same_values
 
 _DEFAULTS = RunSettings()
 _NONE: Mapping[str, float] = {}
-
-Quantized = tuple[torch.Tensor, ...]
-"""The tensors of a weight with scales, in the order of its entries."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """One tensor of an exported file. `dtype` is torch's name."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * dtypes.BY_NAME[self.dtype].bits // 8
-
-
-@dataclass(frozen=True, slots=True)
-class ExportTensor:
-    """One weight of the export. `stored` and `dtype` name its dtype before and after (`@tensor` included).
-
-    has_scales: it is written with scales. portable: as other programs have it, so that they read it. source_bytes: where its
-    data and then its scales lie in the source's files, if nothing is cast and they can be copied. values: gives what is cast to
-    `dtype`. quantized: gives data and scales that exist already; None where the values are to be cast. byte_range: where the
-    values lie in a file as torch has them, if they do: they are read from there rather than mapped. shared: the scale that it
-    shares with fused siblings, or with other parts of what loading packs; None where it has its own. quantised_inputs: other
-    programs are told to quantise the inputs of its layer. input_scale: the scale of these, where a file has one. packed_into: the
-    weight of the live model that loading packs it into, with others; "" where it is one by itself.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    stored: str
-    dtype: str
-    has_scales: bool
-    portable: bool
-    source_bytes: tuple[ByteRange, ...]
-    values: Callable[[], torch.Tensor]
-    quantized: Callable[[], Quantized] | None = None
-    byte_range: ByteRange | None = None
-    shared: SharedScale | None = None
-    quantised_inputs: bool = False
-    input_scale: InputScale | None = None
-    packed_into: str = ""
-
-    @property
-    def entries(self) -> tuple[TensorEntry, ...]:
-        """Its tensors in the file: codes, then scales, what else its format has, and the scale of its inputs last. Scales of a
-        matrix are [channels, 1], or [1] for one scale a tensor, or [down, across] of blocks.
-        """
-        if not self.has_scales:
-            return (TensorEntry(self.name, dtypes.BY_NAME[self.dtype].torch_name, self.shape),)
-        theirs, own = codes_names(self.name, self.dtype)
-        codes, *rest = parts_in(self.shape, self.dtype)
-        found = [TensorEntry(theirs if self.portable else own, codes.dtype, codes.shape)]
-        found += [TensorEntry(self.name + part.suffix, part.dtype, part.shape) for part in rest]
-        if self.input_scale is not None:
-            found.append(TensorEntry(input_scale_name(self.name), "float32", (1,)))
-        return tuple(found)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of data and scales."""
-        return sum(entry.nbytes for entry in self.entries)
-
-
-@dataclass(frozen=True)
-class Contents:
-    """Everything about an export but where it goes.
-
-    `linears` are the modules that compressed-tensors may quantize; `folder` has the files that go along; `files` are those
-    that are read, `identities` what they were before; `layout` says which folders and files it is written to. `tied`: names of
-    the source that stand for the very tensor of another, which is written once, under that other name. `settings`: how the
-    candidate was run; where its activations were quantised, the export says so.
-    """
-
-    title: str
-    items: tuple[ExportTensor, ...]
-    recipe: Recipe
-    config: dict[str, Any] | None = None
-    folder: Path | None = None
-    linears: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
-    files: tuple[Path, ...] = ()
-    layout: Layout = PLAIN
-    identities: tuple[FileIdentity, ...] = ()
-    tied: Mapping[str, str] = field(default_factory=dict)
-    settings: RunSettings = _DEFAULTS
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all tensors, scales included; headers are not counted."""
-        return sum(item.nbytes for item in self.items)
 
 
 def of_checkpoint(checkpoint: Checkpoint, title: str, recipe: Recipe, options: Options | None = None) -> Contents:
@@ -214,7 +117,7 @@ def _placed_contents(
         info = tree.canonical(placement.name) if placement is not None else None
         if info is not None and info.aliases and placement is not None and not placement.part and name != "format":
             first = written.setdefault(info.name, name)
-            if first != name and _same_values(checkpoint, first, name):
+            if first != name and same_values(checkpoint, first, name):
                 tied[name] = first  # a tied weight that its file holds twice is written once
                 continue
         dtype = planned[info.name] if info is not None and info.castable else stored
@@ -322,21 +225,6 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
                 raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
             seen.add(entry.name)
     return tuple(items)
-
-
-def _same_values(checkpoint: Checkpoint, first: str, name: str) -> bool:
-    """Whether two names of a tied weight hold the same: one tensor of the file, or the same bytes twice."""
-    if checkpoint.aliases.get(name, name) == checkpoint.aliases.get(first, first):
-        return True
-    one, other = checkpoint.weights[first], checkpoint.weights[name]
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
-        return False
-    return torch.equal(as_bytes(read_stored(checkpoint, one)), as_bytes(read_stored(checkpoint, other)))
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes as uint8 [nbytes], on the CPU."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _read_quantized(stored: QuantizedWeight) -> Quantized:

@@ -13,9 +13,9 @@ from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
+from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
 from dtype_engine.runtime.export.loading_notes import section, short
-from dtype_engine.runtime.export.plan import Contents
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:

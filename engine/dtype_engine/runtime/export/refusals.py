@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.runtime.export.contents import ExportTensor
 from dtype_engine.runtime.export.layout import Layout
 
 
-class Planned(Protocol):
-    """A weight of an export: its name, its dtypes before and after, whether it has scales, and whether others read it."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def stored(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
-    @property
-    def has_scales(self) -> bool: ...
-    @property
-    def portable(self) -> bool: ...
-
-
-def refuse_scales(layout: Layout, items: Sequence[Planned]) -> None:
+def refuse_scales(layout: Layout, items: Sequence[ExportTensor]) -> None:
     """Raise UserError for a weight that would get scales in a layout whose loaders have none."""
     if layout.kind == "model":
         return
@@ -40,7 +25,7 @@ def refuse_scales(layout: Layout, items: Sequence[Planned]) -> None:
             )
 
 
-def refuse_unstored(items: Sequence[Planned]) -> None:
+def refuse_unstored(items: Sequence[ExportTensor]) -> None:
     """Raise UserError for formats that no file has, and for two layouts that no configuration names together."""
     of_layout = {"": "", "fp8": ""}
     for item in items:
@@ -59,7 +44,7 @@ def refuse_unstored(items: Sequence[Planned]) -> None:
         )
 
 
-def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[Planned]) -> None:
+def refuse_unwritable(checkpoint: Checkpoint, items: Sequence[ExportTensor]) -> None:
     """Raise UserError for the first tensor that safetensors can't hold; the message says what to do."""
     lost = [
         item

@@ -3,37 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
-
-import torch
+from collections.abc import Mapping
 
 from dtype_engine.core.fused import scale_groups
-from dtype_engine.runtime.formats.quantize_blocks import finite_amax
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.export.plan import ExportTensor
-
-
-class SharedScale:
-    """What tensors that are one for runtimes share. names: those of the members, in the source.
-
-    `amax` reads all of them the first time that it is asked for, in any thread.
-    """
-
-    def __init__(self, names: tuple[str, ...], values: Sequence[Callable[[], torch.Tensor]]) -> None:
-        self.names = names
-        self._values = values
-        self._lock = threading.Lock()
-        self._amax: float | None = None
-
-    def amax(self) -> float:
-        """The largest finite |value| of all members."""
-        with self._lock:
-            if self._amax is None:
-                self._amax = max(finite_amax(values()) for values in self._values)
-            return self._amax
+from dtype_engine.runtime.export.contents import ExportTensor, SharedScale
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:

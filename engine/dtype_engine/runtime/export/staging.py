@@ -13,7 +13,7 @@ from pathlib import Path
 from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, release, remove, sibling
+from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.export.ownership import missing_mark
@@ -85,17 +85,16 @@ def staged(target: Path, needed: int, force: bool = False) -> Iterator[Path]:
             yield stage
             os.chmod(stage, 0o777 & ~umask())
             _sync_all(stage)
-            # Claimed until it has its name: whenever this process ends, somebody knows what it left.
+            # Locked until it has its name: whenever this process ends, the next export knows what it left.
             _give_name(stage, target, force)
             named = True
-        release(target)
         fsync_dir(target)
         fsync_dir(target.parent)
     except OSError as error:
         raise UserError(f"exporting to {target} failed: {error.strerror}; nothing was left there") from error
     finally:
         if not named:
-            remove(stage)
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 def _sync_all(folder: Path) -> None:
@@ -134,7 +133,7 @@ def _give_name(stage: Path, target: Path, force: bool) -> None:
                     os.rename(replaced / OLD, target)
     finally:
         if os.path.lexists(target):
-            remove(replaced)
+            shutil.rmtree(replaced, ignore_errors=True)
 
 
 def copy_sidecars(source: Path, stage: Path) -> tuple[str, ...]:

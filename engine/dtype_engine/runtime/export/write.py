@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.plan import ExportTensor, TensorEntry, as_bytes
+from dtype_engine.runtime.export.contents import ExportTensor, TensorEntry
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
@@ -111,7 +112,7 @@ def write_file(
     threads = min(_MOST_THREADS, torch.get_num_threads())
     with open(path, "wb", buffering=0) as file:
         _write(file.fileno(), head, 0)
-        write = partial(_write_item, file.fileno(), starts, progress, lost)
+        write = partial(_write_item, _Out(file.fileno(), progress), starts, lost)
         # A new thread takes over the number of torch threads set just now.
         with single_intraop_thread(), ThreadPoolExecutor(threads) as pool:
             try:
@@ -125,70 +126,73 @@ def write_file(
                 raise
 
 
-def _write_item(
-    out: int, starts: Mapping[str, int], progress: Progress, lost: list[ValueLoss] | None, item: ExportTensor
-) -> None:
+@dataclass(frozen=True, slots=True)
+class _Out:
+    """An open file that is written in several threads, and who counts what is."""
+
+    file: int
+    progress: Progress
+
+    def put(self, block: torch.Tensor, at: int) -> None:
+        """Write the bytes of a tensor. Raises Cancelled, UserError, OSError."""
+        data = _as_bytes(block)
+        _write(self.file, data.numpy().data, at)
+        self.progress.wrote(len(data))
+
+
+def _write_item(out: _Out, starts: Mapping[str, int], lost: list[ValueLoss] | None, item: ExportTensor) -> None:
     offsets = [starts[entry.name] for entry in item.entries]
     if item.input_scale is not None:
         assert item.input_scale.value is not None, item.name
-        _write_tensor(torch.tensor([item.input_scale.value]), torch.float32, out, offsets.pop(), progress)
+        out.put(torch.tensor([item.input_scale.value]), offsets.pop())
     if item.source_bytes:
         for source, at in zip(item.source_bytes, offsets, strict=True):
-            _copy(source, out, at, progress)
-        return
-    if item.quantized is not None:
+            _copy(source, out, at)
+    elif item.quantized is not None:
         for tensor, entry, at in zip(item.quantized(), item.entries[: len(offsets)], offsets, strict=True):
-            _write_tensor(tensor, torch_dtype(entry.dtype), out, at, progress)
-        return
-    if item.byte_range is not None:
+            _write_tensor(tensor, torch_dtype(entry.dtype), out, at)
+    elif item.byte_range is not None:
         with FileValues(item.byte_range, torch_dtype(item.stored), item.shape) as in_file:
-            _write_values(in_file, item, offsets, out, progress, lost)
+            _write_values(in_file, item, offsets, out, lost)
     else:
-        _write_values(item.values(), item, offsets, out, progress, lost)
+        _write_values(item.values(), item, offsets, out, lost)
 
 
 def _write_values(
     values: torch.Tensor | FileValues,
     item: ExportTensor,
     offsets: Sequence[int],
-    out: int,
-    progress: Progress,
+    out: _Out,
     lost: list[ValueLoss] | None,
 ) -> None:
     """An item's values in its dtype, and what that loses."""
     counter = LossCounter(item.name, values, item.dtype) if lost is not None and item.dtype != item.stored else None
     if item.dtype in dtypes.BLOCK_FORMATS:
-        _write_blocks(values, item, offsets, out, progress, counter)
+        _write_blocks(values, item, offsets, out, counter)
     elif item.has_scales:
-        scale = _write_codes(values, item, out, offsets[0], progress, counter)
-        _write_tensor(scale, scale.dtype, out, offsets[1], progress)
+        out.put(_write_codes(values, item, out, offsets[0], counter), offsets[1])
     else:
-        _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], progress, counter)
+        _write_tensor(values, torch_dtype(item.dtype), out, offsets[0], counter)
     if lost is not None and counter is not None and (loss := counter.result()) is not None:
         lost.append(loss)
 
 
 def _write_tensor(
-    values: torch.Tensor | FileValues,
-    dtype: torch.dtype,
-    out: int,
-    at: int,
-    progress: Progress,
-    counter: LossCounter | None = None,
+    values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Out, at: int, counter: LossCounter | None = None
 ) -> None:
     """The values in `dtype`, cast block by block: a cast is of each element alone, so this gives what the whole would."""
     if isinstance(values, FileValues):
-        _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, progress, counter)
+        _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, counter)
         return
     flat = values.reshape(-1)
     if flat.dtype == dtype:
-        _write_bytes(as_bytes(flat), out, at, progress)
+        _write_bytes(flat, out, at)
         return
 
     def elements(start: int, count: int) -> torch.Tensor:
         return flat[start : start + count]
 
-    _write_cast(elements, flat.numel(), flat.dtype, dtype, out, at, progress, counter)
+    _write_cast(elements, flat.numel(), flat.dtype, dtype, out, at, counter)
 
 
 def _write_cast(
@@ -196,9 +200,8 @@ def _write_cast(
     count: int,
     stored: torch.dtype,
     dtype: torch.dtype,
-    out: int,
+    out: _Out,
     at: int,
-    progress: Progress,
     counter: LossCounter | None,
 ) -> None:
     """`count` values of dtype `stored`, which `elements(start, count)` gives, cast to `dtype`."""
@@ -213,34 +216,24 @@ def _write_cast(
         done = cast[: len(block)].copy_(block)
         if counter is not None:
             counter.see(start, done, block)
-        data = as_bytes(done)
-        _write(out, data.numpy().data, at + start * dtype.itemsize)
-        progress.wrote(len(data))
+        out.put(done, at + start * dtype.itemsize)
 
 
-def _write_bytes(data: torch.Tensor, out: int, at: int, progress: Progress) -> None:
+def _write_bytes(tensor: torch.Tensor, out: _Out, at: int) -> None:
+    data = _as_bytes(tensor)
     for start in range(0, len(data), _BLOCK):
-        block = data[start : start + _BLOCK]
-        _write(out, block.numpy().data, at + start)
-        progress.wrote(len(block))
+        out.put(data[start : start + _BLOCK], at + start)
 
 
 def _write_codes(
-    tensor: torch.Tensor | FileValues,
-    item: ExportTensor,
-    out: int,
-    at: int,
-    progress: Progress,
-    counter: LossCounter | None = None,
+    tensor: torch.Tensor | FileValues, item: ExportTensor, out: _Out, at: int, counter: LossCounter | None
 ) -> torch.Tensor:
     """The tensor in a storage-only dtype, whose codes are a byte each; returns its scales."""
 
     def write(start: int, codes: torch.Tensor) -> None:
         if counter is not None:
             counter.see(start, codes)
-        data = as_bytes(codes)
-        _write(out, data.numpy().data, at + start)
-        progress.wrote(len(data))
+        out.put(codes, at + start)
 
     return quantize_in_blocks(tensor, item.dtype, write, _shared_amax(item))
 
@@ -254,51 +247,48 @@ def _write_blocks(
     tensor: torch.Tensor | FileValues,
     item: ExportTensor,
     offsets: Sequence[int],
-    out: int,
-    progress: Progress,
+    out: _Out,
     counter: LossCounter | None,
 ) -> None:
     """The tensor in a format with blocks: packed codes as they are made, then scales and what else the format has."""
     element = dtypes.BY_NAME[item.dtype]
     assert element.blocks is not None
+    packing = element.blocks.packing
     found: dict[int, Scales] = {}
 
     def write(_: BlockWork, chunk: Chunk) -> None:
         codes = chunk.codes(element)
         if counter is not None:
             counter.see(chunk.first * codes.shape[1], codes.reshape(-1))
-        packed = pack(chunk.file_codes(element), element, element.blocks.packing)  # type: ignore[union-attr]
-        row_bytes = packed.shape[1] * packed.element_size()
-        data = as_bytes(packed)
-        _write(out, data.numpy().data, offsets[0] + chunk.first * row_bytes)
+        packed = pack(chunk.file_codes(element), element, packing)
         found[chunk.first_scale] = chunk.scales
-        progress.wrote(len(data))
+        out.put(packed, offsets[0] + chunk.first * packed.shape[1] * packed.element_size())
 
     of_tensor = quantize_chunks(tensor, item.dtype, write, amax=_shared_amax(item))
     rest = beside_codes([found[first] for first in sorted(found)], of_tensor, tuple(tensor.shape), item.dtype)
     for part, at in zip(rest, offsets[1:], strict=True):
-        _write_bytes(as_bytes(part), out, at, progress)
+        _write_bytes(part, out, at)
 
 
-def _copy(source: ByteRange, out: int, at: int, progress: Progress) -> None:
+def _copy(source: ByteRange, out: _Out, at: int) -> None:
     """A tensor's bytes as they are, from file to file: inside the kernel where the two file systems can."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
         start, left = source.start, source.nbytes
         while left:
-            copied = _copy_block(file.fileno(), start, out, at, min(left, _BLOCK))
+            copied = _copy_block(file.fileno(), start, out.file, at, min(left, _BLOCK))
             if not copied:
                 raise UserError(f"{source.file} was cut short while it was read")
             start, at, left = start + copied, at + copied, left - copied
-            progress.wrote(copied)
+            out.progress.wrote(copied)
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
     """A whole file as it is, to a new one. Raises UserError when it can't be read, OSError when it can't be written, Cancelled."""
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
-        _copy(whole, out.fileno(), 0, progress)
+        _copy(whole, _Out(out.fileno(), progress), 0)
 
 
 def _copy_block(source: int, start: int, out: int, at: int, size: int) -> int:
@@ -319,3 +309,8 @@ def _write(out: int, data: bytes | memoryview, at: int) -> None:
     while view:
         written = os.pwrite(out, view, at)
         view, at = view[written:], at + written
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's bytes as uint8 [nbytes], on the CPU."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

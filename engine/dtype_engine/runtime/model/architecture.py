@@ -26,7 +26,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.hub import without_foreign_kernels
-from dtype_engine.runtime.model.live import collect_tensors
+from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10

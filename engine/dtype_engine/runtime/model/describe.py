@@ -17,8 +17,8 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import Tree
-from dtype_engine.runtime.model.live import tree_of
 from dtype_engine.runtime.model.load import build_on_meta, load
+from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import stored_tree
 

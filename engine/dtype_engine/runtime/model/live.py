@@ -8,8 +8,7 @@ always starts from the stored values and undoing one is putting them back.
 from __future__ import annotations
 
 import dataclasses
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,15 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.fused import scale_groups, whole_scale_group
 from dtype_engine.core.heap import trim_heap
-from dtype_engine.core.tree import Kind, TensorInfo, Tree
+from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.quantize_blocks import finite_amax
-from dtype_engine.runtime.model.hf_private import float32_patterns
-from dtype_engine.runtime.model.torch_private import is_compiled, own_tensors
+from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
+from dtype_engine.runtime.model.name_mapping import map_names
+from dtype_engine.runtime.model.stored_tree import unused, with_files
+from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
-from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dtype_name, torch_dtype
+from dtype_engine.runtime.numerics.quantize import cast_or_quantize, torch_dtype
 
 
 @dataclass(slots=True)
@@ -190,9 +191,6 @@ class LiveModel:
         besides: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
-            from dtype_engine.runtime.model.name_mapping import map_names
-            from dtype_engine.runtime.model.stored_tree import unused, with_files
-
             placements, headers = map_names(module, checkpoint.weights), checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
             besides = unused(placements, headers, infos, type(module).__name__)
@@ -304,48 +302,6 @@ class LiveModel:
         return torch_dtype(only)
 
 
-def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
-    """Every distinct tensor of a module in its own order, with every name it goes by."""
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, torch.Tensor] = {}
-    kinds: dict[int, Kind] = {}
-    for prefix, child in module.named_modules(remove_duplicate=False):
-        for local, tensor, kind in own_tensors(child):
-            name = f"{prefix}.{local}" if prefix else local
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-            if kind == "parameter":
-                kinds[id(tensor)] = kind
-            else:
-                kinds.setdefault(id(tensor), kind)
-    infos = [
-        TensorInfo(
-            known[0],
-            _shape(tensors[key]),
-            dtype_name(tensors[key].dtype),
-            kinds[key],
-            tuple(dict.fromkeys(known[1:])),
-        )
-        for key, known in names.items()
-    ]
-    return infos, {known[0]: tensors[key] for key, known in names.items()}
-
-
-def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """A tensor's shape as files have it: torch counts bytes of `float4_e2m1fn_x2`, each of which holds two values."""
-    if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
-        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
-    return tuple(tensor.shape)
-
-
-def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
-    """The tree of a module, with classes and what the model keeps in float32; `infos` where its tensors were collected before."""
-    listed = collect_tensors(module)[0] if infos is None else infos
-    tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
-    _mark_kept_in_fp32(module, tree)
-    return tree
-
-
 def _move(module: nn.Module, device: torch.device) -> None:
     """Put the module's tensors on another device, one by one; where a tensor object can't follow, a new one takes its
     place.
@@ -354,13 +310,3 @@ def _move(module: nn.Module, device: torch.device) -> None:
         module.to(device)
     except torch.OutOfMemoryError as error:
         raise UserError(f"the model does not fit on {device}: {str(error).split('. ')[0]}; try --device cpu") from None
-
-
-def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
-    """Mark the modules that their model's own code wants kept in float32."""
-    declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
-    for prefix, pattern, attribute in declared:
-        for name, node in tree.modules.items():
-            inside = name.startswith(f"{prefix}.") if prefix else bool(name)
-            if inside and node.keep_in_fp32 is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
-                node.keep_in_fp32 = f"declared by the model ({attribute})"

@@ -32,8 +32,9 @@ from dtype_engine.core.text import printable
 from dtype_engine.runtime.model.architecture import architecture, make, reason, without_quantization
 from dtype_engine.runtime.model.hf_private import loading_names, with_dtypes
 from dtype_engine.runtime.model.hub import offline
-from dtype_engine.runtime.model.live import LiveModel, collect_tensors
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_quantized, read_stored
+from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, restorable, stored_dtypes
 from dtype_engine.runtime.model.packed_parts import pack
 from dtype_engine.runtime.model.python_source import load_python

@@ -20,8 +20,9 @@ from dtype_engine.checkpoint.source import Source
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
-from dtype_engine.runtime.model.live import LiveModel, collect_tensors
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.mmap_reader import read_all
+from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.silence_libraries import quiet
 from dtype_engine.runtime.model.torch_private import tensor_slots
 

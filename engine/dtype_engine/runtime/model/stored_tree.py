@@ -15,8 +15,8 @@ from torch import nn
 from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.runtime.model.live import collect_tensors, tree_of
 from dtype_engine.runtime.model.mmap_reader import read_tensor
+from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
 from dtype_engine.runtime.model.name_mapping import Placement, map_names, stored_dtypes
 
 
@@ -118,7 +118,7 @@ def _untied(infos: list[TensorInfo], checkpoint: Checkpoint, placements: Mapping
 
 def same_values(checkpoint: Checkpoint, one: str, other: str) -> bool:
     """Whether two tensors of the files are the same: dtype, shape and every bit. Raises UserError."""
-    if one == other:
+    if checkpoint.aliases.get(one, one) == checkpoint.aliases.get(other, other):
         return True
     first, second = checkpoint.weights[one], checkpoint.weights[other]
     if (checkpoint.dtype(one), first.shape) != (checkpoint.dtype(other), second.shape) or first.packed:

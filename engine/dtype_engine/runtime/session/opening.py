@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from dtype_engine.checkpoint import refuse_unreadable
+from dtype_engine.checkpoint import refuse_changed
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import parse_inputs_line
@@ -81,7 +81,7 @@ def open_session(
         return Session(live, options, given)
     source = model if isinstance(model, Source) else locate(model)
     live = load(source, options, on_step)
-    refuse_unreadable(live.identities)
+    refuse_changed(live.identities)
     on_step(READING_INPUTS)
     try:
         return Session(live, options, given)

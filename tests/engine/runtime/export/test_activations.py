@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from compressed_tensors.quantization import QuantizationScheme, preset_name_to_scheme
 from safetensors.torch import load_file, save_file
 from tests.helpers.candidate_output import candidate_output
+from tests.helpers.exporting import export_checkpoint
 from torch import nn
 
 import dtype_engine as de
@@ -22,7 +23,6 @@ from dtype_engine.checkpoint.source import locate
 from dtype_engine.cli import cli
 from dtype_engine.core.cancellation import never
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.export import export_checkpoint
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.verify.verify import verify
 

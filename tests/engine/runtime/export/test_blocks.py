@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tests.helpers.exporting import export_checkpoint
 
 import dtype_engine as de
 from dtype_engine import Recipe, Rule
@@ -18,7 +19,6 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
-from dtype_engine.runtime.export import export_checkpoint
 from dtype_engine.runtime.verify.verify import verify
 
 LAYOUTS = {

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tests.helpers.candidate_output import candidate_output
+from tests.helpers.exporting import export_checkpoint
 from torch import nn
 
 import dtype_engine as de
@@ -19,7 +20,6 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.runtime.export import export_checkpoint
 from dtype_engine.runtime.verify.verify import verify
 
 SMALL = {

@@ -21,6 +21,7 @@ from packaging.version import Version
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.helpers import preloaded
+from tests.helpers.exporting import export_checkpoint
 from tests.helpers.paths import ROOT, TINYNET
 from torch import nn
 
@@ -30,7 +31,7 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled, UserError
-from dtype_engine.runtime.export import export_checkpoint, of_checkpoint
+from dtype_engine.runtime.export import of_checkpoint
 from dtype_engine.runtime.export.write import header
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 
@@ -392,12 +393,12 @@ import os, signal, sys, threading, time
 from dtype_engine.runtime.export import write
 from dtype_engine.cli import cli, run
 told = os.dup(1)  # a command prints its answers alone there
-def wait(tensor, dtype, out, at, progress, *more):
+def wait(tensor, dtype, out, *more):
     os.write(told, b"writing\\n")
     if number := int(sys.argv[1]):
         time.sleep(0.5)  # the main thread waits by then
         signal.pthread_kill(threading.get_ident(), number)
-    while True: time.sleep(0.05); progress.wrote(0)
+    while True: time.sleep(0.05); out.progress.wrote(0)
 write._write_tensor = wait
 sys.exit(run(cli, "dtype-engine", sys.argv[2:]))
 """

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import random
@@ -21,14 +20,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.helpers import preloaded
+from tests.helpers.exporting import export_checkpoint
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
-from dtype_engine.core import export_lock as claim
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.export_lock import CLAIM
-from dtype_engine.runtime.export import export_checkpoint, write
+from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
+from dtype_engine.runtime.export import write
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.measure.weight_errors import round_trips
 from dtype_engine.runtime.verify.source_values import of_files
@@ -43,13 +42,13 @@ import os, sys
 from pathlib import Path
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.export import export_checkpoint
+from tests.helpers.exporting import export_checkpoint
 checkpoint = open_checkpoint(Path(sys.argv[1]))
 recipe = Recipe(({", ".join(f"Rule({rule.pattern!r}, {rule.dtype!r})" for rule in RECIPE.rules)},))
 for line in sys.stdin:
     child = os.fork()
     if child == 0:
-        export_checkpoint(checkpoint, "source", recipe, Path(sys.argv[2]), "12MB", force=True)
+        export_checkpoint(checkpoint, "source", recipe, Path(sys.argv[2]), max_shard_size="12MB", force=True)
         os._exit(0)
     print(child, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
@@ -79,11 +78,7 @@ def is_whole(source: Path, out: Path) -> bool:
 
 def pieces(parent: Path) -> list[Path]:
     """Unfinished exports, but for those that were killed before they had begun: empty folders."""
-    return [
-        folder
-        for folder in parent.glob(".out.partial-*")
-        if any(not name.startswith(f"{CLAIM}.new.") for name in os.listdir(folder))
-    ]
+    return [folder for folder in parent.glob(".out.partial-*") if os.listdir(folder)]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are killed as POSIX has it")
@@ -243,11 +238,11 @@ def test_force_never_replaces_the_source(source: Path, tmp_path: Path) -> None:
 
 def test_what_was_about_to_be_replaced_has_its_name_again(source: Path, tmp_path: Path) -> None:
     """The process was killed between the two renames: the folder's name is free, and what had it waits beside it."""
-    out, aside = tmp_path / "out", tmp_path / ".out.replaced-dead"
+    out = tmp_path / "out"
+    aside = sibling(out, REPLACED)
     aside.mkdir()
     export(source, out)
-    out.rename(aside / claim.OLD)
-    (aside / CLAIM).write_text(json.dumps({"writer": "dtype-engine", "host": socket.gethostname(), "process": 1}))
+    out.rename(aside / OLD)
     with pytest.raises(UserError, match="exists and is not empty"):
         export(source, out)
     assert is_whole(source, out)
@@ -256,45 +251,37 @@ def test_what_was_about_to_be_replaced_has_its_name_again(source: Path, tmp_path
 
 def test_only_what_a_dead_process_of_ours_left_is_removed(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    ours = {"writer": "dtype-engine", "host": socket.gethostname(), "process": 1}
 
-    def left(name: str, text: str | None) -> Path:
-        folder = tmp_path / name
+    def left(folder: Path) -> Path:
         folder.mkdir()
         (folder / "model.safetensors").write_text("x")
-        if text is not None:
-            (folder / claim.CLAIM).write_text(text)
         return folder
 
-    dead = left(".out.partial-dead", json.dumps(ours))
+    dead = left(sibling(out, PARTIAL))
+    alive = left(sibling(out, PARTIAL))
+    elsewhere = dead.name.replace(socket.gethostname(), "another.machine")
     others = [
-        left(".out.partial-plain", None),
-        left(".out.partial-text", "hello"),
-        left(".out.partial-list", "[]"),
-        left(".out.partial-elsewhere", json.dumps(ours | {"host": "another machine"})),
-        left(".other.partial-dead", json.dumps(ours)),
-        left("out.partial-dead", json.dumps(ours)),
+        left(tmp_path / name)
+        for name in (
+            ".out.partial-plain",
+            elsewhere,
+            f"{dead.name}.bak",
+            dead.name.replace(".out", ".other"),
+            dead.name[1:],
+        )
     ]
-    began = [tmp_path / f".out.partial-{name}" for name in ("empty", "new", "young", "ended", "living")]
-    for folder in began:
+    old, young = sibling(out, PARTIAL), sibling(out, PARTIAL)  # killed before a byte was in it, or about to begin
+    for folder in (old, young):
         folder.mkdir()
-    ended = subprocess.Popen(["true"])
-    ended.wait()
-    host = socket.gethostname()
-    for folder, whose in zip(began[1:], ("?", f"{ended.pid}.other", f"{ended.pid}.{host}", f"1.{host}"), strict=True):
-        (folder / f"{claim.CLAIM}.new.{whose}").touch()  # killed before a byte was in it
-    for folder in began[:2]:
-        os.utime(folder, (0, 0))
-    alive = left(".out.partial-alive", None)
-    link = tmp_path / ".out.partial-link"
-    link.symlink_to(left("elsewhere", json.dumps(ours)))
-    with claim.locked(alive):
+    os.utime(old, (0, 0))
+    link = sibling(out, PARTIAL)
+    link.symlink_to(left(tmp_path / "elsewhere"))
+    with locked(alive):
         export(source, out)
         assert alive.is_dir()
     assert not dead.exists()
-    assert [folder.exists() for folder in began] == [False, False, True, False, True]
+    assert (old.exists(), young.exists()) == (False, True)
     assert all((folder / "model.safetensors").exists() for folder in (*others, alive, link))
-    assert not (out / claim.CLAIM).exists()
 
 
 README = "# out\n\n`m`, cast by the rules in `recipe.yaml` and written by dtype-engine 0.1.0.\n"

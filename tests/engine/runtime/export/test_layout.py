@@ -256,9 +256,10 @@ def test_links_out_of_a_component_are_not_followed(
 
 
 def test_a_cancelled_export_of_a_pipeline_leaves_nothing(pipeline: Path, tmp_path: Path) -> None:
+    from tests.helpers.exporting import export_checkpoint
+
     from dtype_engine.core.errors import Cancelled
     from dtype_engine.recipe import Recipe, Rule
-    from dtype_engine.runtime.export import export_checkpoint
 
     recipe = Recipe().then(Rule.parse("*=bf16"))
     told: list[tuple[int, int]] = []

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.helpers.exporting import export_checkpoint
 from tests.helpers.paths import ROOT
 
 from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
-from dtype_engine.runtime.export import export_checkpoint
 
 MIXED = Recipe((Rule("*.mlp", "float16"), Rule("*.self_attn", "float32")))
 SCALED = Recipe((Rule("*.mlp", "float8_e4m3fn"),))

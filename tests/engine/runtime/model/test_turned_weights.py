@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tests.helpers.exporting import export_checkpoint
 from torch import nn
 
 import dtype_engine as de
@@ -14,7 +15,6 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import NoForward, UserError
-from dtype_engine.runtime.export import export_checkpoint
 from dtype_engine.runtime.verify.verify import verify
 
 IDS = torch.arange(2, 30)[None]

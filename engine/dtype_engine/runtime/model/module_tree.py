@@ -1,0 +1,66 @@
+"""The tree of a module by itself: its tensors in its own order, every name that each goes by, and its classes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from dtype_engine.core.tree import Kind, TensorInfo, Tree
+from dtype_engine.runtime.model.hf_private import float32_patterns
+from dtype_engine.runtime.model.torch_private import own_tensors
+from dtype_engine.runtime.numerics.quantize import dtype_name
+
+
+def collect_tensors(module: nn.Module) -> tuple[list[TensorInfo], dict[str, torch.Tensor]]:
+    """Every distinct tensor of a module in its own order, with every name it goes by."""
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, torch.Tensor] = {}
+    kinds: dict[int, Kind] = {}
+    for prefix, child in module.named_modules(remove_duplicate=False):
+        for local, tensor, kind in own_tensors(child):
+            name = f"{prefix}.{local}" if prefix else local
+            names.setdefault(id(tensor), []).append(name)
+            tensors[id(tensor)] = tensor
+            if kind == "parameter":
+                kinds[id(tensor)] = kind
+            else:
+                kinds.setdefault(id(tensor), kind)
+    infos = [
+        TensorInfo(
+            known[0],
+            _shape(tensors[key]),
+            dtype_name(tensors[key].dtype),
+            kinds[key],
+            tuple(dict.fromkeys(known[1:])),
+        )
+        for key, known in names.items()
+    ]
+    return infos, {known[0]: tensors[key] for key, known in names.items()}
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """A tensor's shape as files have it: torch counts bytes of `float4_e2m1fn_x2`, each of which holds two values."""
+    if tensor.dtype == getattr(torch, "float4_e2m1fn_x2", None) and tensor.ndim:
+        return (*tensor.shape[:-1], 2 * tensor.shape[-1])
+    return tuple(tensor.shape)
+
+
+def tree_of(module: nn.Module, infos: Iterable[TensorInfo] | None = None) -> Tree:
+    """The tree of a module, with classes and what the model keeps in float32; `infos` where its tensors were collected before."""
+    listed = collect_tensors(module)[0] if infos is None else infos
+    tree = Tree(listed, {name: type(child).__name__ for name, child in module.named_modules()})
+    _mark_kept_in_fp32(module, tree)
+    return tree
+
+
+def _mark_kept_in_fp32(module: nn.Module, tree: Tree) -> None:
+    """Mark the modules that their model's own code wants kept in float32."""
+    declared = [(prefix, *each) for prefix, child in module.named_modules() for each in float32_patterns(child)]
+    for prefix, pattern, attribute in declared:
+        for name, node in tree.modules.items():
+            inside = name.startswith(f"{prefix}.") if prefix else bool(name)
+            if inside and node.keep_in_fp32 is None and re.search(pattern, name[len(prefix) :].lstrip(".")):
+                node.keep_in_fp32 = f"declared by the model ({attribute})"
