@@ -28,7 +28,7 @@ from dtype_engine.runtime.measure.modules.comparison import OutputRecorder, comp
 from dtype_engine.runtime.measure.modules.module_rows import KeptRows
 from dtype_engine.runtime.measure.modules.row_comparison import ModuleSums
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
 from dtype_engine.runtime.passes.output_cache import ForwardTrace
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -215,7 +215,7 @@ class Attribution:
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only one part as cast, or everything, and a single module's own SQNR."""
-        comparison: OutputComparison | None = None
+        comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
         for base in self._bases:
@@ -227,7 +227,7 @@ class Attribution:
             output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, base.trace, prefix)
             name, candidate = main_output(output)
             if comparison is None:
-                comparison = OutputComparison(is_distribution(name, candidate))
+                comparison = OutputMetrics(is_distribution(name, candidate))
             comparison.add(base.output, candidate, None)
         assert comparison is not None
         unit = unit_for(comparison.distribution, candidate.ndim)

@@ -21,7 +21,7 @@ from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.modules.comparison import is_distribution
 from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -42,7 +42,7 @@ def measure_noise_floor(
     one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
     input, as many as there seem to be. Raises NoForward when the reference fails.
     """
-    comparisons: dict[str, OutputComparison] = {}
+    comparisons: dict[str, OutputMetrics] = {}
     positions = 0
     with ForwardRunner(model, RunSettings(), cancelled, watch=False) as runner:
         for number, batch in enumerate(inputs.batches):
@@ -55,7 +55,7 @@ def measure_noise_floor(
             for run, (variant, again) in enumerate(_variants(runner, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
                 if again is not None:
-                    comparison = comparisons.setdefault(variant, OutputComparison(is_distribution(name, reference)))
+                    comparison = comparisons.setdefault(variant, OutputMetrics(is_distribution(name, reference)))
                     comparison.add(reference, again)
             # A variant that failed says nothing about the reference itself.
             model.requires_mixed_mode &= needed_rules

@@ -15,9 +15,8 @@ from dtype_engine.runtime.measure.modules.module_totals import ModuleTotal, modu
 from dtype_engine.runtime.measure.modules.row_comparison import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
-from dtype_engine.runtime.numerics.compare.reference_rows import ReferenceRows
-from dtype_engine.runtime.numerics.compare.sequence_comparison import SequenceComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.runner import CandidateRun
 
 
@@ -36,8 +35,6 @@ class ReferenceRecord:
     in_full: bool
     compared: bool
     nbytes: int = field(init=False)
-    rows: ReferenceRows | None = None
-    """Of `output`, once it was compared with."""
 
     def __post_init__(self) -> None:
         held = {kept.rows.data_ptr(): kept.rows.nbytes for kept in self.modules.values()}
@@ -81,7 +78,7 @@ class Reading:
         self._dimensions = output.ndim
         self._total = total
         self._routed = routed
-        self._comparison = OutputComparison(is_distribution(output_name, output))
+        self._comparison = OutputMetrics(is_distribution(output_name, output))
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
@@ -100,9 +97,7 @@ class Reading:
         candidate: torch.Tensor,
     ) -> None:
         """Take in the sequence of this number: its main output as the candidate has it. `set_modules` has the rest."""
-        if record.rows is None:
-            record.rows = self._comparison.reference_rows(record.output)
-        self._comparison.add(record.output, candidate, batch.next_tokens, number, record.rows)
+        self._comparison.add(record.output, candidate, batch.next_tokens, number)
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:
@@ -163,7 +158,7 @@ class Reading:
             kl_error=errors[1],
         )
 
-    def _errors(self, sequences: Sequence[SequenceComparison]) -> tuple[float | None, float | None]:
+    def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
         """Of the relative L2 error and the mean KL over these, relative to themselves."""
         # The square of the relative L2 error is a mean too: of each sequence's own, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]

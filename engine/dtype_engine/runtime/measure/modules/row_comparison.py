@@ -17,7 +17,6 @@ import torch
 
 from dtype_engine.runtime.formats.row_blocks import parallel_map
 from dtype_engine.runtime.measure.modules.module_rows import KeptRows, Pack, pack_of, strata_of
-from dtype_engine.runtime.numerics.row_kernel import RowKernel
 
 _PRIOR_FREEDOM = 3
 _PRIOR_SPREAD = 0.5
@@ -176,10 +175,6 @@ def _norms_and_peaks(reference: torch.Tensor, candidate: torch.Tensor) -> tuple[
     """‖Δ‖ and the largest |Δ| of each row of [rows, width]."""
     count, width = reference.shape
     on_cpu = reference.device.type == "cpu"
-    if on_cpu and width and RowKernel.is_available(reference.dtype, candidate.dtype):
-        unused = torch.zeros(count)
-        sums = RowKernel.of(reference.dtype, candidate.dtype, False).sums(reference, candidate, unused, unused)
-        return torch.from_numpy(sums.noise).sqrt(), torch.from_numpy(sums.largest)
     norms, peaks = reference.new_empty(count), reference.new_empty(count)
     step = max(1, (_IN_CACHE if on_cpu else _ON_DEVICE) // max(1, width))
     pieces = -(-count // step)
