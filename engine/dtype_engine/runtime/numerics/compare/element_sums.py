@@ -1,26 +1,48 @@
-"""Sums over the elements of two outputs, r the reference's and c the candidate's."""
+"""Sums over the elements of two outputs, r the reference's and c the candidate's, from which the figures of Δ = c - r follow.
+
+Infinities and NaN that both outputs have at the same place (masked logits are minus infinity) are no difference. Where only one
+of the two is not finite, the sums of Δ are infinite. Either way the other sums are those of the elements that are finite in both.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+
+import torch
+
+from dtype_engine.runtime.formats.row_blocks import parallel_map
+
+_CHUNK_ELEMENTS = 1 << 15
+"""Elements of which two float64 copies stay in the cache of one core; with half as many, the calls cost more."""
+_DEVICE_CHUNK_ELEMENTS = 1 << 22
+"""The same on a GPU: 64 MB of copies."""
 
 
 @dataclass(slots=True)
 class ElementSums:
-    """Sums over elements of Δ = c - r: |Δ|, the largest |Δ|, Δ², r², c², rc, and counts of what is not finite."""
+    """Sums over elements, all in float64."""
 
     elements: int = 0
     nonfinite: int = 0
+    """Elements that are not finite in the candidate, and not the same in the reference."""
     nonfinite_reference: int = 0
+    """Elements of the reference that are NaN or plus infinity: minus infinity is a mask."""
     sum_abs: float = 0.0
+    """Σ|Δ|."""
     max_abs: float = 0.0
+    """The largest |Δ|."""
     noise: float = 0.0
+    """ΣΔ²."""
     energy: float = 0.0
+    """Σr²."""
     energy_candidate: float = 0.0
+    """Σc²."""
     product: float = 0.0
+    """Σrc."""
 
     def add(self, other: ElementSums) -> None:
-        """Take in the sums of further elements."""
+        """Add the sums of further elements."""
         self.elements += other.elements
         self.nonfinite += other.nonfinite
         self.nonfinite_reference += other.nonfinite_reference
@@ -30,3 +52,71 @@ class ElementSums:
         self.energy += other.energy
         self.energy_candidate += other.energy_candidate
         self.product += other.product
+
+
+def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
+    """The sums over all elements of two outputs of one shape, of any floating dtypes, on one device.
+
+    On the CPU all of torch's threads work on chunks that stay in their caches; the sums are the same for any number of threads.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if reference.shape != candidate.shape:
+        raise ValueError(f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape")
+    r, c = reference.detach().reshape(-1), candidate.detach().reshape(-1)
+    on_cpu = r.device.type == "cpu"
+    step = _CHUNK_ELEMENTS if on_cpu else _DEVICE_CHUNK_ELEMENTS
+    chunks = [ElementSums()] * -(-r.numel() // step)
+
+    def work(numbers: range) -> None:
+        for number in numbers:
+            chunk = slice(number * step, (number + 1) * step)
+            chunks[number] = sums_in_place(in_float64(r[chunk]), in_float64(c[chunk]))
+
+    if on_cpu:
+        parallel_map(work, len(chunks))
+    else:
+        work(range(len(chunks)))
+    total = ElementSums()
+    for sums in chunks:
+        total.add(sums)
+    return total
+
+
+def in_float64(values: torch.Tensor) -> torch.Tensor:
+    """A float64 copy. float16 goes by way of float32: torch has vector code for these two steps alone."""
+    return (values.float() if values.dtype == torch.float16 else values).to(torch.float64, copy=True)
+
+
+def sums_in_place(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
+    """The sums of one chunk, float64 [elements] both; `c` is overwritten with |Δ| if all is finite."""
+    energies = torch.dot(r, r), torch.dot(c, c), torch.dot(r, c)
+    if not math.isfinite(sum(map(float, energies))):
+        return _sums_of_finite(r, c)
+    delta = c.sub_(r)
+    noise = torch.dot(delta, delta)
+    absolute = delta.abs_()
+    return ElementSums(
+        len(r), 0, 0, float(absolute.sum()), float(absolute.amax()), float(noise), *(float(each) for each in energies)
+    )
+
+
+def _sums_of_finite(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
+    """The sums of a chunk in which some values may not be finite."""
+    finite = torch.isfinite(r) & torch.isfinite(c)
+    same = (r == c) | (torch.isnan(r) & torch.isnan(c))
+    r_finite, c_finite = torch.where(finite, r, 0.0), torch.where(finite, c, 0.0)
+    delta = c_finite - r_finite
+    lost = math.inf if bool((~finite & ~same).any()) else 0.0
+    return ElementSums(
+        elements=len(r),
+        nonfinite=int((~torch.isfinite(c) & ~same).sum()),
+        nonfinite_reference=int((torch.isnan(r) | torch.isposinf(r)).sum()),
+        sum_abs=float(delta.abs().sum()) + lost,
+        max_abs=float(delta.abs().amax()) + lost,
+        noise=float(torch.dot(delta, delta)) + lost,
+        energy=float(torch.dot(r_finite, r_finite)),
+        energy_candidate=float(torch.dot(c_finite, c_finite)),
+        product=float(torch.dot(r_finite, c_finite)),
+    )
