@@ -74,15 +74,12 @@ def _timed(
 ) -> SpeedRow:
     """One row; `on_passes(done)` counts its own. The reference and the stored model run without the candidate's settings."""
     timed = runner if candidate else runner.without_settings()
-    batches = [timed.candidate_batch(batch) if candidate else runner.reference_batch(batch) for batch in inputs.batches]
+    make_call = timed.candidate_call if candidate else runner.reference_call
+    calls = [make_call(batch) for batch in inputs.batches]
 
     def all_inputs() -> tuple[float, bool]:
-        seconds, by_rules = 0.0, False
-        for batch in batches:
-            _, took, ruled = timed.run_candidate(lambda batch=batch: batch.run(timed.model.module))  # type: ignore[misc]
-            seconds += took
-            by_rules = by_rules or ruled
-        return seconds, by_rules
+        passes = [timed.candidate(call) for call in calls]
+        return sum(each.seconds for each in passes), not all(each.plain for each in passes)
 
     on_passes(0)
     all_inputs()
@@ -93,7 +90,7 @@ def _timed(
         on_passes(len(times) + 1)
         seconds, under_rules = all_inputs()
         times.append(seconds)
-    tokens = sum(_tokens(batch) for batch in batches)
+    tokens = sum(_tokens(batch) for batch in inputs.batches)
     middle = statistics.median(times)
     settings = str(runner.settings) if candidate and runner.settings.autocast else None
     return SpeedRow(

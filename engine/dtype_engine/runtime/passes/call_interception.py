@@ -77,7 +77,7 @@ class ModuleCalls:
                 return as_called(module, *args, **kwargs)
             if self._cancelled():
                 raise Cancelled
-            if run.hears_of_begin:
+            if run.notes_begin:
                 return self._call_of(run, name, module, args, kwargs)
             began = len(run.finished)
             try:
@@ -94,7 +94,7 @@ class ModuleCalls:
         return call
 
     def _call_of(self, run: ForwardPass, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call that the pass is told of when it begins, and for which it may have an earlier output."""
+        """A call whose begin the pass notes, and for which it may have an earlier output."""
         given = run.begin(name, module, args, kwargs)
         if given is not None:
             args, kwargs = given
