@@ -211,7 +211,7 @@ class Extent:
     """How much of the inputs figures are over: `done` of `total` sequences, `positions` rows of the main output.
 
     rel_l2_error, kl_error: how far the relative L2 error and the mean KL over all sequences may be from those so far: one standard
-    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be told.
+    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be known.
     of_tokens: positions are tokens of a text.
     """
 

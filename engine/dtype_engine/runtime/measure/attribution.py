@@ -4,7 +4,7 @@ A part is a module that has weighted operations of its own (a Linear, a norm, an
 of those to run each, a subtree. Its drift is that of the main output in a pass where only its weighted operations
 compute on the weights as cast; its local error is that of its own output in that pass, where it is given the reference's
 inputs. Errors need not add up, and the rounding of operations without weights between modules (sums, activations) belongs
-to no part, so the parts' sum stands beside the whole.
+to no part, so the parts' sum is shown next to the whole.
 """
 
 from __future__ import annotations

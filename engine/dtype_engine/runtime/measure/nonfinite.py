@@ -149,7 +149,7 @@ def diagnose_nonfinite(
             else "its own float32 values overflow or are NaN"
         )
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
-        diagnosis = _reading("reference", first_module, culprit, None, None, reason)
+        diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy, reason = None, ""
     scopes = list(_scopes(tree, culprit))
@@ -167,10 +167,10 @@ def diagnose_nonfinite(
     kind: Literal["weight", "activation", "unknown"] = "unknown"
     if culprit is not None:
         kind = "weight" if culprit.weights else "activation"
-    return _reading(kind, first_module or first, culprit, largest_reference, remedy, reason)
+    return _diagnosis(kind, first_module or first, culprit, largest_reference, remedy, reason)
 
 
-def _reading(
+def _diagnosis(
     kind: Literal["weight", "activation", "reference", "unknown"],
     first: str,
     culprit: _NonFiniteOp | None,

@@ -13,7 +13,7 @@ from dtype_engine.runtime.measure.listener import OnProgress
 
 
 class CallProgress(Protocol):
-    """Is told of the module calls of one pass."""
+    """What counts the module calls of one pass."""
 
     def call_finished(self) -> None:
         """One more call has returned."""
@@ -23,7 +23,7 @@ class CallProgress(Protocol):
 
 
 class NoProgress:
-    """Tells nobody."""
+    """Counts nothing."""
 
     def call_finished(self) -> None:
         return None
@@ -64,7 +64,7 @@ class MeasurementProgress:
         """A pass over a sequence begins; the one before has ended."""
         self._end_pass()
         self._run, self._number, self._all = run, number, every_module
-        if self._throttle.due():  # a pass may end before there was anything to tell
+        if self._throttle.due():  # a pass may end before its calls are reported
             self._on_progress(run, self._done, self._total)
 
     def call_finished(self) -> None:

@@ -30,7 +30,7 @@ def measure_speed(
     the median, the fastest and the slowest. Notices name a row that had to be left out.
 
     The float32 row is the model really cast to float32, as a user would run it, not the reference's way of widening each
-    weight as it is used. Afterwards the model is cast as planned. `passes` must not be watching. Raises NoForward,
+    weight as it is used. Afterwards the model is cast as planned. `runner` must not be watching. Raises NoForward,
     KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
@@ -48,8 +48,8 @@ def measure_speed(
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)
-            told = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
-            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", told, repeats))
+            on_row_passes = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
+            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_row_passes, repeats))
     finally:
         model.apply(planned)
     return SpeedReport(
@@ -136,7 +136,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """The dtypes of the weights that have a say, by badge, those with the most bytes first."""
+    """The dtypes of the weights, by badge, those with the most bytes first."""
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

@@ -56,7 +56,7 @@ class ForwardPass:
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
     weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
-    notes_begin: whether it is told of calls when they begin: a mode has to know which module is running, and an earlier output
+    notes_begin: whether calls are reported when they begin, too: a mode has to know which module is running, and an earlier output
     replaces a call before that is made.
     """
 

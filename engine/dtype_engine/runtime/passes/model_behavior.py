@@ -42,7 +42,7 @@ class ModelBehavior:
     """Classes of modules that keep tensors from one pass for the next, and can't be given back what they had."""
 
     def add_effects(self, effects: SideEffects, weights: Mapping[int, Weight]) -> None:
-        """Take in what a pass did beside returning its output. weights: the model's, by `id` of their tensors."""
+        """Take in what a pass did apart from returning its output. weights: the model's, by `id` of their tensors."""
         self.observed = True
         self.writers |= effects.writers
         self.stateful |= effects.is_stateful()
@@ -59,14 +59,14 @@ class ModelBehavior:
 
     def notices(self) -> tuple[str, ...]:
         """What a reader of figures has to know: that passes do not begin alike."""
-        told = []
+        notices = []
         for verb, names in (("writes to", self.overwritten), ("keeps tensors in", self.carries_over)):
             if names:
                 more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-                told.append(
+                notices.append(
                     f"the model {verb} {names[0]}{more} while it runs: each pass begins with what the last one left"
                 )
-        return tuple(told)
+        return tuple(notices)
 
 
 def earliest(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:

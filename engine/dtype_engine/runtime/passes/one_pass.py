@@ -15,7 +15,7 @@ Output = TypeVar("Output")
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What a pass does beside running the model. The defaults do nothing."""
+    """What a pass does apart from running the model. The defaults do nothing."""
 
     watched: frozenset[str] | None = None
     """The modules whose outputs the observer is given; None for all."""
@@ -52,7 +52,7 @@ class PassResult(Generic[Output]):
     first_use: dict[str, int]
     """How many calls had finished when each weight was first used; empty for a plain pass, which can't see it."""
     kind: str
-    """What its outputs depend on beside weights and input: plain or by which rules, and the settings."""
+    """What its outputs depend on apart from weights and input: plain or by which rules, and the settings."""
     plain: bool
     """Whether it ran without a mode, as torch runs the module by itself."""
     reused: bool = False

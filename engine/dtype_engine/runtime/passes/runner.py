@@ -43,8 +43,8 @@ class ForwardRunner:
     """Runs a live model, observed and stoppable between two modules, while it is open.
 
     What is run is a function that calls the module: `reference_call` and `candidate_call` make one of a batch. Every way to run
-    takes `PassOptions`, tells one observer and returns a `PassResult`. Where a pass has to run again from its beginning, the
-    observer is told by its `restart`. All raise NoForward, KernelError and Cancelled.
+    takes `PassOptions`, reports to one observer and returns a `PassResult`. Where a pass has to run again from its beginning, the
+    runner calls the observer's `restart`. All raise NoForward, KernelError and Cancelled.
 
     watch: without it a pass can be stopped, but nothing is observed. behavior: what is known of the model, shared by all that run
     passes over it; by default nothing is.

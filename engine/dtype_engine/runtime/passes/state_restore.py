@@ -81,7 +81,7 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """For a pass: it draws the numbers that every other draws, and whoever called it goes on with theirs."""
+    """For a pass: it draws the random numbers that every other draws, and leaves the generators as it found them."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
@@ -95,7 +95,7 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 @contextmanager
 def left_as_found(behavior: ModelBehavior, modules: Collection[nn.Module]) -> Iterator[None]:
     """For a pass: where a module has another tensor than before as a parameter, a buffer or an attribute, it gets back what it had,
-    and the numbers that it keeps beside it; so it does where it has another number, or other things in a list, a dict or a set. So
+    and the numbers that it keeps with it; so it does where it has another number, or other things in a list, a dict or a set. So
     every pass begins with the same, and a cast reaches the tensor that it casts. Such a model is `stateful` from then on.
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
