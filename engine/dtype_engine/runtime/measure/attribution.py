@@ -28,7 +28,7 @@ from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.measure.progress import NoProgress
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison, sqnr_db
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -217,7 +217,7 @@ class Attribution:
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only one part as cast, or everything, and a single module's own SQNR."""
-        comparison: OutputComparison | None = None
+        comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
         for base in self._bases:
@@ -230,7 +230,7 @@ class Attribution:
             ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
             name, candidate = main_output(ran.output)
             if comparison is None:
-                comparison = OutputComparison(is_distribution(name, candidate))
+                comparison = OutputMetrics(is_distribution(name, candidate))
             comparison.add(base.output, candidate, None)
         assert comparison is not None
         unit = unit_for(comparison.distribution, candidate.ndim)

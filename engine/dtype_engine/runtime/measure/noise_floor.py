@@ -21,7 +21,7 @@ from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.outputs import is_distribution, main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -44,7 +44,7 @@ def measure_noise_floor(
     one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
     input, as many as there seem to be. Raises NoForward when the reference fails.
     """
-    comparisons: dict[str, OutputComparison] = {}
+    comparisons: dict[str, OutputMetrics] = {}
     positions = 0
     with ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=behavior) as runner:
         for number, batch in enumerate(inputs.batches):
@@ -58,7 +58,7 @@ def measure_noise_floor(
             for run, (variant, again) in enumerate(_variants(other, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
                 if again is not None:
-                    comparison = comparisons.setdefault(variant, OutputComparison(is_distribution(name, reference)))
+                    comparison = comparisons.setdefault(variant, OutputMetrics(is_distribution(name, reference)))
                     comparison.add(reference, again)
             positions += reference[..., 0].numel() if reference.ndim else 1
             if positions >= ENOUGH_POSITIONS:

@@ -13,9 +13,8 @@ from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
-from dtype_engine.runtime.numerics.compare.reference_rows import ReferenceRows
-from dtype_engine.runtime.numerics.compare.sequence_comparison import SequenceComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.one_pass import PassResult
 from dtype_engine.runtime.passes.outputs import is_distribution
 
@@ -31,8 +30,6 @@ class ReferenceRecord:
     """The modules' outputs by (module, call); None where modules are not compared. One of them may be `output` itself."""
     left_out: frozenset[str] = frozenset()
     """The modules with an output that did not fit the memory."""
-    rows: ReferenceRows | None = None
-    """What every comparison with `output` needs, once there was one."""
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -58,7 +55,7 @@ class RunningTotals:
         """Operations with a quantised weight whose input was not rounded, where activations are quantised."""
         self._total = total
         self._routed = routed
-        self._comparison = OutputComparison(is_distribution(output_name, output))
+        self._comparison = OutputMetrics(is_distribution(output_name, output))
         self._kl_means: list[float] = []
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
@@ -77,9 +74,7 @@ class RunningTotals:
         self._left_out |= reference.left_out
         if number in self.numbers:
             return
-        if reference.rows is None:
-            reference.rows = self._comparison.reference_rows(reference.output)
-        self._comparison.add(reference.output, output, batch.next_tokens, number, reference.rows)
+        self._comparison.add(reference.output, output, batch.next_tokens, number)
         self.numbers.append(number)
         positions = self._comparison.sequences[number].positions
         if positions is not None:
@@ -139,7 +134,7 @@ class RunningTotals:
             kl_error=errors[1],
         )
 
-    def _errors(self, sequences: Sequence[SequenceComparison]) -> tuple[float | None, float | None]:
+    def _errors(self, sequences: Sequence[SequenceFigures]) -> tuple[float | None, float | None]:
         """Of the relative L2 error and the mean KL over these, relative to themselves."""
         # The square of the relative L2 error is a mean too: of each sequence's own, weighted by its energy.
         energies = [sequence.sums.energy for sequence in sequences]

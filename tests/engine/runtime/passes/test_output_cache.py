@@ -16,7 +16,7 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache, record_call
 from dtype_engine.runtime.passes.runner import ForwardRunner
@@ -30,13 +30,13 @@ def meter(session: Any, reuse: bool) -> DriftMeter:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every candidate output that was compared with a reference."""
     outputs: list[torch.Tensor] = []
-    add = OutputComparison.add
+    add = OutputMetrics.add
 
-    def noting(self: OutputComparison, reference: torch.Tensor, candidate: torch.Tensor, *more: Any) -> None:
+    def noting(self: OutputMetrics, reference: torch.Tensor, candidate: torch.Tensor, *more: Any) -> None:
         outputs.append(candidate.clone())
         add(self, reference, candidate, *more)
 
-    monkeypatch.setattr(OutputComparison, "add", noting)
+    monkeypatch.setattr(OutputMetrics, "add", noting)
     return outputs
 
 
