@@ -28,15 +28,16 @@ from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, 
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for, unheard
+from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.generation import OnTokens, generate
-from dtype_engine.runtime.measure.implicit_casts import aggregate
+from dtype_engine.runtime.measure.implicit_casts import implicit_casts
+from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
-from dtype_engine.runtime.measure.modules.comparison import OnModules
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
@@ -83,6 +84,7 @@ class Session:
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` go by."""
         self._casting = Casting(model)
+        self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, NoiseFloor] | None = None
         self._scan = LastScan()
@@ -350,7 +352,7 @@ class Session:
         if not needs_calibration(contents):
             return contents
         names = [item.name for item in contents.items if item.input_scale is not None]
-        ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled)
+        ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled, self._behavior)
         return of_live(self.model, self.recipe, planned, self.settings, ranges)
 
     def need_inputs(self) -> Inputs:
@@ -365,24 +367,12 @@ class Session:
         return self.inputs
 
     @reading_weights
-    def drift(
-        self,
-        on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = unheard,
-        cancelled: IsCancelled = never,
-        on_reading: OnReading = lambda reading: None,
-        precision: Precision | None = None,
-        modules_in_full: InFull | None = None,
-    ) -> DriftReport:
+    def drift(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> DriftReport:
         """Run reference and candidate over the inputs and compare their outputs.
 
         Args:
-            on_progress: Called with the run ("reference", "candidate"), and how much of all passes is done, in inputs' elements.
-            on_modules: Called with the drift of the modules compared so far.
-            cancelled: Asked between module calls.
-            on_reading: Called after every sequence: its `measurement()` has the figures so far.
-            precision: Asked after every sequence for the relative error that is enough; None: all inputs. By default the options'.
-            modules_in_full: Asked as often whether all rows of modules are compared, not a sample; by default as in the options.
+            listener: Is called while the measurement runs, and asked how precise it has to be.
+            cancelled: Asked between module calls, where there is no listener.
 
         Returns:
             Figures of the main output and of every module, memory in bytes, times in seconds; `sequences` says over how much.
@@ -398,15 +388,19 @@ class Session:
             True
         """
         if self._meter is None:
-            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget_for(self.options.reference_bytes))
-        meter, wanted = self._meter, precision or (lambda: self.options.precision)
-        in_full = modules_in_full or (lambda: self.options.modules == "exact")
-        meter.settings, told = self.settings, (on_progress, on_modules, cancelled, on_reading)
-        reset_peaks(self.model.device)
-        measurement = meter.measure(
-            *told, lambda extent: extent.is_within(wanted()), in_full, lambda extent: extent.rest_for(wanted())
+            budget = budget_for(self.options.reference_bytes)
+            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget, behavior=self._behavior)
+        self._meter.settings = self.settings
+        if listener is None:
+            listener = MeasurementListener(cancelled=cancelled)
+        listener = dataclasses.replace(
+            listener,
+            precision=listener.precision or (lambda: self.options.precision),
+            all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
         )
-        return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
+        reset_peaks(self.model.device)
+        totals = self._meter.measure(listener)
+        return self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
 
     @reading_weights
     def causes(
@@ -427,7 +421,9 @@ class Session:
             ['mlp', 'mlp', 'mlp']
         """
         rules = tuple(map(str, self.recipe.rules))
-        return Attribution(self.model, self.need_inputs(), self.settings, rules).report(on_progress, cancelled)
+        return Attribution(self.model, self.need_inputs(), self.settings, rules, self._behavior).report(
+            on_progress, cancelled
+        )
 
     @reading_weights
     def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
@@ -446,7 +442,7 @@ class Session:
         """
         inputs = self.need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
-            self._floor = inputs, measure_noise_floor(self.model, inputs, on_progress, cancelled)
+            self._floor = inputs, measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled)
         return self._floor[1]
 
     @reading_weights
@@ -517,8 +513,8 @@ class Session:
             >>> len(session.flow()) > 0
             True
         """
-        with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return aggregate(runner.implicit_casts(self.need_inputs().batches[0]))
+        with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
+            return implicit_casts(runner, self.need_inputs().batches[0])
 
     @reading_weights
     def generate(
@@ -538,7 +534,7 @@ class Session:
             >>> session.generate(2)[0].differs  # nothing is cast
             False
         """
-        with ForwardRunner(self.model, self.settings, cancelled) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
             return generate(runner, self.need_inputs(), tokens, on_tokens)
 
     @reading_weights
@@ -562,7 +558,7 @@ class Session:
             >>> [row.what for row in session.speed(repeats=3).rows]
             ['reference', 'candidate']
         """
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
 
     @reading_weights
@@ -673,9 +669,9 @@ class Session:
             >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         inputs = make_inputs(self.model, options)
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             for tried in one_of_each_shape(inputs):
-                runner.dry_run(tried)
+                runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.no_forward = inputs, options, None
         self._meter = self.scanned = None
         self._scan = LastScan()
