@@ -7,7 +7,6 @@ in between is told by what the system says of it: its place, size and time of ch
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from pathlib import Path
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.regular_files import reading
 from dtype_engine.core.text import printable
+from dtype_engine.core.throttle import Throttle
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,19 +78,13 @@ def unchanged(files: tuple[FileIdentity, ...]) -> Iterator[None]:
 
 
 class Watch:
-    """Looks at files while they are read: each time where they are few, else so often that it costs a small part of the time."""
-
-    _FEW = 4
-    _SHARE = 0.02
+    """Looks at files while they are read, ten times a second at most."""
 
     def __init__(self, files: Iterable[FileIdentity]) -> None:
         self._files = tuple(files)
-        self._next = 0.0
+        self._throttle = Throttle()
 
     def look(self) -> None:
         """Raises UserError that names a file that is not what was opened any more."""
-        started = time.perf_counter()
-        if len(self._files) <= self._FEW or started >= self._next:
+        if self._throttle.due():
             refuse_changed(self._files)
-            now = time.perf_counter()
-            self._next = now + (now - started) / self._SHARE

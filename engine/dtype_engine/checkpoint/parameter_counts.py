@@ -9,21 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
+
+from dtype_engine.checkpoint.safetensors_header import CheckpointTensor
 
 Count = int | Literal["unknown"] | None
 """None: the elements of the tensor are parameters themselves."""
 
 
-class _Stored(Protocol):
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> str: ...
-
-
 def parameters_meant(
-    tensors: Mapping[str, _Stored], parts: Iterable[str], config: Mapping[str, Any] | None = None
+    tensors: Mapping[str, CheckpointTensor], parts: Iterable[str], config: Mapping[str, Any] | None = None
 ) -> dict[str, Count]:
     """For every part of a quantised weight, how many parameters it stands for: 0 for scales, zero points and descriptions.
 
@@ -33,7 +28,7 @@ def parameters_meant(
     return {name: _meant(name, tensors, bits) for name in parts}
 
 
-def _meant(name: str, tensors: Mapping[str, _Stored], bits: int | None) -> Count:
+def _meant(name: str, tensors: Mapping[str, CheckpointTensor], bits: int | None) -> Count:
     module, _, local = name.rpartition(".")
     prefix = f"{module}." if module else ""
     tensor = tensors[name]

@@ -57,22 +57,21 @@ def parse_inputs_line(options: Options, line: str) -> Options:
     if paths is None:
         changed = dataclasses.replace(options, prompts=(text,), texts=(), tensors=None)
     else:
-        found = {
-            kind: tuple(path for path in paths if _kind(path) == kind)
-            for kind in ("texts", "images", "audio", "tensors")
-        }
-        if len(found["tensors"]) > 1 or (found["tensors"] and len(paths) > 1):
+        found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
+        tensors = [path for path in paths if _kind(path) == "tensors"]
+        if tensors and len(paths) > 1:
             raise UserError("a tensor file stands alone: it has all the arguments of a forward pass")
-        if found["tensors"]:
-            changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=found["tensors"][0])
+        if tensors:
+            changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=tensors[0])
         else:
-            changed = dataclasses.replace(options, tensors=None)
-            if found["texts"]:
-                changed = dataclasses.replace(changed, texts=found["texts"], prompts=())
-            if found["images"]:
-                changed = dataclasses.replace(changed, images=found["images"])
-            if found["audio"]:
-                changed = dataclasses.replace(changed, audio=found["audio"])
+            changed = dataclasses.replace(
+                options,
+                tensors=None,
+                prompts=() if found["texts"] else options.prompts,
+                texts=found["texts"] or options.texts,
+                images=found["images"] or options.images,
+                audio=found["audio"] or options.audio,
+            )
     check_files(changed)
     return changed
 
