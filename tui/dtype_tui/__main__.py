@@ -21,10 +21,7 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_S)
     pause_gc()
     start_early(sys.argv[1:])
-    if sys.argv[1:2] == ["serve"]:
-        from dtype_tui.cli.serve import main as run
-    else:
-        from dtype_tui.cli.command import main as run
+    from dtype_tui.cli.command import main as run
 
     try:
         run()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.scan import Candidate, SearchReport
 from dtype_engine.search.pareto import Constraints, Solution
 from dtype_engine.search.sensitivity import scalar_drift
-from dtype_engine.search.solve import around, fixed_bytes
+from dtype_engine.search.solve import around
 
 if TYPE_CHECKING:
     from dtype_engine.runtime.session.session import Session
@@ -23,7 +22,7 @@ def candidates(
     session: Session, budget: int | None, max_drift: float | None, constraints: Constraints, count: int
 ) -> tuple[Solution, ...]:
     """The `count` solutions around a limit, by the session's last scan. Raises UserError, OutOfReach."""
-    return around(session.front(constraints), session.tree, budget, max_drift, count)
+    return around(session.front(constraints), budget, max_drift, count)
 
 
 def best(
@@ -55,22 +54,18 @@ def best(
         within, key=lambda at: (measured[at], found[at].bytes) if max_drift is None else (found[at].bytes, measured[at])
     )
     session.apply(recipes[index])
-    front = session.front(constraints)
-    fixed = fixed_bytes(front, session.tree)
     assert session.scanned is not None
     return SearchReport(
         model=session.model.title,
         unit=session.scanned.unit,
         rules=wanted[index][0],
         stored_bytes=session.tree.stored_bytes,
-        planned_bytes=found[index].bytes + fixed,
+        planned_bytes=found[index].bytes,
         predicted=found[index].score,
-        front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
+        front=tuple(session.front(constraints).points),
         measured=measured[index],
         notices=session.model.notices,
         lost=session.lost_values(plan=make_plan(session.tree, recipes[index])),
-        candidates=tuple(
-            Candidate(solution.bytes + fixed, solution.score, measured[at]) for at, solution in enumerate(found)
-        ),
+        candidates=tuple(Candidate(solution.bytes, solution.score, measured[at]) for at, solution in enumerate(found)),
         held_out=session.inputs.description if session.inputs is not None else None,
     )

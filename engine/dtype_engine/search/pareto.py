@@ -173,9 +173,13 @@ def _undominated(choices: Iterable[Choice]) -> tuple[Choice, ...]:
 
 @dataclass
 class ParetoFront:
-    """The Pareto front of items: from everything in its smallest dtype, step by step to the best of all."""
+    """The Pareto front of items: from everything in its smallest dtype, step by step to the best of all. Bytes are of the whole
+    model.
+    """
 
     items: Sequence[Item]
+    fixed: int = 0
+    """Bytes of the model that no choice changes: integers, parts of quantized weights."""
     points: list[FrontPoint] = field(default_factory=list)
     _steps: list[tuple[int, int]] = field(default_factory=list)
     _slopes: list[float] = field(default_factory=list)
@@ -214,7 +218,7 @@ class ParetoFront:
         start = self._chosen(index)
         if index < len(self._steps):
             table = [[(choice.score, float(choice.bytes)) for choice in item.choices] for item in self.items]
-            start = knapsack(table, float(budget), self._slopes[index], start)
+            start = knapsack(table, float(budget - self.fixed), self._slopes[index], start)
         return self.solution(start)
 
     def smallest_reaching(self, most: float) -> Solution | None:
@@ -229,7 +233,7 @@ class ParetoFront:
         return self.solution(start)
 
     def _size(self, chosen: Sequence[int]) -> int:
-        return sum(item.choices[choice].bytes for item, choice in zip(self.items, chosen, strict=True))
+        return self.fixed + sum(item.choices[choice].bytes for item, choice in zip(self.items, chosen, strict=True))
 
     def _score(self, chosen: Sequence[int]) -> float:
         return math.fsum(item.choices[choice].score for item, choice in zip(self.items, chosen, strict=True))
@@ -248,6 +252,15 @@ class ParetoFront:
             for name in item.weights
         }
         return Solution(planned, self._size(chosen), self._score(chosen))
+
+
+def make_front(
+    tree: Tree, scores: Mapping[tuple[str, str], float], constraints: Constraints = Constraints()
+) -> ParetoFront:
+    """The front of a model by a scan's scores. Raises UserError as `make_items` does."""
+    items = make_items(tree, scores, constraints)
+    changing = sum(tree.tensors[name].nbytes for item in items for name in item.weights)
+    return ParetoFront(items, tree.stored_bytes - changing)
 
 
 def _slope(low: Choice, high: Choice) -> float:

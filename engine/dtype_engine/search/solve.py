@@ -1,31 +1,22 @@
-"""The solution of a Pareto front for one limit, which counts the whole model."""
+"""The solution of a Pareto front for one limit."""
 
 from __future__ import annotations
 
 from dtype_engine.core.errors import OutOfReach, UserError
-from dtype_engine.core.tree import Tree
 from dtype_engine.search.pareto import ParetoFront, Solution
 
 
-def fixed_bytes(front: ParetoFront, tree: Tree) -> int:
-    """Bytes of a model that no choice of the front changes: integers, parts of quantized weights, what is kept as stored."""
-    return tree.stored_bytes - sum(tree.tensors[name].nbytes for item in front.items for name in item.weights)
+def solve(front: ParetoFront, budget: int | None = None, max_drift: float | None = None) -> Solution:
+    """The lowest predicted drift within `budget` bytes, or the fewest bytes with at most `max_drift`.
 
-
-def solve(front: ParetoFront, tree: Tree, budget: int | None = None, max_drift: float | None = None) -> Solution:
-    """The lowest predicted drift within `budget` bytes of the whole model, or the fewest bytes with at most `max_drift`.
-
-    The bytes of the solution are those of the front's own items. Raises UserError where not just one limit is given, and
-    OutOfReach when nothing meets it.
+    Raises UserError where not just one limit is given, and OutOfReach when nothing meets it.
     """
     if (budget is None) == (max_drift is None):
         raise UserError("a search needs either a budget in bytes or the most drift there may be")
     if budget is not None:
-        fixed = fixed_bytes(front, tree)
-        within = front.best_within(budget - fixed)
+        within = front.best_within(budget)
         if within is None:
-            smallest = front.points[0].bytes + fixed
-            raise OutOfReach(f"nothing fits in {budget:,} bytes: the smallest is {smallest:,} bytes")
+            raise OutOfReach(f"nothing fits in {budget:,} bytes: the smallest is {front.points[0].bytes:,} bytes")
         return within
     assert max_drift is not None
     reaching = front.smallest_reaching(max_drift)
@@ -35,15 +26,13 @@ def solve(front: ParetoFront, tree: Tree, budget: int | None = None, max_drift: 
     return reaching
 
 
-def around(
-    front: ParetoFront, tree: Tree, budget: int | None, max_drift: float | None, count: int
-) -> tuple[Solution, ...]:
+def around(front: ParetoFront, budget: int | None, max_drift: float | None, count: int) -> tuple[Solution, ...]:
     """The solution for a limit and those of the front next to it, `count` in all, the solution first.
 
     Within a budget they are the largest that fit; for the most drift, those on both sides: a prediction may be too low or too
     high. Raises as `solve`.
     """
-    first = solve(front, tree, budget, max_drift)
+    first = solve(front, budget, max_drift)
     indexes = range(len(front.points))
     if budget is not None:
         near = [index for index in reversed(indexes) if front.points[index].bytes <= first.bytes]

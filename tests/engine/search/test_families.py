@@ -16,7 +16,7 @@ from dtype_engine.recipe.serving import lint_serving
 from dtype_engine.recipe.targets import Context
 from dtype_engine.search.families import FAMILIES, family_constraints
 from dtype_engine.search.pareto import Constraints
-from dtype_engine.search.solve import fixed_bytes, solve
+from dtype_engine.search.solve import solve
 
 
 def test_all_names_are_formats() -> None:
@@ -33,10 +33,10 @@ def test_a_search_keeps_to_what_the_runtime_takes(family: str, make_llama: Calla
     constraints = family_constraints(session.tree, family, Constraints())
     front = session.front(constraints)
     seen = set()
-    smallest = front.points[0].bytes + fixed_bytes(front, session.tree)
+    smallest = front.points[0].bytes
     for share in (0.0, 0.2, 0.5, 0.8):
         budget = smallest + int(share * (session.tree.stored_bytes - smallest))
-        found = solve(front, session.tree, budget, None)
+        found = solve(front, budget, None)
         planned = Recipe(tuple(Rule(name, dtype) for name, dtype in found.dtypes.items()))
         context = Context(session.tree, make_plan(session.tree, planned), "llama")
         reading = lint_serving(context, family, "weights")  # type: ignore[arg-type]

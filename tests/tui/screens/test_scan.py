@@ -289,7 +289,7 @@ async def test_limits_are_typed_and_respected() -> None:
         await typed("45%")
         assert view.within is not None
         stored = app.controller.experiment.tree.stored_bytes
-        assert view.within.bytes + view._fixed <= 0.45 * stored
+        assert view.within.bytes <= 0.45 * stored
         assert "best within the budget" in screen(app)
         await typed("only float16")
         assert "was not scanned" in notices(app)[-1]

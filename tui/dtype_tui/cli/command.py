@@ -328,7 +328,11 @@ def _defaults() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The `dtype-tui` program, but for `dtype-tui serve`."""
+    """The `dtype-tui` program."""
+    if sys.argv[1:2] == ["serve"]:
+        from dtype_tui.cli.serve import serve
+
+        sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
     try:
         command.context_settings["default_map"] = _defaults()
     except UserError as error:

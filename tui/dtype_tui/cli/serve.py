@@ -8,9 +8,7 @@ import sys
 import click
 
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.cli.program import run
 from dtype_engine.core.errors import UserError
-from dtype_tui.cli.command import command
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.state.addresses import is_address
 
@@ -28,6 +26,8 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     address and can reach it can use the app, with your rights; nobody else can, other web pages in the same browser included.
     The connection is not encrypted: over a network use a tunnel, not --host.
     """
+    from dtype_tui.cli.command import command
+
     asked = command.make_context("dtype-tui", list(arguments)).params
     if not is_address(asked["model"]) and asked["engine_command"] is None:
         locate(asked["model"], asked["trust_pickle"], asked["download"])
@@ -47,8 +47,3 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     except OSError as error:
         where = server.address.removeprefix("http://").partition("/")[0]
         raise UserError(f"can't listen on {where}: {error.strerror or error}; --port takes another") from None
-
-
-def main() -> None:
-    """The `dtype-tui serve` program."""
-    sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))

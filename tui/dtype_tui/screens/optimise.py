@@ -23,7 +23,6 @@ from dtype_engine.recipe.minimize import minimize
 from dtype_engine.results.drift import SQUARED
 from dtype_engine.search.constraints import SearchConstraints
 from dtype_engine.search.pareto import ParetoFront, Solution
-from dtype_engine.search.solve import fixed_bytes
 from dtype_tui.config.bindings import FRONT_KEYS
 from dtype_tui.rendering.canvas import Series, axes_around, plot
 from dtype_tui.rendering.cells import colour, truncate
@@ -76,7 +75,6 @@ class OptimiseScreen(ModalScreen[None]):
         self.index = 0
         self.within: Solution | None = None
         """The best within the budget, which may lie between two points of the front; while the cursor is on it."""
-        self._fixed = 0
         self._rules: tuple[Solution, Recipe] | None = None
         self._timer: Timer | None = None
         self._seen = -1
@@ -114,20 +112,18 @@ class OptimiseScreen(ModalScreen[None]):
             self.view.limits = before
             self._warn(str(error))
             return False
-        tree = self.experiment.tree
         at = self.front.points[self.index].bytes if self.front is not None else None
         moved = self.front is None or limits != before
         self.front = front
-        self._fixed = fixed_bytes(front, tree)
         sizes = [point.bytes for point in front.points]
-        middle = tree.stored_bytes // 2 - self._fixed
+        middle = self.experiment.tree.stored_bytes // 2
         self.index = max(0, bisect.bisect_right(sizes, at if at is not None else middle) - 1)
         if moved or self.within is not None:
-            self.within = front.best_within(limits.budget - self._fixed) if limits.budget is not None else None
+            self.within = front.best_within(limits.budget) if limits.budget is not None else None
             if self.within is not None:
                 self.index = max(0, bisect.bisect_right(sizes, self.within.bytes) - 1)
             elif limits.budget is not None:
-                self._warn(f"nothing fits: the smallest is {human_bytes(sizes[0] + self._fixed)}")
+                self._warn(f"nothing fits: the smallest is {human_bytes(sizes[0])}")
         self._draw()
         return True
 
@@ -193,9 +189,9 @@ class OptimiseScreen(ModalScreen[None]):
         widget = self.query_one("#front-plot", Static)
         scale, unit = self._unit
         budget = self.view.limits.budget
-        points = [((point.bytes + self._fixed) / scale, point.predicted) for point in self.front.points]
+        points = [(point.bytes / scale, point.predicted) for point in self.front.points]
         measured = [(size / scale, drift) for size, drift in self._measured()]
-        here = (solution.bytes + self._fixed) / scale, solution.score
+        here = solution.bytes / scale, solution.score
         inside = [point for point in points if self._in_view(point[0], points)]
         axes = axes_around([*inside, *(point for point in measured if self._in_view(point[0], points)), here])
         series = (Series(points, style="cyan"), Series(measured, "x", "red"), Series((here,), "O", "magenta"))
@@ -240,7 +236,7 @@ class OptimiseScreen(ModalScreen[None]):
         solution, recipe, report = self.solution, self.recipe, self.view.report
         assert solution is not None
         assert report is not None
-        size, stored = solution.bytes + self._fixed, self.experiment.tree.stored_bytes
+        size, stored = solution.bytes, self.experiment.tree.stored_bytes
         text = Text()
         text.append(human_bytes(size), style="bold")
         text.append(f"  {100 * size / stored:.1f} % of stored   " if stored else "   ", style="dim")

