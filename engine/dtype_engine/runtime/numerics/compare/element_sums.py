@@ -7,7 +7,7 @@ of the two is not finite, the sums of Δ are infinite. Either way the other sums
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,27 +65,39 @@ def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSum
     """
     if reference.shape != candidate.shape:
         raise ValueError(f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape")
-    r, c = reference.detach().reshape(-1), candidate.detach().reshape(-1)
-    step = _CHUNK_ELEMENTS if c.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    reference, candidate = reference.detach().reshape(-1), candidate.detach().reshape(-1)
+    on_cpu = candidate.device.type == "cpu"
 
-    def sums_of(chunk: slice) -> ElementSums:
-        r64, c64 = in_float64(r[chunk], c.device), in_float64(c[chunk], c.device)
-        return chunk_sums(r64, c64, c64 - r64)
+    def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
+        r, c, delta = buffers
+        widen(reference[chunk], r)
+        widen(candidate[chunk], c)
+        return chunk_sums(r, c, torch.sub(c, r, out=delta))
 
-    return sum_chunks(sums_of, len(c), step, c.device)
+    step = _CHUNK_ELEMENTS if on_cpu else _GPU_CHUNK_ELEMENTS
+    return sum_chunks(sums_of, candidate, step, 3)
 
 
-def sum_chunks(sums_of: Callable[[slice], ElementSums], count: int, step: int, device: torch.device) -> ElementSums:
-    """Add up, in order, what `sums_of` returns for each slice of `step` of `count` elements or rows. On the CPU several threads
-    call it.
+def sum_chunks(
+    sums_of: Callable[[slice, Sequence[torch.Tensor]], ElementSums], output: torch.Tensor, step: int, buffers: int
+) -> ElementSums:
+    """Add up, in order, what `sums_of` returns for each slice of `step` rows of an output, or elements of a flat one.
+
+    It also gets some float64 buffers of the slice's shape on the output's device, which are used again for the next slice: memory
+    that is fresh from the system takes longer than the sums. On the CPU several threads call it, each with its own buffers.
     """
-    chunks = [ElementSums()] * -(-count // step)
+    count = len(output)
+    step = min(step, count)
+    chunks = [ElementSums()] * (-(-count // step) if count else 0)
 
     def work(numbers: range) -> None:
+        shape = (step, *output.shape[1:])
+        memory = [torch.empty(shape, dtype=torch.float64, device=output.device) for _ in range(buffers)]
         for number in numbers:
-            chunks[number] = sums_of(slice(number * step, (number + 1) * step))
+            first, last = number * step, min((number + 1) * step, count)
+            chunks[number] = sums_of(slice(first, last), [buffer[: last - first] for buffer in memory])
 
-    if device.type == "cpu":
+    if output.device.type == "cpu":
         parallel_map(work, len(chunks))
     else:
         work(range(len(chunks)))
@@ -95,15 +107,13 @@ def sum_chunks(sums_of: Callable[[slice], ElementSums], count: int, step: int, d
     return total
 
 
-def in_float64(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Values in float64 on a device, contiguous."""
-    values = values.to(device)
-    # float16 goes by way of float32: torch has vector code for these two steps alone.
-    return (values.float() if values.dtype == torch.float16 else values).double().contiguous()
+def widen(values: torch.Tensor, into: torch.Tensor) -> None:
+    """Write values over a float64 buffer. float16 goes by way of float32: torch has vector code for these two steps alone."""
+    into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
 def chunk_sums(r: torch.Tensor, c: torch.Tensor, delta: torch.Tensor) -> ElementSums:
-    """The sums of one chunk, float64 all three and contiguous; `delta` is overwritten."""
+    """The sums of one chunk, float64 and contiguous; `delta` is overwritten."""
     r, c, delta = r.view(-1), c.view(-1), delta.view(-1)
     sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(c, c), torch.dot(r, c)]
     absolute = delta.abs_()

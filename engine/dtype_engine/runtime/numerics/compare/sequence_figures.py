@@ -10,6 +10,7 @@ Everything is computed in float64, whatever the outputs' dtypes are, in chunks o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,8 +19,8 @@ from dtype_engine.runtime.numerics.compare.element_sums import (
     ElementSums,
     chunk_sums,
     element_sums,
-    in_float64,
     sum_chunks,
+    widen,
 )
 
 _LOG2_E = 1 / math.log(2)
@@ -69,10 +70,14 @@ def sequence_figures(
     same_top = torch.zeros(count, dtype=torch.bool)
     kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
 
-    def sums_of(rows: slice) -> ElementSums:
-        r, c = in_float64(reference[rows], device), in_float64(candidate[rows], device)
-        of_r, of_c, delta = _softmax(r), _softmax(c), c - r
-        kl[rows] = _kl_divergence(of_r, of_c, delta)
+    def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
+        r, c, delta, exponentials = buffers
+        widen(reference[rows], r)
+        widen(candidate[rows], c)
+        torch.sub(c, r, out=delta)
+        of_c = _softmax(c, exponentials)
+        of_r = _softmax(r, exponentials)  # stays there
+        kl[rows] = _kl_divergence(of_r, of_c, exponentials, delta)
         same_top[rows] = of_r.top == of_c.top
         if labels is not None:
             index = labels[rows, None].to(device).clamp(min=0)
@@ -81,17 +86,15 @@ def sequence_figures(
         return chunk_sums(r, c, delta)
 
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-    sums = sum_chunks(sums_of, count, max(1, most // width), device)
+    sums = sum_chunks(sums_of, candidate, max(1, most // width), 4)
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
     return SequenceFigures(count, sums, PositionFigures(kl, same_top, log_p[scored], log_q[scored]))
 
 
 @dataclass(slots=True)
 class _Softmax:
-    """The probabilities of logits x [rows, classes]: e^(x - largest) / total."""
+    """What makes probabilities of logits x [rows, classes]: p = e^(x - largest) / total."""
 
-    exponentials: torch.Tensor
-    """e^(x - largest), [rows, classes]."""
     total: torch.Tensor
     """Σ e^(x - largest), [rows]."""
     largest: torch.Tensor
@@ -104,20 +107,21 @@ class _Softmax:
         return x - self.largest - self.total.log()
 
 
-def _softmax(x: torch.Tensor) -> _Softmax:
+def _softmax(x: torch.Tensor, exponentials: torch.Tensor) -> _Softmax:
+    """Write e^(x - largest) over a buffer."""
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
     largest = x.gather(1, top[:, None])
-    # e^x is 2^(x log2 e): torch's exp of float64 takes twice as long as its exp2 where MKL's has no code for the processor.
-    exponentials = (x - largest).mul_(_LOG2_E).exp2_()
-    return _Softmax(exponentials, exponentials.sum(-1), largest[:, 0], top)
+    # e^x is 2^(x log2 e): torch's exp of float64 takes twice as long as its exp2 where MKL has no code for the processor.
+    torch.sub(x, largest, out=exponentials).mul_(_LOG2_E).exp2_()
+    return _Softmax(exponentials.sum(-1), largest[:, 0], top)
 
 
-def _kl_divergence(of_r: _Softmax, of_c: _Softmax, delta: torch.Tensor) -> torch.Tensor:
-    """KL of each row."""
+def _kl_divergence(of_r: _Softmax, of_c: _Softmax, exponentials: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """KL of each row. exponentials: those of r, which are overwritten."""
     log_ratio = (of_c.largest - of_r.largest) + (of_c.total / of_r.total).log()  # ln Σ e^c - ln Σ e^r
-    moved = (of_r.exponentials * delta).sum(-1)
+    moved = exponentials.mul_(delta).sum(-1)
     if not bool(torch.isfinite(moved).all()):
-        # A class that the reference rules out adds nothing, whatever its logit in the candidate is.
-        moved = torch.where(of_r.exponentials > 0, of_r.exponentials * delta, 0.0).sum(-1)
+        # A class that the reference rules out adds nothing: 0 times an infinite Δ is NaN. All other NaN are in log_ratio, too.
+        moved = exponentials.nansum(-1)
     return (log_ratio - moved / of_r.total).clamp(min=0)  # rounding may leave a divergence of zero below it
