@@ -17,7 +17,6 @@ from dtype_engine import Recipe, Rule
 from dtype_engine.core import dtypes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.targets import Context, Conversion, target_named, torchao
-from dtype_engine.recipe.targets.gguf_names import LLAMA_LIKE, by_table
 from dtype_engine.runtime.model.module_tree import tree_of
 from dtype_engine.runtime.numerics.quantize import values_in
 
@@ -270,27 +269,29 @@ def test_modelopt_turns_on_the_planned_quantizers() -> None:
     assert seen == sum(dtype != "float32" for dtype in names.values())
 
 
-@pytest.mark.parametrize("model_type", sorted(LLAMA_LIKE))
-def test_gguf_gives_the_names_of_our_table(model_type: str) -> None:
-    pytest.importorskip("gguf")
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_gguf_knows_the_names_of_a_model_type_of_transformers(model_type: str) -> None:
     from dtype_engine.recipe.targets.gguf_names import name_map
 
     lookup = name_map(model_type, 12)
-    common = ["model.embed_tokens", "model.norm", "lm_head", "model.layers.11.input_layernorm"]
-    common += [f"model.layers.3.self_attn.{part}_proj" for part in "qkvo"] + ["model.layers.3.post_attention_layernorm"]
     moe = "moe" in model_type or model_type == "mixtral"
-    if moe:
-        common += [f"model.layers.1.mlp.experts.{part}_proj" for part in ("gate", "up", "down")] + [
-            "model.layers.1.mlp.gate"
-        ]
-    else:
-        common += [f"model.layers.1.mlp.{part}_proj" for part in ("gate", "up", "down")]
-    for name in common:
-        assert lookup(name) == by_table(name) is not None, name
+    names = {
+        "model.embed_tokens": "token_embd",
+        "model.norm": "output_norm",
+        "lm_head": "output",
+        "model.layers.11.input_layernorm": "blk.11.attn_norm",
+        "model.layers.3.self_attn.q_proj": "blk.3.attn_q",
+        "model.layers.3.self_attn.o_proj": "blk.3.attn_output",
+        "model.layers.3.post_attention_layernorm": "blk.3.ffn_norm",
+    }
+    mlp = {f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")}
+    experts = {f"mlp.experts.{part}_proj": f"ffn_{part}_exps" for part in ("gate", "up", "down")}
+    names |= {f"model.layers.1.{name}": f"blk.1.{theirs}" for name, theirs in (experts if moe else mlp).items()}
+    assert {name: lookup(name) for name in names} == names
 
 
 def test_llama_cpp_lines_fit_the_names_of_gguf() -> None:
-    gguf = pytest.importorskip("gguf")
+    import gguf
     import transformers
 
     config = transformers.LlamaConfig(
