@@ -16,7 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import make_plan, require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
-from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, left_out_as_json, target_named
+from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.results.as_json import as_json
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def convert(request: RunRequest, file: Path, target: str, output: Path | None, f
                 "text": written.text,
                 "patterns": [{"pattern": pattern, "dtype": dtype} for pattern, dtype in written.patterns],
                 "base": written.base,
-                "left_out": left_out_as_json(written.left_out),
+                "left_out": as_json(written.left_out),
                 "notes": list(written.notes),
             }
         )

@@ -66,7 +66,7 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
             started = time.perf_counter()
             value = perform(session, task, _cancelled[0])
         seconds = time.perf_counter() - started
-    return Evaluated(opened, value, platform.node(), os.getpid(), seconds, versions())
+    return Evaluated(value, platform.node(), os.getpid(), seconds, versions())
 
 
 def perform(

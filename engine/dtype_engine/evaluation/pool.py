@@ -128,7 +128,7 @@ def results(
                 for future in _finished(futures, cancelled):
                     result = future.result()
                     index = futures.pop(future)
-                    _refuse_other(waiting.pop(index), result)
+                    del waiting[index]
                     yield index, result
         except (BrokenExecutor, FutureCancelled):
             breaks = breaks + 1 if len(waiting) == before else 0
@@ -150,14 +150,6 @@ def _finished(futures: dict[Future[Evaluated], int], cancelled: IsCancelled) -> 
             raise Cancelled
         done, _ = wait(futures, _POLL_S, FIRST_COMPLETED)
     yield from sorted(done, key=lambda future: future.cancelled() or future.exception() is not None)
-
-
-def _refuse_other(asked: Evaluation, result: Evaluated) -> None:
-    if result.opened != asked.opened:
-        raise UserError(
-            f"process {result.process} on {result.host} answered for another model or other inputs "
-            f"({result.opened.model or 'demo'}); end it and start again"
-        )
 
 
 def fitting(workers: int, private: int) -> int:

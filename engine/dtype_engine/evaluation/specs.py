@@ -111,7 +111,6 @@ class Evaluation:
 class Evaluated:
     """What came of it: where (host and process), with which versions, and in how many seconds it was made."""
 
-    opened: Opened | Exported
     value: ScannedSequence | MeasuredWeight | DriftReport | PartDrift | tuple[str | None, ...]
     host: str
     process: int

@@ -27,25 +27,13 @@ def _at_least_zero(low: int, high: int, width: int) -> list[str]:
 
 def _same_length(low: str, high: str) -> str:
     """An expression for the numbers between two of the same number of digits, both included."""
-    if low == high:
-        return low
+    if (set(low), set(high)) == ({"0"}, {"9"}):
+        return f"[0-9]{{{len(low)}}}"
     if len(low) == 1:
         return f"[{low}-{high}]"
-    if low[0] == high[0]:
-        return low[0] + _same_length(low[1:], high[1:])
-    rest = len(low) - 1
-    first, last = int(low[0]), int(high[0])
-    choices: list[str] = []
-    if low[1:] != "0" * rest:
-        choices.append(low[0] + _same_length(low[1:], "9" * rest))
-        first += 1
-    upper = None
-    if high[1:] != "9" * rest:
-        upper = high[0] + _same_length("0" * rest, high[1:])
-        last -= 1
-    if first <= last:
-        anything = "[0-9]" if rest == 1 else f"[0-9]{{{rest}}}"
-        choices.append((str(first) if first == last else f"[{first}-{last}]") + anything)
-    if upper is not None:
-        choices.append(upper)
-    return choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
+    choices = []
+    for digit in map(str, range(int(low[0]), int(high[0]) + 1)):
+        first = low[1:] if digit == low[0] else "0" * (len(low) - 1)
+        last = high[1:] if digit == high[0] else "9" * (len(low) - 1)
+        choices.append(digit + _same_length(first, last))
+    return f"(?:{'|'.join(choices)})"

@@ -16,10 +16,12 @@ DESCRIBED = PER_CHANNEL + tuple(
 
 
 def layout(dtype: str) -> str:
-    """The name of the layout that weights of one of `DESCRIBED` have in a checkpoint."""
+    """The name of the layout that weights have in a checkpoint in which other programs read them; "" where none has this dtype."""
     row = dtypes.BY_NAME[dtype]
     if row.blocks is not None:
         return row.blocks.layout
+    if dtype not in PER_CHANNEL:
+        return ""
     return "int-quantized" if row.kind == "int" else "float-quantized"
 
 

@@ -13,7 +13,7 @@ from typing import Literal
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe.schemes import DESCRIBED, layout
+from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.targets.base import Context
 
 Runtime = Literal["vllm", "sglang"]
@@ -73,37 +73,27 @@ def _not_written(context: Context, runtime: Runtime, quantised: dict[str, str]) 
     """What an export keeps in a layout of its own, since others have none for it."""
     by_reason: dict[str, list[str]] = {}
     for name, dtype in quantised.items():
-        if (reason := _unwritten(context.tree, name, dtype)) is not None:
+        if (reason := no_layout(context.tree, name, dtype, experts=True)) is not None:
             by_reason.setdefault(reason, []).append(name)
     source = _source(runtime, "compressed_tensors/compressed_tensors.py: get_quant_method")
     for reason, names in by_reason.items():
         yield Finding("refused", reason, source, tuple(names))
 
 
-def no_layout(tree: Tree, name: str, dtype: str) -> str | None:
-    """Why no other program reads a weight in a storage format; None where one does."""
-    tensor, row = tree.tensors[name], dtypes.BY_NAME[dtype]
-    blocks = row.blocks
-    if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
+def no_layout(tree: Tree, name: str, dtype: str, experts: bool = False) -> str | None:
+    """Why no other program reads a weight in a storage format; None where one does. experts: experts that the model packs count as
+    linear layers, which they are in an export, as in the files.
+    """
+    tensor, blocks = tree.tensors[name], dtypes.BY_NAME[dtype].blocks
+    if not layout(dtype):
         return f"no checkpoint layout has {dtypes.short_name(dtype)}"
-    if len(tensor.shape) == 2 and tensor.aliases:
-        return "a tied weight is one tensor, and only linear layers are quantised"
-    module = tree.modules[name.rpartition(".")[0]]
-    if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
-        return "only the weights of linear layers are quantised"
+    if not (experts and _packed_experts(tree, name)):
+        if len(tensor.shape) == 2 and tensor.aliases:
+            return "a tied weight is one tensor, and only linear layers are quantised"
+        module = tree.modules[name.rpartition(".")[0]]
+        if len(tensor.shape) != 2 or name.rpartition(".")[2] != "weight" or module.class_name != "Linear":
+            return "only the weights of linear layers are quantised"
     if blocks is not None and blocks.rows == 1 and dtypes.padded(tensor.shape, dtype):
-        return f"rows are no multiple of {blocks.columns} values"
-    return None
-
-
-def _unwritten(tree: Tree, name: str, dtype: str) -> str | None:
-    """`no_layout`, but for experts that the model packs: an export has each of them as a linear layer, as the files do."""
-    if not _packed_experts(tree, name):
-        return no_layout(tree, name, dtype)
-    if not _layout(dtype):
-        return f"no checkpoint layout has {dtypes.short_name(dtype)}"
-    blocks = dtypes.BY_NAME[dtype].blocks
-    if blocks is not None and blocks.rows == 1 and dtypes.padded(tree.tensors[name].shape, dtype):
         return f"rows are no multiple of {blocks.columns} values"
     return None
 
@@ -120,7 +110,9 @@ def _packed_experts(tree: Tree, name: str) -> bool:
 
 
 def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
-    return {name: dtype for name, dtype in quantised.items() if _unwritten(context.tree, name, dtype) is None}
+    return {
+        name: dtype for name, dtype in quantised.items() if no_layout(context.tree, name, dtype, experts=True) is None
+    }
 
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
@@ -166,7 +158,7 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 
 def _int8(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """`_quantization_scheme_map_from_config` asserts that weights without quantised inputs are floats in such a layout."""
-    names = tuple(name for name, dtype in _written(context, quantised).items() if _layout(dtype) == "int-quantized")
+    names = tuple(name for name, dtype in _written(context, quantised).items() if layout(dtype) == "int-quantized")
     if names:
         why = "int-quantized is for W8A8, and the recipe leaves activations wide: set quantize_activations, or take int8@g128"
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _quantization_scheme_map_from_config")
@@ -204,9 +196,7 @@ def whole_when_fused(tree: Tree, name: str, dtype: str) -> bool:
 
 def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Integers in groups: Marlin wants outputs of 64 and inputs of 128; others go to kernels that few devices have."""
-    written = {
-        name: dtype for name, dtype in _written(context, quantised).items() if _layout(dtype) == "pack-quantized"
-    }
+    written = {name: dtype for name, dtype in _written(context, quantised).items() if layout(dtype) == "pack-quantized"}
     fused = {name: group for group in fused_groups(written) for name in group}
     shapes = context.tree.tensors
     names = tuple(
@@ -225,7 +215,7 @@ def _marlin(context: Context, runtime: Runtime, quantised: dict[str, str]) -> It
 
 def _whole_format(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """SGLang asks the format of the whole checkpoint what activations are; of `mixed-precision` it knows nothing."""
-    written = {name: _layout(dtype) for name, dtype in _written(context, quantised).items()}
+    written = {name: layout(dtype) for name, dtype in _written(context, quantised).items()}
     if runtime == "sglang" and len(set(written.values())) > 1:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
         why = f"several layouts in one checkpoint ({', '.join(sorted(set(written.values())))}): SGLang reads one format for all"
@@ -245,21 +235,16 @@ def _asymmetric(context: Context, runtime: Runtime, quantised: dict[str, str]) -
 
 def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """MXFP4 and MXFP8 are served with quantised activations, whatever a checkpoint says of them; DeepSeek's fp8 always says so."""
-    deepseek = tuple(name for name, dtype in quantised.items() if _layout(dtype) == "fp8")
+    deepseek = tuple(name for name, dtype in quantised.items() if layout(dtype) == "fp8")
     if deepseek:
         source = _source(runtime, "fp8.py: Fp8Config, activation_scheme dynamic" if runtime == "vllm" else "fp8.py")
         why = "served with quantised activations always (W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, deepseek)
-    names = tuple(name for name, dtype in quantised.items() if _layout(dtype).startswith("mxfp"))
+    names = tuple(name for name, dtype in quantised.items() if layout(dtype).startswith("mxfp"))
     if runtime == "vllm" and names:
         source = _source(runtime, "compressed_tensors/compressed_tensors.py: _get_scheme_from_parts")
         why = "served with quantised activations always (W4A4, W8A8): measure with --quantize-activations weights"
         yield Finding("other values", why, source, names)
-
-
-def _layout(dtype: str) -> str:
-    blocks = dtypes.BY_NAME[dtype].blocks
-    return layout(dtype) if dtype in DESCRIBED else blocks.layout if blocks is not None else ""
 
 
 def _block_rows(dtype: str) -> int:

@@ -119,20 +119,6 @@ def test_a_model_that_is_not_there_is_told_with_the_process(opened: Opened, pool
         list(pool.results([Evaluation(gone, RecipeDrift((), de.RunSettings()))]))
 
 
-def test_an_answer_about_another_model_is_refused(opened: Opened, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that kept another model than it was asked about."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from dtype_engine.evaluation import pool as pools
-
-    other = dataclasses.replace(opened, weights="1" * 64)
-    answer = dataclasses.replace(evaluate(Evaluation(opened, RecipeDrift((), de.RunSettings()))), opened=other)
-    monkeypatch.setattr(pools, "evaluate", lambda evaluation: answer)
-    asked = [Evaluation(opened, RecipeDrift((), de.RunSettings()))]
-    with ThreadPoolExecutor(1) as executor, pytest.raises(de.UserError, match="answered for another model"):
-        list(pools.results(lambda: executor, lambda: None, asked, lambda: False, 4))
-
-
 def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Opened, pool: ProcessPool) -> None:
     evaluations = [Evaluation(opened, ScanSequence(("int8",), 2, index % 5)) for index in range(50)]
     seen: list[object] = []

@@ -9,14 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.recipe.targets.base import (
-    Context,
-    Conversion,
-    Match,
-    Target,
-    Unsupported,
-    left_out_as_json,
-)
+from dtype_engine.recipe.targets.base import Context, Conversion, Match, Target, Unsupported
 
 TARGET_SUFFIXES = {
     "torchao": ".json",
@@ -45,6 +38,5 @@ __all__ = [
     "Match",
     "Target",
     "Unsupported",
-    "left_out_as_json",
     "target_named",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.tree import Module, TensorInfo, Tree, ancestors
@@ -57,10 +57,10 @@ class Unsupported:
     """
 
     why: str
+    part: Part
     planned: str
     instead: str
     tensors: tuple[str, ...]
-    part: Part = "dtype"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,13 @@ class UnsupportedList:
     """Gathers what is left out, tensor by tensor, and puts tensors with the same reason together."""
 
     def __init__(self) -> None:
-        self._found: dict[tuple[str, str, str, Part], list[str]] = {}
+        self._found: dict[tuple[str, Part, str, str], list[str]] = {}
 
     def add(self, tensor: str, planned: str, instead: str, why: str, part: Part = "dtype") -> None:
-        self._found.setdefault((why, planned, instead, part), []).append(tensor)
+        self._found.setdefault((why, part, planned, instead), []).append(tensor)
 
     def result(self) -> tuple[Unsupported, ...]:
-        return tuple(
-            Unsupported(why, planned, instead, tuple(names), part)
-            for (why, planned, instead, part), names in self._found.items()
-        )
+        return tuple(Unsupported(*reason, tuple(names)) for reason, names in self._found.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,12 +283,3 @@ def wide_inputs_note(context: Context, tool: str, written: Collection[str] = ())
 def as_comment(lines: Iterable[str]) -> str:
     """Lines of text as comments."""
     return "".join(f"# {line}\n" for line in lines)
-
-
-def left_out_as_json(left_out: Iterable[Unsupported]) -> list[dict[str, Any]]:
-    """What is left out, for JSON."""
-    return [
-        {"why": entry.why, "part": entry.part, "planned": entry.planned, "instead": entry.instead,
-         "tensors": list(entry.tensors)}
-        for entry in left_out
-    ]  # fmt: skip

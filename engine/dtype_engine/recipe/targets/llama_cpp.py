@@ -21,7 +21,7 @@ from dtype_engine.recipe.targets.base import (
     matcher,
     wide_inputs_note,
 )
-from dtype_engine.recipe.targets.gguf_names import Unknown, name_map
+from dtype_engine.recipe.targets.gguf_names import name_map
 from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "llama.cpp"
@@ -117,7 +117,7 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
     )
     try:
         lookup = name_map(context.model_type, blocks)
-    except Unknown as error:
+    except UserError as error:
         raise UserError(f"{context.title}: {error}") from None
     return {tensor.name: _names(tensor, lookup) if tensor.persistent else () for tensor in context.in_scope()}
 

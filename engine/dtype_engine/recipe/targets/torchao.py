@@ -6,8 +6,6 @@ applied, one after the other, so ours are disjoint.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import json
 from collections.abc import Iterable
 from functools import partial
@@ -45,7 +43,7 @@ but for blocks whose largest |value| is 1.75 times a power of two.
 BLOCKS = (*SCALING, "nvfp4")
 """What torchao's prototype of block formats has, for linear layers alone; MX with quantised activations alone."""
 MADE_AS = "0.18"
-"""The torchao release whose JSON is written where torchao itself is not installed; a test compares the two."""
+"""The torchao release whose JSON is written; a test has torchao read it and write it again."""
 
 
 def convert(context: Context) -> Conversion:
@@ -60,16 +58,20 @@ def convert(context: Context) -> Conversion:
         for regex in regexes(_asked_for(names, dtype), universe)
     ]
     notes = [loading_note(parts.base), *wide_inputs_note(context, NAME, BLOCKS), *_block_notes(patterns, parts.base)]
-    config = _by_torchao(patterns, quantised_inputs)
-    if config is None:
-        config = _by_hand(patterns, quantised_inputs)
-        notes.append(f"torchao is not installed here, so this is the form that torchao {MADE_AS} writes")
+    notes.append(f"this is the form that torchao {MADE_AS} writes")
+    configs = {pattern: _config(dtype, quantised_inputs) for pattern, dtype in patterns}
     # Without the last entry transformers would pass over the head.
     text = {
         "dtype": parts.base,
         "quantization_config": {
             "quant_method": "torchao",
-            "quant_type": {"default": config},
+            "quant_type": {
+                "default": {
+                    "_type": "FqnToConfig",
+                    "_version": 1,
+                    "_data": {"fqn_to_config": configs, "module_fqn_to_config": configs},
+                }
+            },
             "modules_to_not_convert": None,
             "include_input_output_embeddings": True,
         },
@@ -111,68 +113,11 @@ def _block_notes(patterns: list[tuple[str, str]], base: str) -> list[str]:
     return notes
 
 
-def _by_torchao(patterns: list[tuple[str, str]], quantised_inputs: bool) -> dict[str, Any] | None:
-    """The JSON as torchao writes it; None where it is not installed."""
-    if importlib.util.find_spec("torchao") is None:
-        return None
-    try:
-        api: Any = importlib.import_module("torchao.quantization")
-        granularity: Any = importlib.import_module("torchao.quantization.granularity")
-        config_to_dict: Any = importlib.import_module("torchao.core.config").config_to_dict
-        torch: Any = importlib.import_module("torch")
-    except (ImportError, AttributeError):
-        return None
-
-    def one(dtype: str) -> Any:
-        row = dtypes.BY_NAME[dtype]
-        if dtype in BLOCKS:
-            mx: Any = importlib.import_module("torchao.prototype.mx_formats")
-            if dtype == "nvfp4":
-                return mx.NVFP4DynamicActivationNVFP4WeightConfig() if quantised_inputs else mx.NVFP4WeightOnlyConfig()
-            modes: Any = importlib.import_module("torchao.prototype.mx_formats.config").ScaleCalculationMode
-            element = getattr(torch, _mx_element(dtype))
-            return mx.MXDynamicActivationMXWeightConfig(
-                activation_dtype=element, weight_dtype=element, scaling_mode=modes[SCALING[dtype]]
-            )
-        if row.blocks is not None:
-            group = granularity.PerGroup(row.blocks.columns)
-            return api.IntxWeightOnlyConfig(weight_dtype=getattr(torch, _integers(dtype)), granularity=group)
-        scale = granularity.PerTensor() if row.per_tensor else granularity.PerRow()
-        if row.torch_name == "int8":
-            return api.Int8WeightOnlyConfig(granularity=scale)
-        return api.Float8WeightOnlyConfig(weight_dtype=getattr(torch, row.torch_name), granularity=scale)
-
-    try:
-        configs = {pattern: one(dtype) for pattern, dtype in patterns}
-    except (ImportError, AttributeError, KeyError):
-        return None  # a release without the prototype
-    written: dict[str, Any] = config_to_dict(api.FqnToConfig(configs))
-    return written
-
-
-def _by_hand(patterns: list[tuple[str, str]], quantised_inputs: bool = False) -> dict[str, Any]:
-    configs = {pattern: _config(dtype, quantised_inputs) for pattern, dtype in patterns}
-    return {
-        "_type": "FqnToConfig",
-        "_version": 1,
-        "_data": {"fqn_to_config": configs, "module_fqn_to_config": configs},
-    }
-
-
-def _integers(dtype: str) -> str:
-    """torch's name for the codes of a format in groups."""
-    return dtype.partition("@")[0]
-
-
-def _mx_element(dtype: str) -> str:
-    """torch's name for the elements of an MX format."""
-    return "float8_e4m3fn" if dtype.startswith("mxfp8") else "float4_e2m1fn_x2"
-
-
 def _config(dtype: str, quantised_inputs: bool) -> dict[str, Any]:
     row = dtypes.BY_NAME[dtype]
     if dtype in SCALING:
-        element = {"_type": "torch.dtype", "_data": _mx_element(dtype)}
+        name = "float8_e4m3fn" if dtype.startswith("mxfp8") else "float4_e2m1fn_x2"
+        element = {"_type": "torch.dtype", "_data": name}
         data = {
             "block_size": 32,
             "activation_dtype": element,
@@ -188,7 +133,7 @@ def _config(dtype: str, quantised_inputs: bool) -> dict[str, Any]:
         return {"_type": "NVFP4WeightOnlyConfig", "_version": 1, "_data": {"use_dynamic_per_tensor_scale": True}}
     if row.blocks is not None:
         data = {
-            "weight_dtype": {"_type": "torch.dtype", "_data": _integers(dtype)},
+            "weight_dtype": {"_type": "torch.dtype", "_data": dtype.partition("@")[0]},
             "granularity": {"_type": "PerGroup", "_version": 1, "_data": {"group_size": row.blocks.columns}},
             "mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"},
             "scale_dtype": None,

@@ -88,7 +88,7 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
             "activation_scheme": "dynamic",
             "weight_block_size": [blocks.rows, blocks.columns],
             "scale_fmt": "ue8m0",
-            "modules_to_not_convert": _without_experts(others, targeted),
+            "modules_to_not_convert": _targets(others, targeted, str),
         }
     formats = {dtype: layout(dtype) for dtype, _ in groups}
     return {
@@ -111,17 +111,8 @@ def quantization_config(contents: Contents) -> dict[str, Any] | None:
     }
 
 
-def _targets(modules: Iterable[str], rest: Iterable[str]) -> list[str]:
-    """Modules by their exact names; the experts of a layer by one expression where none of them is in `rest`."""
-    return _by_layer(modules, rest, all_experts)
-
-
-def _without_experts(modules: Iterable[str], targeted: Iterable[str]) -> list[str]:
-    """Modules by their exact names; the experts of a layer as one module where none of them is targeted."""
-    return _by_layer(modules, targeted, str)
-
-
-def _by_layer(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str]) -> list[str]:
+def _targets(modules: Iterable[str], rest: Iterable[str], name_of: Callable[[str], str] = all_experts) -> list[str]:
+    """Modules by their exact names; the experts of a layer by the one that `name_of` gives, where none of them is in `rest`."""
     split = {expert_layer(module) for module in rest}
     named = (name_of(layer) if (layer := expert_layer(module)) and layer not in split else module for module in modules)
     return list(dict.fromkeys(named))

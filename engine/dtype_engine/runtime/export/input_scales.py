@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
+from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import RunSettings
@@ -52,7 +52,7 @@ def with_quantised_inputs(
         scale = None
         if keeps_input_scale(item.dtype):
             if kept is not None and kept.input_scale is not None:
-                scale = _stored(kept.input_scale)
+                scale = InputScale(float(read_mapped(kept.input_scale)))
             elif item.packed_into:
                 found.append(item)
                 continue
@@ -83,19 +83,18 @@ def _scale(item: ExportTensor, ranges: Mapping[str, float], alike: Mapping[str, 
     return InputScale(float(tensor_scale(torch.tensor(largest))), bool(seen))
 
 
-def _stored(scale: CheckpointTensor) -> InputScale:
-    return InputScale(float(read_mapped(scale)))
+def _uncalibrated(contents: Contents) -> list[ExportTensor]:
+    return [item for item in contents.items if item.input_scale is not None and item.input_scale.value is None]
 
 
 def needs_calibration(contents: Contents) -> bool:
     """Whether a scale of inputs is not known, so that the model has to be run before it can be exported."""
-    return any(item.input_scale is not None and item.input_scale.value is None for item in contents.items)
+    return bool(_uncalibrated(contents))
 
 
 def refuse_uncalibrated(contents: Contents) -> None:
     """Raise UserError where the scale of a layer's inputs is not known."""
-    unknown = [item for item in contents.items if item.input_scale is not None and item.input_scale.value is None]
-    if unknown:
+    if unknown := _uncalibrated(contents):
         raise UserError(
             f"{printable(unknown[0].name)} is in {unknown[0].dtype} with quantised activations, whose scale in the file comes of "
             "calibration inputs, and no input has met it: open the model with inputs and export it from there, or export it "

@@ -20,7 +20,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.recipe import Recipe, make_plan, require_matches
-from dtype_engine.recipe.schemes import DESCRIBED
+from dtype_engine.recipe.schemes import layout as named_layout
 from dtype_engine.runtime.export.contents import Contents, ExportTensor, Quantized
 from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
@@ -208,9 +208,9 @@ def _expressible(shape: tuple[int, ...], dtype: str) -> bool:
     """Whether other programs have a layout for a linear layer's weight in this dtype: one that they name, and blocks that divide
     its rows.
     """
-    blocks = dtypes.BY_NAME[dtype].blocks if dtype in dtypes.BY_NAME else None
-    if dtype not in DESCRIBED and (blocks is None or blocks.layout != "fp8"):
+    if dtype not in dtypes.BY_NAME or not named_layout(dtype):
         return False
+    blocks = dtypes.BY_NAME[dtype].blocks
     return blocks is None or blocks.rows > 1 or divides(shape, blocks)
 
 

@@ -9,6 +9,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.core.version import __version__
+from dtype_engine.recipe.schemes import layout
 from dtype_engine.reports.text_losses import loss_sentences
 from dtype_engine.results.export import ExportedDtype
 from dtype_engine.results.losses import ValueLoss
@@ -119,8 +120,7 @@ def loading_text(contents: Contents) -> str:
 
 def _in_fp8_layout(contents: Contents) -> bool:
     """Whether its scales are in the layout of DeepSeek's fp8, which transformers reads by itself."""
-    rows = [dtypes.BY_NAME[item.dtype] for item in contents.items if item.portable]
-    return any(row.blocks is not None and row.blocks.layout == "fp8" for row in rows)
+    return any(item.portable and layout(item.dtype) == "fp8" for item in contents.items)
 
 
 def _quantised_before(contents: Contents) -> str | None:
