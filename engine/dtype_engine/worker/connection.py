@@ -19,6 +19,7 @@ from dtype_engine.core.text import printable
 if TYPE_CHECKING:
     from dtype_engine.worker import messages
     from dtype_engine.worker.frames import FrameReader
+    from dtype_engine.worker.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 """The engine of this machine. `-P`: no file of the working directory stands in for a library."""
@@ -143,7 +144,7 @@ class Connection:
             if data is None:
                 said = self.last_words()
                 raise NoAnswer(f"{name}: {said}", self._process.poll(), said)
-            hello = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data)
+            hello = messages.AnswerDecoder().decode(data)
             if not isinstance(hello, messages.Hello):
                 raise WireError("it does not say hello")
             if hello.protocol != messages.PROTOCOL:
@@ -175,7 +176,7 @@ class Connection:
         self.send(request)
         try:
             data = self.reader.next()
-            answer = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data) if data is not None else None
+            answer = messages.AnswerDecoder().decode(data) if data is not None else None
             if not isinstance(answer, messages.Opened):
                 raise UserError(f"{self._command.name}: it says nothing of the model: {self.last_words()}")
         except (UserError, WireError) as error:
@@ -186,7 +187,7 @@ class Connection:
             raise UserError(answer.refusal if self._command.is_local else f"{self._command.name}: {answer.refusal}")
         return answer.title
 
-    def send(self, request: messages.Request) -> None:
+    def send(self, request: Message) -> None:
         """Send a request, soon."""
         from dtype_engine.worker.messages import encode_request
 

@@ -5,7 +5,6 @@ The app keeps drawing whatever becomes of that process: its end is an event.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import signal
 import subprocess
@@ -13,6 +12,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
+
+import msgspec
 
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options, RunSettings
@@ -30,6 +31,7 @@ from dtype_engine.worker.connection import (
     signal_words,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.message import Message
 
 if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
@@ -105,9 +107,9 @@ class EngineProcess(Engine):
         self._lock = threading.RLock()
         """Guards what follows."""
         self._in_force = _InForce()
-        self._unsent: list[messages.Request] = []
+        self._unsent: list[Message] = []
         """Requests made before the engine could be told."""
-        self._sent: list[messages.Request] = []
+        self._sent: list[Message] = []
         """What an engine that lingers was told, after `Open`: a connection may be cut before all of it has arrived."""
         self._is_lost = False
         """Whether the connection to an engine that lingers is cut."""
@@ -115,7 +117,8 @@ class EngineProcess(Engine):
         """Nobody waits for a cut connection any more."""
         self._received = 0
         """Events that came, of this engine."""
-        self._recipes: messages.RecipeNumbers | None = None
+        self._is_open = False
+        """Whether the engine was told what to open."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """What is being written, and what waits to be."""
@@ -145,15 +148,14 @@ class EngineProcess(Engine):
             self._send(request)
 
     def save(self, request: SaveRequest) -> None:
-        from dtype_engine.worker.messages import SaveOf
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 
         if not self._command.is_local and isinstance(request, RecipeRequest | ConvertRequest):
-            request = dataclasses.replace(request, as_text=True)
+            request = msgspec.structs.replace(request, as_text=True)
         with self._lock:
             if not self._ended:
                 self._pending.append(request)
-            self._send(SaveOf(type(request).__name__, request))
+            self._send(request)
 
     def plan_export(self) -> None:
         from dtype_engine.worker.messages import PlanExport
@@ -200,14 +202,13 @@ class EngineProcess(Engine):
             elif connection is not None:
                 connection.kill()
 
-    def _send(self, request: messages.Request) -> None:
+    def _send(self, request: Message) -> None:
         """With the lock held."""
         if self._ended:
             return  # what is in force is told to the next one
-        if self._recipes is None or self._connection is None:
+        if not self._is_open or self._connection is None:
             self._unsent.append(request)
             return
-        self._recipes.note(request)
         if self._command.lingers:
             self._sent.append(request)
         if not self._is_lost:
@@ -218,7 +219,7 @@ class EngineProcess(Engine):
         while True:
             reason = self._serve_once()
             with self._lock:
-                self._connection, self._recipes, self._process = None, None, None
+                self._connection, self._is_open, self._process = None, False, None
                 self._session, self._sent, self._is_lost = new_session(), [], False
                 pending, self._pending = self._pending, []
             if self._command.is_local:
@@ -242,10 +243,9 @@ class EngineProcess(Engine):
         self._received = 0
         try:
             connection = self._connected()
-            recipes = messages.RecipeNumbers()
-            decoder = messages.AnswerDecoder(recipes)
+            decoder = messages.AnswerDecoder()
             with self._lock:
-                self._recipes = recipes
+                self._is_open = True
                 unsent, self._unsent = self._unsent, []
                 for request in unsent:
                     self._send(request)
@@ -296,7 +296,7 @@ class EngineProcess(Engine):
             case events.Saved():
                 self._forget_saves(1)
                 if not self._command.is_local:
-                    answer = answer._replace(sentence=f"{self._command.name}: {answer.sentence}")
+                    answer = msgspec.structs.replace(answer, sentence=f"{self._command.name}: {answer.sentence}")
             case events.Refused(job="write"):
                 self._forget_saves(1)
             case events.Stopped():

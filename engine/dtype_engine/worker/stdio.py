@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib.util
 import os
@@ -16,10 +15,18 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import events, imports
 from dtype_engine.worker.commands import Pause
-from dtype_engine.worker.save_requests import ExportRequest, SaveRequest
+from dtype_engine.worker.save_requests import (
+    ConvertRequest,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
+    SaveRequest,
+)
 
 NICENESS = 5
 
@@ -33,11 +40,9 @@ class EngineServer:
     """A worker for whoever is connected. keep: the app may come back on another connection; events wait for it."""
 
     def __init__(self, keep: bool = False) -> None:
-        from dtype_engine.worker.messages import RecipeNumbers
         from dtype_engine.worker.outbox import Outbox
 
         self._outbox = Outbox(keep)
-        self._recipes = RecipeNumbers()
         self._requests = 0
         """How many have come, after `Open`."""
         self._worker: Worker | None = None
@@ -148,8 +153,8 @@ class EngineServer:
             case messages.Acknowledge():
                 self._outbox.acknowledge(request.received)
                 return
-            case messages.SaveOf():
-                worker.save(_at_home(request.request))
+            case ExportRequest() | RecipeRequest() | ReportRequest() | ConvertRequest():
+                worker.save(_at_home(request))
             case Pause():
                 self._paused_since = time.monotonic() if request.paused else None
                 worker.request(request)
@@ -158,14 +163,13 @@ class EngineServer:
             case messages.CheckPath():
                 worker.check_path(request.path)
             case _:
-                self._recipes.note(request)
                 worker.request(request)  # type: ignore[arg-type]
         self._requests += 1
 
     def _send(self, writer: FrameWriter, answer: object) -> None:
         from dtype_engine.worker.messages import encode_answer
 
-        for message in encode_answer(answer, self._recipes):  # type: ignore[arg-type]
+        for message in encode_answer(answer):  # type: ignore[arg-type]
             writer.put(message)
 
     def _send_events(self, writer: FrameWriter) -> None:
@@ -181,7 +185,7 @@ def _at_home(request: SaveRequest) -> SaveRequest:
     """The request with a path below the home of this machine, where it names that."""
     name = "folder" if isinstance(request, ExportRequest) else "file"
     with contextlib.suppress(RuntimeError):  # the home of nobody: writing says so
-        return dataclasses.replace(request, **{name: getattr(request, name).expanduser()})
+        return msgspec.structs.replace(request, **{name: getattr(request, name).expanduser()})
     return request
 
 
