@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import psutil
 
-_processes: list[int] = [1]
+_processes = 1
 
 
 def share_memory(processes: int) -> None:
     """Say that so many processes share the machine's memory."""
-    _processes[:] = [processes]
+    global _processes
+    _processes = processes
 
 
 def memory_budget() -> int:
     """Bytes: a quarter of what is free now, divided by the processes that share it."""
-    return int(psutil.virtual_memory().available // 4 // _processes[0])
+    return int(psutil.virtual_memory().available // 4 // _processes)
