@@ -27,7 +27,7 @@ _FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, even
 _ON_ITS_OWN = (events.OutputMeasured,)
 """Told by a test of its own."""
 KINDS: tuple[type, ...] = tuple(
-    kind for kind in typing.get_args(events.Event) if kind not in (*_FROM_THIS_END, *_ON_ITS_OWN)
+    kind for kind in events.Event.__subclasses__() if kind not in (*_FROM_THIS_END, *_ON_ITS_OWN)
 )
 
 

@@ -29,7 +29,11 @@ if TYPE_CHECKING:
     import dtype_engine.results.weights
 
 
-class LoadingProgress(Message, frozen=True):
+class Event(Message, frozen=True):
+    """Something that the worker says."""
+
+
+class LoadingProgress(Event, frozen=True):
     """The model is being opened; `step` says what is done now, in a few words. About `done` of `total` of the whole is done; a
     total of 0: that is not known.
     """
@@ -39,14 +43,14 @@ class LoadingProgress(Message, frozen=True):
     total: int = 0
 
 
-class HeadersRead(Message, frozen=True):
+class HeadersRead(Event, frozen=True):
     """All headers of the checkpoint are read; `tree` takes the place of what was seen at first glance."""
 
     tree: Tree
     notices: tuple[str, ...] = ()
 
 
-class ModelReady(Message, frozen=True):
+class ModelReady(Event, frozen=True):
     """The live model is there. `tree` knows classes, ties and buffers; `no_forward` says why it can't be run, if so."""
 
     tree: Tree
@@ -58,19 +62,19 @@ class ModelReady(Message, frozen=True):
     no_forward: str | None = None
 
 
-class InputsReady(Message, frozen=True):
+class InputsReady(Event, frozen=True):
     """What the model is run on from now on; all that was measured before was on other inputs."""
 
     reading: dtype_engine.results.inputs.InputsSummary
 
 
-class InputsRefused(Message, frozen=True):
+class InputsRefused(Event, frozen=True):
     """Inputs that were asked for do not fit, or can't be read: those before stay in force."""
 
     message: str
 
 
-class OpenFailed(Message, frozen=True):
+class OpenFailed(Event, frozen=True):
     """The model could not be opened. The tree of the headers, if there was one, is all there will be, unless that with the
     module classes follows.
     """
@@ -79,7 +83,7 @@ class OpenFailed(Message, frozen=True):
     classes_follow: bool = False
 
 
-class CastingProgress(Message, frozen=True):
+class CastingProgress(Event, frozen=True):
     """Tensors are being cast, `done` of `total`."""
 
     recipe: Recipe
@@ -87,7 +91,7 @@ class CastingProgress(Message, frozen=True):
     total: int
 
 
-class CastDone(Message, frozen=True):
+class CastDone(Event, frozen=True):
     """Every tensor now has its planned dtype, where there is a live model; `lost` has those whose values did not all survive,
     None where that was not looked for, and `reason` says why."""
 
@@ -96,14 +100,14 @@ class CastDone(Message, frozen=True):
     reason: str = ""
 
 
-class LossRemedyFound(Message, frozen=True):
+class LossRemedyFound(Event, frozen=True):
     """The rules that keep the values which the recipe loses, and the drift without and with them."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.LossRemedy
 
 
-class MeasuringProgress(Message, frozen=True):
+class MeasuringProgress(Event, frozen=True):
     """A measurement is under way: its pass now is `run`, "reference" or "candidate"; `done` of `total` elements of the inputs, over
     all passes that are to be run.
     """
@@ -114,7 +118,7 @@ class MeasuringProgress(Message, frozen=True):
     total: int
 
 
-class WorkingProgress(Message, frozen=True):
+class WorkingProgress(Event, frozen=True):
     """Something else that takes time is under way: `what`, in a few words, and `done` of `total` steps of it."""
 
     recipe: Recipe
@@ -123,7 +127,7 @@ class WorkingProgress(Message, frozen=True):
     total: int
 
 
-class ModulesMeasured(Message, frozen=True):
+class ModulesMeasured(Event, frozen=True):
     """Drift of some modules as the candidate's pass goes by, over the inputs so far. A module's newer reading replaces its
     older one."""
 
@@ -131,7 +135,7 @@ class ModulesMeasured(Message, frozen=True):
     modules: tuple[dtype_engine.results.drift.ModuleDrift, ...]
 
 
-class OutputMeasured(Message, frozen=True):
+class OutputMeasured(Event, frozen=True):
     """Drift of the main output over the sequences of a measurement that were run so far; `settings` as in a report."""
 
     recipe: Recipe
@@ -139,55 +143,55 @@ class OutputMeasured(Message, frozen=True):
     reading: dtype_engine.results.drift.PartialDrift
 
 
-class Measured(Message, frozen=True):
+class Measured(Event, frozen=True):
     """A measurement is complete, or as precise as was asked for."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
 
 
-class NoiseFloorMeasured(Message, frozen=True):
+class NoiseFloorMeasured(Event, frozen=True):
     """The drift of the reference against itself, over the inputs in use."""
 
     floor: dtype_engine.results.attribution.NoiseFloor
 
 
-class NonfiniteFound(Message, frozen=True):
+class NonfiniteFound(Event, frozen=True):
     """Why the output just measured is not finite, and what mends it."""
 
     recipe: Recipe
     found: dtype_engine.results.attribution.NonFiniteDiagnosis
 
 
-class AttributionReady(Message, frozen=True):
+class AttributionReady(Event, frozen=True):
     """Which modules the drift arises in, as asked for."""
 
     recipe: Recipe
     report: dtype_engine.results.attribution.AttributionReport
 
 
-class ImplicitCastsTraced(Message, frozen=True):
+class ImplicitCastsTraced(Event, frozen=True):
     """The implicit casts of one forward pass, as asked for."""
 
     recipe: Recipe
     casts: tuple[dtype_engine.results.drift.ImplicitCastStats, ...]
 
 
-class Generated(Message, frozen=True):
+class Generated(Event, frozen=True):
     """What reference and candidate wrote, as asked for."""
 
     recipe: Recipe
     texts: tuple[dtype_engine.results.runs.Generation, ...]
 
 
-class SpeedMeasured(Message, frozen=True):
+class SpeedMeasured(Event, frozen=True):
     """How long forward passes take, as asked for."""
 
     recipe: Recipe
     report: dtype_engine.results.runs.SpeedReport
 
 
-class WeightInspected(Message, frozen=True):
+class WeightInspected(Event, frozen=True):
     """The values of one tensor, as asked for."""
 
     recipe: Recipe
@@ -195,7 +199,7 @@ class WeightInspected(Message, frozen=True):
     reading: dtype_engine.results.weights.WeightStats
 
 
-class ExportPlanned(Message, frozen=True):
+class ExportPlanned(Event, frozen=True):
     """What an export of this recipe would write; `plan` is None where it can't be exported, and `reason` says why."""
 
     recipe: Recipe
@@ -203,7 +207,7 @@ class ExportPlanned(Message, frozen=True):
     reason: str = ""
 
 
-class PathChecked(Message, frozen=True):
+class PathChecked(Event, frozen=True):
     """Whether a file, or a folder that is not empty, is at a path of the engine's machine; `reason` says why nothing can be."""
 
     path: str
@@ -211,7 +215,7 @@ class PathChecked(Message, frozen=True):
     reason: str = ""
 
 
-class SavingProgress(Message, frozen=True):
+class SavingProgress(Event, frozen=True):
     """Something is being written: `what`, in a few words, and `done` of `total` bytes. Heard whatever recipe is in force by now."""
 
     recipe: Recipe
@@ -220,7 +224,7 @@ class SavingProgress(Message, frozen=True):
     total: int
 
 
-class Saved(Message, frozen=True):
+class Saved(Event, frozen=True):
     """What was asked to be written is there, or is not (`done`), and the sentence says what and where, or why not."""
 
     recipe: Recipe
@@ -229,7 +233,7 @@ class Saved(Message, frozen=True):
     notices: tuple[str, ...] = ()
 
 
-class Composed(Message, frozen=True):
+class Composed(Event, frozen=True):
     """The text of a file that whoever asked for it writes, on another machine than the engine's."""
 
     recipe: Recipe
@@ -237,26 +241,26 @@ class Composed(Message, frozen=True):
     notices: tuple[str, ...] = ()
 
 
-class ScanUpdated(Message, frozen=True):
+class ScanUpdated(Event, frozen=True):
     """The estimates of a scan so far; they belong to no recipe. `finished` when all of its inputs have gone by."""
 
     report: dtype_engine.results.scan.ScanReport
     finished: bool
 
 
-class RecipeMeasured(Message, frozen=True):
+class RecipeMeasured(Event, frozen=True):
     """One of several recipes was measured, whichever is in force."""
 
     report: dtype_engine.results.drift.DriftReport
 
 
-class Noticed(Message, frozen=True):
+class Noticed(Event, frozen=True):
     """Something that the user should know of what is under way."""
 
     message: str
 
 
-class Failed(Message, frozen=True):
+class Failed(Event, frozen=True):
     """What was under way for this recipe ended in an error; the session goes on. `module` is to blame, where one is."""
 
     recipe: Recipe
@@ -264,7 +268,7 @@ class Failed(Message, frozen=True):
     module: str | None = None
 
 
-class Refused(Message, frozen=True):
+class Refused(Event, frozen=True):
     """What was asked for can't be done, or failed; nothing that was measured is less true for it. `job`: its name, or that of the
     part of a measurement, after its figures, that failed (see `commands.JobName`).
     """
@@ -273,7 +277,7 @@ class Refused(Message, frozen=True):
     message: str
 
 
-class Stopped(Message, frozen=True):
+class Stopped(Event, frozen=True):
     """The user stopped `job` (None where nothing had begun), and what waited was `dropped` with it (a newer command that supersedes
     something says nothing).
     """
@@ -283,80 +287,40 @@ class Stopped(Message, frozen=True):
     dropped: tuple[JobName, ...] = ()
 
 
-class Jobs(Message, frozen=True):
+class Jobs(Event, frozen=True):
     """What is under way ("" while nothing) and what waits, in its order, by their `commands.JobName`. Emitted when it changes."""
 
     running: JobName | Literal[""]
     waiting: tuple[JobName, ...]
 
 
-class Memory(Message, frozen=True):
+class Memory(Event, frozen=True):
     """Memory now; about four times a second while work goes on, and once when it ends."""
 
     recipe: Recipe
     reading: dtype_engine.results.memory.MemoryStats
 
 
-class Idle(Message, frozen=True):
+class Idle(Event, frozen=True):
     """Nothing is under way."""
 
 
-class EngineEnded(Message, frozen=True):
+class EngineEnded(Event, frozen=True):
     """The engine's process is gone, with what it was doing; `message` says why. `Engine.restart` starts another."""
 
     message: str
 
 
-class EngineLost(Message, frozen=True):
+class EngineLost(Event, frozen=True):
     """The connection to the engine is cut; it goes on with what it does, and is looked for until it is there again."""
 
     message: str
 
 
-class EngineBack(Message, frozen=True):
+class EngineBack(Event, frozen=True):
     """The engine is connected again; what it told meanwhile follows."""
 
 
-Event = (
-    LoadingProgress
-    | HeadersRead
-    | ModelReady
-    | InputsReady
-    | InputsRefused
-    | OpenFailed
-    | CastingProgress
-    | CastDone
-    | MeasuringProgress
-    | ModulesMeasured
-    | OutputMeasured
-    | Measured
-    | RecipeMeasured
-    | Noticed
-    | NoiseFloorMeasured
-    | NonfiniteFound
-    | LossRemedyFound
-    | AttributionReady
-    | WorkingProgress
-    | ImplicitCastsTraced
-    | Generated
-    | SpeedMeasured
-    | WeightInspected
-    | ExportPlanned
-    | PathChecked
-    | SavingProgress
-    | Saved
-    | Composed
-    | ScanUpdated
-    | Failed
-    | Refused
-    | Jobs
-    | Stopped
-    | Memory
-    | Idle
-    | EngineEnded
-    | EngineLost
-    | EngineBack
-)
 REPLACEABLE = (
     LoadingProgress,
     CastingProgress,

@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Union
 
 import msgspec
 
@@ -27,82 +27,19 @@ import dtype_engine.results.runs
 import dtype_engine.results.scan
 import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable, without_controls
 from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
-from dtype_engine.recipe import Recipe
-from dtype_engine.worker import commands, events
+from dtype_engine.worker import commands, control, events
 from dtype_engine.worker.checks import check_event
 from dtype_engine.worker.frames import WireError
 from dtype_engine.worker.message import Message
 from dtype_engine.worker.save_requests import SaveRequest
 
-PROTOCOL = 3
-"""Changes with every message that changes."""
 _A_PART = 400
 """Tensors, and modules, of a part of a tree."""
 _LARGEST = 1 << 60
 """Of the whole numbers in an event, bytes most of all."""
-
-
-class Hello(Message, frozen=True):
-    """The engine's first message."""
-
-    protocol: int
-    version: str
-    missing: tuple[str, ...] = ()
-    """Packages that it needs and does not have."""
-    requests: int = 0
-    """How many it has had, after `Open`."""
-    is_open: bool = False
-    """It has a model from an earlier connection."""
-
-
-class Open(Message, frozen=True):
-    """The app's first message to a new engine: what `Worker` is made of."""
-
-    model: str | None
-    """As on the command line."""
-    options: Options
-    read_headers: bool
-    recipe: Recipe = Recipe()
-    """Rules that are refused, and the model with them, where one takes nothing."""
-
-
-class Resume(Message, frozen=True):
-    """The app's first message to an engine that it had before."""
-
-    received: int
-    """How many events the app has had of it."""
-
-
-class Opened(Message, frozen=True):
-    """The engine's answer to `Open`: what MODEL means there, or why it means nothing."""
-
-    title: str
-    refusal: str = ""
-
-
-class Acknowledge(Message, frozen=True):
-    """The engine need not keep the events that the app has had."""
-
-    received: int
-    """How many these are."""
-
-
-class PlanExport(Message, frozen=True):
-    """`Engine.plan_export`."""
-
-
-class CheckPath(Message, frozen=True):
-    """`Engine.check_path`."""
-
-    path: str
-
-
-class Close(Message, frozen=True):
-    """End: the app will not come back."""
 
 
 _TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
@@ -132,8 +69,9 @@ class TreePart(Message, frozen=True):
     """Name, class, and reason to stay in float32."""
 
 
-Request = commands.FromTheApp | SaveRequest | Open | Resume | Acknowledge | PlanExport | CheckPath | Close
-Answer = events.Event | Hello | Opened
+Request = commands.FromTheApp | SaveRequest | control.FromTheApp
+Answer = events.Event | control.Hello | control.Opened
+_ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses__())]
 
 
 def _plain(value: object) -> str | None:
@@ -204,7 +142,7 @@ class AnswerDecoder:
             if isinstance(plain, list) and plain[:1] == ["TreePart"]:
                 self._take_part(msgspec.convert(plain, TreePart))
                 return None
-            answer: Answer = msgspec.convert(self._safe(plain), Answer, dec_hook=self._tree_of)
+            answer: Answer = msgspec.convert(self._safe(plain), _ANSWERS, dec_hook=self._tree_of)
             check_event(answer)
             return answer
         except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:

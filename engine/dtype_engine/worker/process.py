@@ -20,7 +20,7 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
 from dtype_engine.worker.connection import (
     ENGINE_ENDED,
@@ -118,7 +118,7 @@ class EngineProcess(Engine):
         self._received = 0
         """Events that came, of this engine."""
         self._is_open = False
-        """Whether the engine was told what to open."""
+        """Whether the engine was asked to open the model."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """What is being written, and what waits to be."""
@@ -158,32 +158,28 @@ class EngineProcess(Engine):
             self._send(request)
 
     def plan_export(self) -> None:
-        from dtype_engine.worker.messages import PlanExport
 
         with self._lock:
-            self._send(PlanExport())
+            self._send(control.PlanExport())
 
     def check_path(self, path: str) -> None:
-        from dtype_engine.worker.messages import CheckPath
 
         with self._lock:
-            self._send(CheckPath(path))
+            self._send(control.CheckPath(path))
 
     def close(self) -> None:
-        from dtype_engine.worker.messages import Close
 
         with self._lock:
             self._closing = True
             self._given_up.set()
             connection, thread = self._connection, self._thread
         if connection is not None:
-            connection.send(Close())
+            connection.send(control.Close())
             connection.end(_CLOSE_WAIT_S)
         if thread is not None and thread is not threading.current_thread():
             thread.join(0.5)
 
     def restart(self) -> None:
-        from dtype_engine.worker.messages import Close
 
         with self._lock:
             if self._ended:
@@ -197,7 +193,7 @@ class EngineProcess(Engine):
             self._given_up.set()
             connection = self._connection
             if connection is not None and self._command.lingers and not self._is_lost:
-                connection.send(Close())  # it would outlive its connection
+                connection.send(control.Close())  # it would outlive its connection
                 threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
             elif connection is not None:
                 connection.kill()
@@ -279,13 +275,12 @@ class EngineProcess(Engine):
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
         """Hand on one thing that the engine told. Raises WireError for what only this end can tell."""
-        from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
 
         match answer:
-            case None | messages.Hello():
+            case None | control.Hello():
                 return
-            case messages.Opened():
+            case control.Opened():
                 if answer.refusal:
                     self._emit(events.OpenFailed(answer.refusal))
                 return
@@ -305,7 +300,7 @@ class EngineProcess(Engine):
                 answer = self._written(answer)
         self._received += 1
         if self._received % _ACKNOWLEDGE_EVERY == 0:
-            connection.send(messages.Acknowledge(self._received))
+            connection.send(control.Acknowledge(self._received))
         self._emit(answer)
 
     def _forget_saves(self, count: int) -> None:
@@ -330,7 +325,6 @@ class EngineProcess(Engine):
         return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:
-        from dtype_engine.worker.messages import Open
 
         with self._lock:
             if self._connection is not None:
@@ -338,12 +332,11 @@ class EngineProcess(Engine):
             process = self._process or self._command.start(self._session)
             self._connection = connection = Connection(self._command, process)
         connection.handshake()
-        connection.send(Open(self._model, self._options, self._read_headers))
+        connection.send(control.Open(self._model, self._options, self._read_headers))
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
         """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
-        from dtype_engine.worker import messages
 
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
@@ -362,11 +355,11 @@ class EngineProcess(Engine):
                     raise UserError(f"{name}: the engine there ended: {connection.last_line()}") from None
                 continue
             if not hello.is_open:
-                connection.send(messages.Close())
+                connection.send(control.Close())
                 connection.end(_CLOSE_WAIT_S)
                 raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
             with self._lock:
-                connection.send(messages.Resume(self._received))
+                connection.send(control.Resume(self._received))
                 for request in self._sent[hello.requests :]:
                     connection.send(request)
                 self._is_lost = False

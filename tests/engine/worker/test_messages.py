@@ -20,17 +20,17 @@ from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
-from dtype_engine.worker import commands, events, frames, messages, save_requests
+from dtype_engine.worker import commands, control, events, frames, messages, save_requests
 from dtype_engine.worker.frames import FrameReader, FrameWriter, WireError
 from dtype_engine.worker.message import Message
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 REQUESTS: list[messages.Request] = [
-    messages.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
-    messages.Resume(7),
-    messages.Acknowledge(3),
-    messages.PlanExport(),
-    messages.Close(),
+    control.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
+    control.Resume(7),
+    control.Acknowledge(3),
+    control.PlanExport(),
+    control.Close(),
     save_requests.ExportRequest(Path("out"), True),
     save_requests.RecipeRequest(Path("r.yaml"), drift=report(RECIPE)),
     save_requests.ReportRequest(Path("r.html")),
@@ -153,7 +153,7 @@ def made_up(hint: Any, name: str = "") -> Any:
     return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, "wörter\nzwei"), bool: True}[hint]
 
 
-@pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_an_event_of_every_type_crosses(kind: Any) -> None:
     event = made_up(kind)
     assert_same(crossed(event), event)
@@ -219,7 +219,7 @@ def test_a_recipe_arrives_as_it_is_whatever_its_patterns_hold() -> None:
     assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
 
 
-WORDS: list[Any] = [kind.__name__ for kind in typing.get_args(events.Event)] + [
+WORDS: list[Any] = [kind.__name__ for kind in events.Event.__subclasses__()] + [
     "TreePart",
     "Hello",
     "Opened",
