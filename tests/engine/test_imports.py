@@ -42,7 +42,7 @@ def test_only_runtime_imports_torch() -> None:
 
 def test_the_first_paint_waits_for_no_library_that_only_later_work_needs() -> None:
     statement = "import dtype_tui.app, dtype_tui.cli.command, dtype_engine.worker.worker"
-    assert loaded_after(statement, "msgspec", "jinja2", "soxr") == set()
+    assert loaded_after(statement, "jinja2", "soxr") == set()
 
 
 _PAINTED = """
@@ -71,7 +71,7 @@ asyncio.run(paint())
 def test_the_first_paint_waits_for_no_form_of_a_measurement() -> None:
     """Dataclasses of many fields take milliseconds to make."""
     names = ("dtype_engine.results.drift", "dtype_engine.results.attribution", "dtype_engine.results.memory")
-    assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch", "msgspec") == set()
+    assert loaded_after(f"import dtype_tui.cli.command\n{_PAINTED}", *names, "torch") == set()
 
 
 def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
@@ -83,7 +83,7 @@ def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
         "import os, pty; ours, terminal = pty.openpty(); output = os.dup(1); _ = [os.dup2(terminal, n) for n in range(3)]\n"
         "try: main()\nexcept SystemExit: assert drawn\nos.dup2(output, 1)"
     )
-    names = ("dtype_engine.evaluation", "multiprocessing", "psutil", "importlib.metadata", "email", "msgspec", "torch")
+    names = ("dtype_engine.evaluation", "multiprocessing", "psutil", "importlib.metadata", "email", "torch")
     assert loaded_after(statement, *names) == set()
 
 

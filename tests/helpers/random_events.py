@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ import msgspec
 
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
-from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
-from dtype_engine.worker import commands, events, save_requests
+from dtype_engine.worker import events
+from dtype_engine.worker.message import Message
 
 INTS = (-1, -1, 0, 0, 1, 2, -(2**31), 2**31, 2**53 + 1, 2**60, -(2**60), 2**64 - 1)
 FLOATS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e308, -1e308, 5e-324, float("inf"), float("-inf"), float("nan"))
@@ -28,20 +27,14 @@ _FROM_THIS_END = (events.EngineEnded, events.EngineLost, events.EngineBack, even
 _ON_ITS_OWN = (events.OutputMeasured,)
 """Told by a test of its own."""
 KINDS: tuple[type, ...] = tuple(
-    kind for kind in typing.get_args(events.Event) if kind not in (*_FROM_THIS_END, *_ON_ITS_OWN)
+    kind for kind in events.Event.__subclasses__() if kind not in (*_FROM_THIS_END, *_ON_ITS_OWN)
 )
-_CLASSES = {
-    name: value
-    for module in (attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands)
-    for name, value in vars(module).items()
-    if isinstance(value, type) or typing.get_origin(value) is typing.Literal
-} | {"Recipe": Recipe, "Tree": Tree}
 
 
 class RandomEvents:
-    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: how many were asked for."""
+    """Messages with what `chance` picks. tree: whose names are used now and then. recipes: those that events are about, mostly."""
 
-    def __init__(self, chance: random.Random, tree: Tree, recipes: int) -> None:
+    def __init__(self, chance: random.Random, tree: Tree, recipes: Sequence[Recipe]) -> None:
         self._chance = chance
         self._names: Sequence[str] = (*tree.modules, *tree.tensors)
         self._recipes = recipes
@@ -49,11 +42,10 @@ class RandomEvents:
     def next(self, kind: type | None = None) -> Iterator[bytes]:
         """The messages of one event, of any kind or of this one."""
         kind = kind or self._chance.choice(KINDS)
-        hints = typing.get_type_hints(kind, localns=_CLASSES)
-        if Tree in hints.values():
+        if "tree" in kind.__struct_fields__:  # type: ignore[attr-defined]
             for part in self._tree_parts():
                 yield msgspec.msgpack.encode(part)
-        yield msgspec.msgpack.encode([kind.__name__, *map(self._value, hints.values())])
+        yield msgspec.msgpack.encode(self._value(kind))
 
     def _tree_parts(self) -> Iterator[list[Any]]:
         chance = self._chance
@@ -61,16 +53,21 @@ class RandomEvents:
         for _ in range(chance.choice((0, 1, 1, 3))):
             kinds = ("parameter", "buffer", "non-persistent buffer")
             tensors: list[list[Any]] = [
-                [self._text(), self._shape(), self._text(), chance.choice(kinds), [self._text()] * chance.randint(0, 2)]
+                [
+                    self._text(),
+                    self._shape(),
+                    self._text(),
+                    chance.choice(kinds),
+                    [self._text()] * chance.randint(0, 2),
+                    self._int() if chance.random() < 0.1 else None,
+                    self._text() if chance.random() < 0.1 else None,
+                    chance.random() < 0.1,
+                    chance.random() < 0.1,
+                    [self._text()] * chance.randint(0, 2),
+                    chance.choice((self._int(), "unknown")) if chance.random() < 0.1 else None,
+                ]
                 for _ in range(chance.choice((0, 1, 5, 30)))
             ]
-            for tensor in tensors:
-                if chance.random() < 0.2:
-                    tensor += [
-                        chance.choice((None, self._int())),
-                        chance.choice((None, self._text())),
-                        chance.random() < 0.5,
-                    ]
             modules = [
                 [self._text(), chance.choice((None, self._text())), chance.choice((None, self._text()))]
                 for _ in range(chance.choice((0, 1, 20)))
@@ -99,8 +96,8 @@ class RandomEvents:
             return [self._value(argument) for argument in arguments]
         if origin is dict:
             return {self._value(arguments[0]): self._value(arguments[1]) for _ in range(chance.randint(0, 3))}
-        if hint is Recipe:
-            return chance.randrange(self._recipes)
+        if hint is Recipe and chance.random() < 0.9:
+            return msgspec.to_builtins(chance.choice(self._recipes))
         if hint is Tree or hint is type(None):
             return None
         if hint is bool:
@@ -111,7 +108,9 @@ class RandomEvents:
             return chance.choice(FLOATS) if chance.random() < 0.5 else chance.uniform(0, 100)
         if hint is str:
             return self._text()
+        if issubclass(hint, Message):
+            return [hint.__name__, *map(self._value, typing.get_type_hints(hint).values())]
         if dataclasses.is_dataclass(hint):
-            names = typing.get_type_hints(hint, vars(sys.modules[hint.__module__]), _CLASSES)  # type: ignore[union-attr]
+            names = typing.get_type_hints(hint)
             return {field.name: self._value(names[field.name]) for field in dataclasses.fields(hint) if field.init}
         raise AssertionError(f"no value is known for {hint}")

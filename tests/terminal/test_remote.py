@@ -15,7 +15,7 @@ import pytest
 from tests.helpers import slow_line
 from tests.helpers.terminal import Terminal
 
-from dtype_engine.worker.messages import PROTOCOL
+from dtype_engine.worker.control import PROTOCOL
 
 pytestmark = pytest.mark.slow
 ENGINE = str(Path(sys.executable).with_name("dtype-engine"))

@@ -18,9 +18,8 @@ from tests.helpers.screen_text import lines
 from dtype_engine.core.text import printable
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.worker import events
-from dtype_engine.worker.commands import SetRecipe
 from dtype_engine.worker.frames import WireError
-from dtype_engine.worker.messages import AnswerDecoder, RecipeNumbers
+from dtype_engine.worker.messages import AnswerDecoder
 from dtype_tui.app import DtypeApp
 
 SEQUENCES = 12
@@ -36,15 +35,13 @@ class Hostility:
     def __init__(self, app: DtypeApp, chance: random.Random) -> None:
         self._app = app
         self._chance = chance
-        self._numbers = RecipeNumbers()
-        self._decoder = AnswerDecoder(self._numbers)
+        self._decoder = AnswerDecoder()
 
     def sequence(self, kind: type | None = None) -> None:
         """Tell some events, of any kind or of this one, as the engine's process does, up to one that is refused."""
         experiment = self._app.controller.experiment
-        for recipe in (experiment.recipe, *(Recipe((Rule.parse(rule),)) for rule in RULES)):
-            self._numbers.note(SetRecipe(recipe))
-        telling = RandomEvents(self._chance, experiment.tree, 2 + len(RULES))
+        recipes = (Recipe(), experiment.recipe, *(Recipe((Rule.parse(rule),)) for rule in RULES))
+        telling = RandomEvents(self._chance, experiment.tree, recipes)
         for _ in range(self._chance.choice((1, 1, 3, 8))):
             try:
                 for message in telling.next(kind):

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import re
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import app_of, demo_tree, engine, make_app, report, running, say
 from tests.helpers.screen_text import lines, notices, screen, until
@@ -594,7 +595,7 @@ async def test_times_have_a_screen_of_their_own(app: DtypeApp) -> None:
 
 async def test_without_a_forward_pass_nothing_is_asked_of_the_engine(app: DtypeApp) -> None:
     async with running(app) as pilot:
-        await say(app, pilot, ready(app)._replace(no_forward="no architecture"))
+        await say(app, pilot, msgspec.structs.replace(ready(app), no_forward="no architecture"))
         await pilot.press("g", "t", "f")
         assert engine(app).commands == ["start"]
 

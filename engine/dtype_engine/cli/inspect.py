@@ -7,7 +7,7 @@ import click
 from dtype_engine.cli.options import ModelCommand, json_option
 from dtype_engine.cli.program import answer, print_json, say, say_share
 from dtype_engine.cli.request import RunRequest
-from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.recipe import require_matches
 from dtype_engine.results.as_json import as_json
 
 
@@ -69,8 +69,7 @@ def weights(request: RunRequest, as_object: bool) -> None:
 
         live = load(source, request.options)
         recipe = request.with_preset(live.tree)
-        require_matches(live.tree, recipe)
-        tree, plan = live.tree, make_plan(live.tree, recipe)
+        tree, plan = live.tree, require_matches(live.tree, recipe)
         with unchanged(live.identities):
             errors = list(round_trips_of_live(live, plan.dtypes, on_progress))
     else:

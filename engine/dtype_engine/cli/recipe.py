@@ -14,7 +14,7 @@ from dtype_engine.cli.request import RunRequest
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
-from dtype_engine.recipe import make_plan, require_matches
+from dtype_engine.recipe import require_matches
 from dtype_engine.recipe.serving import RUNTIMES, lint_serving, serving_lines
 from dtype_engine.recipe.targets import TARGET_SUFFIXES, Context, Conversion, target_named
 from dtype_engine.results.as_json import as_json
@@ -216,6 +216,5 @@ def _context(request: RunRequest, python_only_by: str | None = None) -> Context:
 
     source = request.locate(python_only_by)
     model = describe(source, request.options)
-    require_matches(model.tree, request.recipe)
-    plan = make_plan(model.tree, request.recipe)
+    plan = require_matches(model.tree, request.recipe)
     return Context(model.tree, plan, source.title, model.model_type, model.kinds)

@@ -127,9 +127,7 @@ class RunRequest:
         from dtype_engine.runtime.model.describe import describe
 
         tree = describe(source, self.options).tree
-        recipe = self.with_preset(tree)
-        require_matches(tree, recipe)
-        return Planned(checkpoint, tree, make_plan(tree, recipe))
+        return Planned(checkpoint, tree, require_matches(tree, self.with_preset(tree)))
 
     def with_preset(self, tree: Tree) -> Recipe:
         """The recipe, after the rules that the preset has for a tree. Raises UserError."""

@@ -31,7 +31,7 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
     Each is measured with the settings of its file, or those of the command line.
     """
     from dtype_engine.evaluation.work import drifts
-    from dtype_engine.recipe import make_plan, require_matches
+    from dtype_engine.recipe import require_matches
     from dtype_engine.recipe.file import read_recipe_file
     from dtype_engine.search.sensitivity import scalar_drift
 
@@ -40,19 +40,19 @@ def sweep(request: RunRequest, recipes: tuple[Path, ...], workers: str | int | N
         raise UserError("a recipe file is named twice")
     source = request.locate()
     session = request.open_session(source)
+    sizes = []
     for path, file in zip(recipes, files, strict=True):
         try:
-            require_matches(session.tree, file.recipe)
+            sizes.append(require_matches(session.tree, file.recipe).planned_bytes)
         except UserError as error:
             raise UserError(f"{path}: {error}") from None
     settings = request.options.settings
-    wanted = [(tuple(map(str, file.recipe.rules)), file.settings or settings) for file in files]
+    wanted = [(file.recipe, file.settings or settings) for file in files]
     measured = []
     with over_workers(workers, session, source, len(wanted), session.tree.stored_bytes) as (over, said):
         for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
             said(done, len(wanted))
-            planned = make_plan(session.tree, files[index].recipe).planned_bytes
-            measured.append((str(recipes[index]), report.rules, planned, scalar_drift(report.output), report))
+            measured.append((str(recipes[index]), report.rules, sizes[index], scalar_drift(report.output), report))
     say("")
     last = measured[-1][4]
     swept = SweepReport(

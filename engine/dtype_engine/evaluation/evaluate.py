@@ -6,6 +6,7 @@ import os
 import platform
 import threading
 import time
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.checkpoint import unchanged
@@ -24,6 +25,7 @@ from dtype_engine.evaluation.specs import (
     ScanSequence,
     Task,
 )
+from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
@@ -35,16 +37,29 @@ if TYPE_CHECKING:
     from dtype_engine.runtime.verify.verify import OpenExport
 
 _lock = threading.Lock()  # a cluster's worker may have several threads, and there is one live model
-_kept: list[tuple[Opened, Session]] = []
-_attributed: list[tuple[Session, tuple[str, ...], RunSettings, Attribution]] = []
-"""The causes that were last looked for, with the outputs of the reference, while the model is still cast for them."""
-_exports: list[tuple[Exported, OpenExport]] = []
-_cancelled: list[IsCancelled] = [never]
+
+
+@dataclass
+class _ThisProcess:
+    """What is open in this process, from one evaluation to the next."""
+
+    model: tuple[Opened, Session] | None = None
+    attribution: tuple[Session, Recipe, RunSettings, Attribution] | None = None
+    """The causes that were last looked for, with the outputs of the reference, while the model is still cast for them."""
+    export: tuple[Exported, OpenExport] | None = None
+    cancelled: IsCancelled = never
+
+    def close(self) -> None:
+        """Before another model is opened: two may not fit."""
+        self.model = self.attribution = self.export = None
+
+
+_process = _ThisProcess()
 
 
 def cancel_by(cancelled: IsCancelled) -> None:
     """Stop the evaluations of this process where `cancelled()` is true."""
-    _cancelled[:] = [cancelled]
+    _process.cancelled = cancelled
 
 
 def evaluate(evaluation: Evaluation) -> Evaluated:
@@ -58,13 +73,13 @@ def evaluate(evaluation: Evaluation) -> Evaluated:
             assert isinstance(opened, Exported)
             export = _opened_export(opened)
             started = time.perf_counter()
-            value: Any = tuple(export.problems(task.indexes, _cancelled[0]))
+            value: Any = tuple(export.problems(task.indexes, _process.cancelled))
         else:
             assert isinstance(opened, Opened)
             session = _opened(opened)
             session.settings = opened.options.settings
             started = time.perf_counter()
-            value = perform(session, task, _cancelled[0])
+            value = perform(session, task, _process.cancelled)
         seconds = time.perf_counter() - started
     return Evaluated(value, platform.node(), os.getpid(), seconds, versions())
 
@@ -73,12 +88,11 @@ def perform(
     session: Session, task: Task, cancelled: IsCancelled
 ) -> ScannedSequence | MeasuredWeight | DriftReport | PartDrift:
     """Evaluate a task in an open session. Its recipe in force may be another afterwards. Raises UserError, Cancelled."""
-    from dtype_engine.recipe import Recipe, Rule
     from dtype_engine.runtime.scan.exact import ExactScan
 
     if isinstance(task, PartAlone):
         return _part_alone(session, task, cancelled)
-    _attributed.clear()
+    _process.attribution = None
     match task:
         case ScanSequence(names, draws, index):
             scan = session.scan_task(names, draws, False, None)
@@ -88,25 +102,24 @@ def perform(
             exact = session.scan_task(names, None, True, None)
             assert isinstance(exact, ExactScan)
             return exact.measure((weight, dtype), cancelled)
-        case RecipeDrift(rules, settings):
+        case RecipeDrift(recipe, settings):
             session.settings = settings
-            session.use_recipe(Recipe.of(map(Rule.parse, rules)), cancelled=cancelled)
+            session.use_recipe(recipe, cancelled=cancelled)
             return session.drift(cancelled=cancelled)
 
 
 def _part_alone(session: Session, task: PartAlone, cancelled: IsCancelled) -> PartDrift:
-    from dtype_engine.recipe import Recipe, Rule
     from dtype_engine.runtime.measure.attribution import Attribution, Part
 
-    kept = _attributed.pop() if _attributed else None  # put back when it is whole
-    if kept is None or kept[0] is not session or kept[1:3] != (task.rules, task.settings):
-        del kept  # its outputs go before others come
-        session.use_recipe(Recipe.of(map(Rule.parse, task.rules)), cancelled=cancelled)
+    kept, _process.attribution = _process.attribution, None  # put back when it is whole
+    if kept is None or kept[0] is not session or kept[1:3] != (task.recipe, task.settings):
+        kept = None  # its outputs go before others come
+        session.use_recipe(task.recipe, cancelled=cancelled)
         assert session.inputs is not None
-        kept = (session, task.rules, task.settings, Attribution(session.model, session.inputs, task.settings))
+        kept = session, task.recipe, task.settings, Attribution(session.model, session.inputs, task.settings)
     with unchanged(session.model.identities):
         found = kept[3].measure(Part(task.name, task.modules), cancelled)
-    _attributed.append(kept)
+    _process.attribution = kept
     return found
 
 
@@ -121,8 +134,8 @@ def describe(session: Session) -> tuple[str, str]:
 
 
 def _opened(wanted: Opened) -> Session:
-    if not _kept or _kept[0][0] != wanted:
-        _forget()
+    if _process.model is None or _process.model[0] != wanted:
+        _process.close()
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.runtime.session.opening import open_session
 
@@ -137,13 +150,13 @@ def _opened(wanted: Opened) -> Session:
                 raise UserError(
                     f"{here} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
                 )
-        _kept.append((wanted, session))
-    return _kept[0][1]
+        _process.model = wanted, session
+    return _process.model[1]
 
 
 def _opened_export(wanted: Exported) -> OpenExport:
-    if not _exports or _exports[0][0] != wanted:
-        _forget()
+    if _process.export is None or _process.export[0] != wanted:
+        _process.close()
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.runtime.session.opening import use_threads
         from dtype_engine.runtime.verify.verify import fingerprint, open_export
@@ -156,15 +169,8 @@ def _opened_export(wanted: Exported) -> OpenExport:
         if fingerprint(export.contents, wanted.folder) != wanted.contents:
             raise UserError(f"{_here()} has another export or another source: give every worker the same files")
         use_threads(wanted.options.threads)
-        _exports.append((wanted, export))
-    return _exports[0][1]
-
-
-def _forget() -> None:
-    """Before another model is opened: two may not fit."""
-    _kept.clear()
-    _attributed.clear()
-    _exports.clear()
+        _process.export = wanted, export
+    return _process.export[1]
 
 
 def _here() -> str:

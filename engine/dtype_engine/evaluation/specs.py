@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
+from dtype_engine.recipe import Recipe
 from dtype_engine.reports.versions import versions
 from dtype_engine.results.drift import DriftReport
 
@@ -72,9 +73,9 @@ class ExactScore:
 
 @dataclass(frozen=True, slots=True)
 class RecipeDrift:
-    """The drift of a recipe: rules as `PATTERN=DTYPE`."""
+    """The drift of a recipe."""
 
-    rules: tuple[str, ...]
+    recipe: Recipe
     settings: RunSettings
 
 
@@ -82,7 +83,7 @@ class RecipeDrift:
 class PartAlone:
     """One part of the model as a recipe casts it, everything else as the reference: its share of the causes of the drift."""
 
-    rules: tuple[str, ...]
+    recipe: Recipe
     settings: RunSettings
     name: str
     modules: tuple[str, ...]

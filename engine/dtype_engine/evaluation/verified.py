@@ -39,7 +39,7 @@ def best(
     `on_measured(done)` counts them. Raises OutOfReach where none keeps to `max_drift`, and as `Session.drift`.
     """
     recipes = [minimize(session.tree, solution.dtypes) for solution in found]
-    wanted = [(tuple(map(str, recipe.rules)), session.settings) for recipe in recipes]
+    wanted = [(recipe, session.settings) for recipe in recipes]
     measured: dict[int, float] = {}
     for done, (index, report) in enumerate(drifts(session, wanted, over), 1):
         measured[index] = scalar_drift(report.output)
@@ -58,7 +58,7 @@ def best(
     return SearchReport(
         model=session.model.title,
         unit=session.scanned.unit,
-        rules=wanted[index][0],
+        rules=tuple(map(str, recipes[index].rules)),
         stored_bytes=session.tree.stored_bytes,
         planned_bytes=found[index].bytes,
         predicted=found[index].score,

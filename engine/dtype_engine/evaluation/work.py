@@ -28,6 +28,7 @@ from dtype_engine.evaluation.specs import (
     other_versions,
     portable,
 )
+from dtype_engine.recipe import Recipe
 from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
@@ -108,11 +109,11 @@ def _tasks(scan: ScanTask) -> list[Task]:
 
 def drifts(
     session: Session,
-    recipes: Sequence[tuple[tuple[str, ...], RunSettings]],
+    recipes: Sequence[tuple[Recipe, RunSettings]],
     over: Over | None,
     cancelled: IsCancelled = never,
 ) -> Iterator[tuple[int, DriftReport]]:
-    """The drift of every recipe (its rules and settings), with its index, as they come: over a pool, or one after the other in this
+    """The drift of every recipe under its settings, with its index, as they come: over a pool, or one after the other in this
     session, whose recipe in force is another afterwards. Raises as `Session.drift`.
     """
     tasks = [RecipeDrift(*recipe) for recipe in recipes]
@@ -136,11 +137,12 @@ def causes(
     """`Session.causes` with the parts of the model run over a pool: the same, to the last bit, for the same number of threads."""
     from dtype_engine.runtime.measure.attribution import Attribution, Part, PartDrift
 
-    rules, settings = tuple(map(str, session.recipe.rules)), session.settings
+    recipe, settings = session.recipe, session.settings
+    rules = tuple(map(str, recipe.rules))
     assert session.inputs is not None  # `opened_as` has refused a session without
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
-        tasks = [PartAlone(rules, settings, part.name, part.modules) for part in parts]
+        tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]
         for index, result in over.results(tasks, cancelled):
             assert isinstance(result.value, PartDrift)
             yield index, result.value

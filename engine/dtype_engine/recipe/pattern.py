@@ -4,7 +4,7 @@
     *.mlp                       a glob as `fnmatch` has it: `*` crosses dots, `?`, `[0-9]`, `[!q]`
     model.layers.{0..7}.mlp     a range; {00..07} keeps its zeros
     *.{q,k,v}_proj              choices, which may hold globs and braces themselves
-    re:.*\\.(gate|up)_proj       a regular expression, over the whole name
+    re:.*\\.(gate|up)_proj       a regular expression of the `regex` package, over the whole name
     type:LayerNorm, type:*Norm  modules by class
 
 A pattern takes a tensor when it matches the tensor's own name or the name of a module above it. Names are
@@ -84,7 +84,9 @@ def compile_pattern(text: str) -> Pattern:
     piece, end = _sequence(text, 5 if by_class else 0, depth=0)
     if end < len(text):
         raise PatternError(f"pattern {shortened(text)}: '}}' without '{{' at {end + 1}", end)
-    return Pattern(text, by_class, limited(re.compile(piece.source, re.DOTALL), text, piece.stars, piece.choices))
+    if piece.stars <= 1 and piece.choices <= 100:  # at most a hundred steps for a character of a name: needs no clock
+        return Pattern(text, by_class, re.compile(piece.source, re.DOTALL).fullmatch)
+    return Pattern(text, by_class, limited(piece.source, text))
 
 
 @dataclass(frozen=True, slots=True)

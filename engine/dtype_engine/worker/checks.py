@@ -14,7 +14,10 @@ _LARGEST_EXPONENT = 1100
 
 
 def check_event(event: object) -> None:
-    """Raises ValueError or UserError for an event that no engine of this version sends."""
+    """Raises ValueError or UserError for an event that no engine of this version sends.
+
+    The recipe that an event belongs to may be any: the app only compares it with the one in force.
+    """
     match event:
         case events.CastDone():
             _check_losses(event.lost or ())

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
+import dtype_engine
+from dtype_engine.core.options import RunSettings
+from dtype_engine.recipe import Recipe
+from dtype_engine.worker.message import Message
+from dtype_engine.worker.save_requests import SaveRequest
+
 if TYPE_CHECKING:
-    from dtype_engine.core.options import RunSettings
-    from dtype_engine.recipe import Recipe
-    from dtype_engine.results.drift import DriftReport
-    from dtype_engine.worker.save_requests import SaveRequest
+    import dtype_engine.results.drift
 
 JobName = Literal[
     "measure",
@@ -32,36 +34,31 @@ JobName = Literal[
 # -- requests that change the queue at once -----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class SetRecipe:
+class SetRecipe(Message, frozen=True):
     """Cast to `recipe` and measure it; whatever runs for another recipe stops."""
 
     recipe: Recipe
 
 
-@dataclass(frozen=True)
-class FollowRecipe:
+class FollowRecipe(Message, frozen=True):
     """Take over another recipe that plans the same; measure it only where the one in force has no figures."""
 
     recipe: Recipe
 
 
-@dataclass(frozen=True)
-class SetSettings:
+class SetSettings(Message, frozen=True):
     """Run candidates with these settings from now on, and measure the recipe in force again."""
 
     settings: RunSettings
 
 
-@dataclass(frozen=True)
-class Pause:
+class Pause(Message, frozen=True):
     """Hold a scan where it is, or resume it."""
 
     paused: bool
 
 
-@dataclass(frozen=True)
-class Cancel:
+class Cancel(Message, frozen=True):
     """Stop the running command and drop the waiting ones; with a name, only those of that name. The recipe stays: its casts are
     completed at the next command.
     """
@@ -72,8 +69,7 @@ class Cancel:
 # -- commands that run on the worker's thread ---------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(Message, frozen=True):
     """Runs for the recipe that is in force when it begins.
 
     rank: commands of a lower rank run first. once: asked for again while it waits, it runs once. needs_model: it can't run
@@ -87,8 +83,7 @@ class Command:
     finishes: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class SetInputs(Command):
+class SetInputs(Command, frozen=True):
     """Run on the inputs that `line` names (see `core.input_args.parse_inputs_line`), then measure. What runs for the old ones
     stops; it runs again where the new ones are refused.
     """
@@ -98,8 +93,7 @@ class SetInputs(Command):
     line: str
 
 
-@dataclass(frozen=True)
-class Measure(Command):
+class Measure(Command, frozen=True):
     """Cast to the recipe in force and measure its drift.
 
     read_values: without a live model, count lost values however many bytes must be read. in_full: run all inputs, however precise
@@ -113,37 +107,34 @@ class Measure(Command):
     in_full: bool = False
 
 
-class ApplyRecipe(Command):
+class ApplyRecipe(Command, frozen=True):
     """Cast to the recipe in force without measuring it."""
 
     name = "recipe"
     rank = 2
 
 
-class FollowUp(Command):
+class FollowUp(Command, frozen=True):
     """A part of a measurement that comes after its figures, or without them. To the user it is still the measurement."""
 
     rank = 2
 
 
-@dataclass(frozen=True)
-class FindNonfinite(FollowUp):
+class FindNonfinite(FollowUp, frozen=True):
     """Find why the measured output is not finite, and what makes it finite."""
 
     name = "nonfinite"
-    report: DriftReport
+    report: dtype_engine.results.drift.DriftReport
 
 
-@dataclass(frozen=True)
-class FindLossRemedy(FollowUp):
+class FindLossRemedy(FollowUp, frozen=True):
     """Find the rules that keep the values which the casts lose. `report`: None where the model can't be run."""
 
     name = "losses"
-    report: DriftReport | None
+    report: dtype_engine.results.drift.DriftReport | None
 
 
-@dataclass(frozen=True)
-class CountStoredLosses(FollowUp):
+class CountStoredLosses(FollowUp, frozen=True):
     """Count from the files what the casts lose, where there is no live model."""
 
     name = "losses"
@@ -151,41 +142,39 @@ class CountStoredLosses(FollowUp):
     read_values: bool
 
 
-class MeasureFloor(FollowUp):
+class MeasureFloor(FollowUp, frozen=True):
     """Measure the reference against itself, once for the inputs in use, while there is nothing else to do."""
 
     name = "floor"
     rank = 4
 
 
-class TraceCasts(Command):
+class TraceCasts(Command, frozen=True):
     """Trace the implicit casts of one forward pass."""
 
     name = "flow"
 
 
-class AttributeDrift(Command):
+class AttributeDrift(Command, frozen=True):
     """Run each module cast by itself: which modules does the drift arise in?"""
 
     name = "causes"
 
 
-class MeasureSpeed(Command):
+class MeasureSpeed(Command, frozen=True):
     """Time forward passes."""
 
     name = "speed"
 
 
-@dataclass(frozen=True)
-class Generate(Command):
+class Generate(Command, frozen=True):
     """Generate `tokens` tokens with reference and candidate."""
 
     name = "generate"
     tokens: int
 
 
-@dataclass(frozen=True)
-class Scan(Command):
+class Scan(Command, frozen=True):
     """Scan the sensitivity of every weight in these dtypes, or resume that scan; a newer recipe is measured in between.
 
     keep: what is done is kept in a file of the engine's machine, and the same scan goes on from that, whichever engine it was.
@@ -196,16 +185,14 @@ class Scan(Command):
     keep: bool = False
 
 
-@dataclass(frozen=True)
-class MeasureRecipes(Command):
+class MeasureRecipes(Command, frozen=True):
     """Measure these recipes, whatever recipe is in force; a newer recipe is measured in between."""
 
     name = "recipes"
     recipes: tuple[Recipe, ...]
 
 
-@dataclass(frozen=True)
-class InspectWeight(Command):
+class InspectWeight(Command, frozen=True):
     """Read one tensor's values: exponents, and the error of a cast to each target."""
 
     name = "values"
@@ -215,8 +202,7 @@ class InspectWeight(Command):
     targets: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Save(Command):
+class Save(Command, frozen=True):
     """Write what is requested, for the recipe that was in force when it was."""
 
     name = "write"
@@ -228,3 +214,20 @@ class Save(Command):
 
 
 Request = SetRecipe | FollowRecipe | SetSettings | Pause | Cancel | Command
+FromTheApp = (
+    SetRecipe
+    | FollowRecipe
+    | SetSettings
+    | Pause
+    | Cancel
+    | SetInputs
+    | Measure
+    | TraceCasts
+    | AttributeDrift
+    | MeasureSpeed
+    | Generate
+    | Scan
+    | MeasureRecipes
+    | InspectWeight
+)
+"""What the app asks for, class by class; all other commands follow from it."""

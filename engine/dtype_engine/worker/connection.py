@@ -17,8 +17,9 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 
 if TYPE_CHECKING:
-    from dtype_engine.worker import messages
+    from dtype_engine.worker import control
     from dtype_engine.worker.frames import FrameReader
+    from dtype_engine.worker.message import Message
 
 COMMAND = (sys.executable, "-P", "-m", "dtype_engine.worker.stdio")
 """The engine of this machine. `-P`: no file of the working directory stands in for a library."""
@@ -130,10 +131,10 @@ class Connection:
         """The number of the process."""
         return self._process.pid
 
-    def handshake(self) -> messages.Hello:
+    def handshake(self) -> control.Hello:
         """Wait for the engine's first message. Raises UserError where what answers is no engine of this version."""
         from dtype_engine.core.version import __version__
-        from dtype_engine.worker import messages
+        from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
 
         name = self._command.name
@@ -143,10 +144,10 @@ class Connection:
             if data is None:
                 said = self.last_words()
                 raise NoAnswer(f"{name}: {said}", self._process.poll(), said)
-            hello = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data)
-            if not isinstance(hello, messages.Hello):
+            hello = messages.AnswerDecoder().decode(data)
+            if not isinstance(hello, control.Hello):
                 raise WireError("it does not say hello")
-            if hello.protocol != messages.PROTOCOL:
+            if hello.protocol != control.PROTOCOL:
                 raise UserError(
                     f"{name} has dtype-tui {printable(hello.version, 40)}, and this is {__version__}: they can't work together; "
                     "install the same version on both"
@@ -165,18 +166,18 @@ class Connection:
             raise
         return hello
 
-    def open_model(self, request: messages.Open) -> str:
+    def open_model(self, request: control.Open) -> str:
         """Tell an engine that has none yet which model to open; its title. Raises UserError where the model, or a rule, means
         nothing there.
         """
-        from dtype_engine.worker import messages
+        from dtype_engine.worker import control, messages
         from dtype_engine.worker.frames import WireError
 
         self.send(request)
         try:
             data = self.reader.next()
-            answer = messages.AnswerDecoder(messages.RecipeNumbers()).decode(data) if data is not None else None
-            if not isinstance(answer, messages.Opened):
+            answer = messages.AnswerDecoder().decode(data) if data is not None else None
+            if not isinstance(answer, control.Opened):
                 raise UserError(f"{self._command.name}: it says nothing of the model: {self.last_words()}")
         except (UserError, WireError) as error:
             self.end(0.0)
@@ -186,7 +187,7 @@ class Connection:
             raise UserError(answer.refusal if self._command.is_local else f"{self._command.name}: {answer.refusal}")
         return answer.title
 
-    def send(self, request: messages.Request) -> None:
+    def send(self, request: Message) -> None:
         """Send a request, soon."""
         from dtype_engine.worker.messages import encode_request
 

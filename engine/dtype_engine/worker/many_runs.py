@@ -89,7 +89,7 @@ class ManyRuns:
         if command is not self._measuring:
             self._measuring, self._measured = command, set()
         indexes = [index for index in range(len(command.recipes)) if index not in self._measured]
-        wanted = [(tuple(map(str, command.recipes[index].rules)), session.settings) for index in indexes]
+        wanted = [(command.recipes[index], session.settings) for index in indexes]
         count = len(command.recipes)
         with self._over(session, session.tree.stored_bytes) as over:
             told = self._told(recipe, "recipes", over)

@@ -1,223 +1,110 @@
-"""Commands and events as MessagePack, for an engine in another process.
+"""Messages as MessagePack, for an engine in another process.
 
-A message is an array: its name, then its fields in their order. Nothing that arrives is believed before msgspec has checked it
-against the types of its class. Two things are not sent as they are: a recipe, which the app made and numbered, goes as its
-number; a tree goes before its event, in parts of a few hundred tensors, so that none holds the interpreter for longer than a key
-may wait.
+Commands and events go as they are. A tree goes before its event, in parts of a few hundred tensors, so that none holds the
+interpreter for longer than a key may wait. Nothing that arrives is believed before its types are checked, and
+what they leave open by `checks.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-import typing
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, Union
 
 import msgspec
 
+# What annotations of messages name by `dtype_engine.results.…`: msgspec looks it up when a decoder is made.
+import dtype_engine.results.attribution
+import dtype_engine.results.drift
+import dtype_engine.results.inputs
+import dtype_engine.results.losses
+import dtype_engine.results.memory
+import dtype_engine.results.runs
+import dtype_engine.results.scan
+import dtype_engine.results.weights  # noqa: F401
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable, without_controls
-from dtype_engine.core.tree import TensorInfo, Tree
+from dtype_engine.core.tree import Kind, TensorInfo, Tree
 from dtype_engine.core.typed_data import path_of
-from dtype_engine.recipe import Recipe
-from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
-from dtype_engine.worker import commands, events, save_requests
+from dtype_engine.worker import commands, control, events
 from dtype_engine.worker.checks import check_event
 from dtype_engine.worker.frames import WireError
+from dtype_engine.worker.message import Message
+from dtype_engine.worker.save_requests import SaveRequest
 
-PROTOCOL = 2
-"""Changes with every message that changes."""
 _A_PART = 400
 """Tensors, and modules, of a part of a tree."""
 _LARGEST = 1 << 60
 """Of the whole numbers in an event, bytes most of all."""
 
 
-class Hello(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The engine's first message. missing: packages that it needs and does not have. requests: how many it has had, after `Open`.
-    is_open: it has a model from an earlier connection.
-    """
-
-    protocol: int
-    version: str
-    missing: tuple[str, ...] = ()
-    requests: int = 0
-    is_open: bool = False
-
-
-class Open(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The app's first message to a new engine: what `Worker` is made of. `model` as on the command line. recipe: rules that are
-    refused, and the model with them, where one takes nothing.
-    """
-
-    model: str | None
-    options: Options
-    read_headers: bool
-    recipe: Recipe = Recipe()
+_TENSOR = tuple(field.name for field in dataclasses.fields(TensorInfo) if field.init)
+_Tensor = tuple[
+    str,
+    tuple[int, ...],
+    str,
+    Kind,
+    tuple[str, ...],
+    int | None,
+    str | None,
+    bool,
+    bool,
+    tuple[str, ...],
+    int | Literal["unknown"] | None,
+]
+"""The values of these fields."""
 
 
-class Resume(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The app's first message to an engine that it had before: how many events it has had of it."""
-
-    received: int
-
-
-class Opened(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """The engine's answer to `Open`: what MODEL means there, or why it means nothing."""
-
-    title: str
-    refusal: str = ""
-
-
-class Acknowledge(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """How many events the app has had: the engine need not keep these."""
-
-    received: int
-
-
-class SaveOf(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """`Engine.save`; `kind`: the request's class."""
-
-    kind: str
-    request: Any
-
-
-class PlanExport(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """`Engine.plan_export`."""
-
-
-class CheckPath(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """`Engine.check_path`."""
-
-    path: str
-
-
-class Close(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """End: nobody will come back."""
-
-
-class TreePart(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Some of a tree's tensors, each as the fields of a TensorInfo without the defaults at its end, and some of its modules: name,
-    class, reason to stay in float32. with_classes: whether the tree knows the modules' classes.
-    """
+class TreePart(Message, frozen=True):
+    """Some of a tree's tensors, and some of its modules."""
 
     with_classes: bool
-    tensors: tuple[Any, ...]
+    """Whether the tree knows the modules' classes."""
+    tensors: tuple[_Tensor, ...]
     modules: tuple[tuple[str, str | None, str | None], ...]
+    """Name, class, and reason to stay in float32."""
 
 
-Request = commands.Request | Open | Resume | Acknowledge | SaveOf | PlanExport | CheckPath | Close
-Answer = events.Event | Hello | Opened
-_ENVELOPE = (Hello, Open, Resume, Opened, Acknowledge, SaveOf, PlanExport, CheckPath, Close, TreePart)
-_NAMES = {
-    name: value
-    for module in (attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands)
-    for name, value in vars(module).items()
-    if isinstance(value, type)
-} | {"Recipe": Recipe, "RunSettings": RunSettings, "Tree": None, "JobName": commands.JobName}
-_SAVES = {kind.__name__: kind for kind in typing.get_args(save_requests.SaveRequest)}
+Request = commands.FromTheApp | SaveRequest | control.FromTheApp
+Answer = events.Event | control.Hello | control.Opened
+_ANSWERS: Any = Union[(control.Hello, control.Opened, *events.Event.__subclasses__())]
 
 
-def _wire_class(kind: type, names: dict[str, Any], tag: bool = True) -> Any:
-    """A struct with the fields of a named tuple or data class."""
-    hints = typing.get_type_hints(kind, localns=names)
-    if dataclasses.is_dataclass(kind):
-        own = [(field.name, field.default) for field in dataclasses.fields(kind) if field.init]
-    else:
-        defaults = kind._field_defaults  # type: ignore[attr-defined]
-        own = [(name, defaults.get(name, dataclasses.MISSING)) for name in hints]
-    fields = [
-        (name, hints[name]) if default is dataclasses.MISSING else (name, hints[name], default) for name, default in own
-    ]
-    return msgspec.defstruct(kind.__name__, fields, array_like=True, tag=tag, frozen=True)
+def _plain(value: object) -> str | None:
+    """msgspec's `enc_hook`: a tree has gone before its event."""
+    if isinstance(value, Tree):
+        return None
+    if isinstance(value, Path):
+        return str(value)
+    raise NotImplementedError
 
 
-def _wire_classes(kinds: Iterable[type], names: dict[str, Any]) -> dict[str, tuple[Any, type]]:
-    return {kind.__name__: (_wire_class(kind, names), kind) for kind in kinds}
+_ENCODER = msgspec.msgpack.Encoder(enc_hook=_plain)
+_REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request, dec_hook=path_of)
 
 
-_EVENTS = _wire_classes(typing.get_args(events.Event), _NAMES | {"Recipe": int})
-_COMMANDS = _wire_classes(
-    (
-        commands.SetRecipe,
-        commands.FollowRecipe,
-        commands.SetSettings,
-        commands.Pause,
-        commands.Cancel,
-        commands.SetInputs,
-        commands.Measure,
-        commands.TraceCasts,
-        commands.AttributeDrift,
-        commands.MeasureSpeed,
-        commands.Generate,
-        commands.Scan,
-        commands.MeasureRecipes,
-        commands.InspectWeight,
-    ),
-    _NAMES,
-)
-_TENSOR = [(field.name, field.default) for field in dataclasses.fields(TensorInfo) if field.init]
-
-
-class RecipeNumbers:
-    """Recipes in the order in which the app asked for them; 0 is the empty one. Both ends number alike."""
-
-    def __init__(self) -> None:
-        self._recipes = [Recipe()]
-        self._numbers = {Recipe(): 0}
-
-    def note(self, request: object) -> None:
-        """Number the recipe of a request, if it has a new one."""
-        if isinstance(request, (commands.SetRecipe, commands.FollowRecipe)) and request.recipe not in self._numbers:
-            self._numbers[request.recipe] = len(self._recipes)
-            self._recipes.append(request.recipe)
-
-    def number(self, recipe: Recipe) -> int:
-        """The number of a recipe that was asked for."""
-        return self._numbers[recipe]
-
-    def recipe(self, number: int) -> Recipe:
-        """The recipe of a number. Raises WireError."""
-        if not 0 <= number < len(self._recipes):
-            raise WireError(f"there is no recipe {number}")
-        return self._recipes[number]
-
-
-def encode_request(request: Request) -> bytes:
+def encode_request(request: Message) -> bytes:
     """One message of the app."""
-    if isinstance(request, _ENVELOPE):
-        return _ENCODER.encode(request)
-    return _ENCODER.encode([type(request).__name__, *(getattr(request, name) for name in _fields(request))])
+    return _ENCODER.encode(request)
 
 
 def decode_request(data: bytes) -> Request:
     """What `encode_request` was given. Raises WireError."""
     try:
-        message = _REQUESTS.decode(data)
-        kind = _COMMANDS.get(type(message).__name__)
-        if isinstance(message, SaveOf):
-            return SaveOf(message.kind, msgspec.convert(message.request, _SAVES[message.kind], dec_hook=path_of))
-        return typing.cast(Request, kind[1](*_values(message)) if kind else message)
-    except (msgspec.MsgspecError, KeyError, ValueError, RecursionError) as error:
+        return _REQUESTS.decode(data)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise WireError(str(error)) from None
 
 
-def encode_answer(answer: Answer, recipes: RecipeNumbers) -> Iterator[bytes]:
+def encode_answer(answer: Answer) -> Iterator[bytes]:
     """The messages that one event takes: parts of a tree first, if it has one."""
-    if isinstance(answer, _ENVELOPE):
-        yield _ENCODER.encode(answer)
-        return
-    plain: list[object] = [type(answer).__name__]
-    for value in answer:
-        if isinstance(value, Tree):
-            yield from _tree_parts(value)
-            value = None
-        plain.append(recipes.number(value) if isinstance(value, Recipe) else value)
-    yield _ENCODER.encode(plain)
+    if isinstance(answer, events.HeadersRead | events.ModelReady):
+        yield from _tree_parts(answer.tree)
+    yield _ENCODER.encode(answer)
 
 
 def pack_tree(tree: Tree) -> tuple[bytes, ...]:
@@ -227,7 +114,7 @@ def pack_tree(tree: Tree) -> tuple[bytes, ...]:
 
 def unpack_tree(parts: Iterable[bytes]) -> Tree:
     """What `pack_tree` was given."""
-    decoder = AnswerDecoder(RecipeNumbers())
+    decoder = AnswerDecoder()
     for part in parts:
         decoder.decode(zlib.decompress(part))
     return decoder.made_tree()
@@ -236,8 +123,7 @@ def unpack_tree(parts: Iterable[bytes]) -> Tree:
 class AnswerDecoder:
     """Reads an engine's messages in their order, and believes nothing: types are checked, text is made safe to show."""
 
-    def __init__(self, recipes: RecipeNumbers) -> None:
-        self._recipes = recipes
+    def __init__(self) -> None:
         self._tree = Tree(())
         self._with_classes = False
         self._modules: list[tuple[str, str | None, str | None]] = []
@@ -253,36 +139,19 @@ class AnswerDecoder:
         """What one message completes; None where more belongs to it. Raises WireError."""
         try:
             plain = msgspec.msgpack.decode(data)
-            if isinstance(plain, list) and plain and plain[0] == "TreePart":
+            if isinstance(plain, list) and plain[:1] == ["TreePart"]:
                 self._take_part(msgspec.convert(plain, TreePart))
                 return None
-            return self._answer(msgspec.convert(self._safe(plain), _ANSWERS))
-        except (
-            msgspec.MsgspecError,
-            UserError,
-            TypeError,
-            ValueError,
-            LookupError,
-            OverflowError,
-            RecursionError,
-        ) as error:
+            answer: Answer = msgspec.convert(self._safe(plain), _ANSWERS, dec_hook=self._tree_of)
+            check_event(answer)
+            return answer
+        except (msgspec.MsgspecError, UserError, ValueError, LookupError, OverflowError, RecursionError) as error:
             raise WireError(str(error)) from None
 
-    def _answer(self, message: Any) -> Answer:
-        _, kind = _EVENTS.get(type(message).__name__, (None, None))
-        if kind is None:
-            return typing.cast(Answer, message)
-        values = dict(zip(type(message).__struct_fields__, _values(message), strict=True))
-        if "recipe" in values:
-            values["recipe"] = self._recipes.recipe(values["recipe"])
-        if "tree" in values:
-            values["tree"] = self._tree = self.made_tree()
-        event = kind(**values)
-        check_event(event)
-        return typing.cast(Answer, event)
-
     def _safe(self, value: Any) -> Any:
-        """`value` without characters that a terminal takes for commands, but for names of the tree, which are shown escaped."""
+        """`value` without characters that a terminal takes for commands, but for what is shown escaped: names of the tree, and the
+        patterns of a recipe, which has to equal the one in force.
+        """
         if isinstance(value, str):
             known = value.isprintable() or value in self._tree.modules or self._tree.canonical(value) is not None
             return value if known else without_controls(value)
@@ -291,14 +160,21 @@ class AnswerDecoder:
         if isinstance(value, list):
             return [self._safe(item) for item in value]
         if isinstance(value, dict):
-            return {self._safe(key): self._safe(item) for key, item in value.items()}
+            return {key: item if key == "pattern" else self._safe(item) for key, item in value.items()}
         return value
+
+    def _tree_of(self, kind: type, value: object) -> Tree:
+        """msgspec's `dec_hook`: the tree of the parts that came before its event."""
+        if kind is not Tree or value is not None:
+            raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
+        self._tree = self.made_tree()
+        return self._tree
 
     def _take_part(self, part: TreePart) -> None:
         self._with_classes = part.with_classes
         self._modules += part.modules
-        for fields in part.tensors:
-            name, shape, dtype, *rest = _values(msgspec.convert(fields, _Tensor))
+        for name, shape, dtype, *others in part.tensors:
+            rest: Any = others
             tensor = TensorInfo(name, self._shapes.setdefault(shape, shape), sys.intern(printable(dtype)), *rest)
             sizes = (*shape, tensor.nbytes, tensor.parameters)
             if min(sizes) < 0 or max(sizes) > _LARGEST:
@@ -322,7 +198,7 @@ class AnswerDecoder:
 
 
 def _tree_parts(tree: Tree) -> Iterator[bytes]:
-    tensors = (_trimmed(tensor) for tensor in tree.tensors.values())
+    tensors = (tuple(getattr(tensor, name) for name in _TENSOR) for tensor in tree.tensors.values())
     modules = (
         (module.name, module.class_name, module.keep_in_fp32)
         for module in tree.modules.values()
@@ -333,29 +209,3 @@ def _tree_parts(tree: Tree) -> Iterator[bytes]:
         yield _ENCODER.encode(part)
         if not part.tensors and not part.modules:
             return
-
-
-def _trimmed(tensor: TensorInfo) -> list[object]:
-    values = [getattr(tensor, name) for name, _ in _TENSOR]
-    while values[-1] == _TENSOR[len(values) - 1][1]:
-        values.pop()
-    return values
-
-
-def _fields(request: Any) -> Sequence[str]:
-    return [field.name for field in dataclasses.fields(request)]
-
-
-def _values(message: Any) -> Iterator[Any]:
-    return (getattr(message, name) for name in message.__struct_fields__)
-
-
-_Tensor = _wire_class(TensorInfo, {}, tag=False)
-_ENCODER = msgspec.msgpack.Encoder(enc_hook=str)
-_REQUESTS = msgspec.msgpack.Decoder(
-    typing.Union[
-        (Open, Resume, Acknowledge, SaveOf, PlanExport, CheckPath, Close, *(made for made, _ in _COMMANDS.values()))
-    ],
-    dec_hook=path_of,
-)
-_ANSWERS: Any = typing.Union[(Hello, Opened, *(made for made, _ in _EVENTS.values()))]

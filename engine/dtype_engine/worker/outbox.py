@@ -38,7 +38,7 @@ class Outbox:
             if isinstance(old, events.ModulesMeasured) and old.recipe == event.recipe:
                 self._waiting.remove(old)
                 newest = {reading.name: reading for reading in (*old.modules, *event.modules)}
-                return event._replace(modules=tuple(newest.values()))
+                return events.ModulesMeasured(event.recipe, tuple(newest.values()))
         return event
 
     def take(self) -> events.Event | None:

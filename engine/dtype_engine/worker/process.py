@@ -5,7 +5,6 @@ The app keeps drawing whatever becomes of that process: its end is an event.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import signal
 import subprocess
@@ -14,12 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
+import msgspec
+
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Recipe
-from dtype_engine.worker import events
+from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import FollowRecipe, Request, SetInputs, SetRecipe, SetSettings
 from dtype_engine.worker.connection import (
     ENGINE_ENDED,
@@ -30,6 +31,7 @@ from dtype_engine.worker.connection import (
     signal_words,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_engine.worker.message import Message
 
 if TYPE_CHECKING:
     from dtype_engine.results.memory import MemoryStats
@@ -105,9 +107,9 @@ class EngineProcess(Engine):
         self._lock = threading.RLock()
         """Guards what follows."""
         self._in_force = _InForce()
-        self._unsent: list[messages.Request] = []
+        self._unsent: list[Message] = []
         """Requests made before the engine could be told."""
-        self._sent: list[messages.Request] = []
+        self._sent: list[Message] = []
         """What an engine that lingers was told, after `Open`: a connection may be cut before all of it has arrived."""
         self._is_lost = False
         """Whether the connection to an engine that lingers is cut."""
@@ -115,7 +117,8 @@ class EngineProcess(Engine):
         """Nobody waits for a cut connection any more."""
         self._received = 0
         """Events that came, of this engine."""
-        self._recipes: messages.RecipeNumbers | None = None
+        self._is_open = False
+        """Whether the engine was asked to open the model."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """What is being written, and what waits to be."""
@@ -145,43 +148,38 @@ class EngineProcess(Engine):
             self._send(request)
 
     def save(self, request: SaveRequest) -> None:
-        from dtype_engine.worker.messages import SaveOf
         from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 
         if not self._command.is_local and isinstance(request, RecipeRequest | ConvertRequest):
-            request = dataclasses.replace(request, as_text=True)
+            request = msgspec.structs.replace(request, as_text=True)
         with self._lock:
             if not self._ended:
                 self._pending.append(request)
-            self._send(SaveOf(type(request).__name__, request))
+            self._send(request)
 
     def plan_export(self) -> None:
-        from dtype_engine.worker.messages import PlanExport
 
         with self._lock:
-            self._send(PlanExport())
+            self._send(control.PlanExport())
 
     def check_path(self, path: str) -> None:
-        from dtype_engine.worker.messages import CheckPath
 
         with self._lock:
-            self._send(CheckPath(path))
+            self._send(control.CheckPath(path))
 
     def close(self) -> None:
-        from dtype_engine.worker.messages import Close
 
         with self._lock:
             self._closing = True
             self._given_up.set()
             connection, thread = self._connection, self._thread
         if connection is not None:
-            connection.send(Close())
+            connection.send(control.Close())
             connection.end(_CLOSE_WAIT_S)
         if thread is not None and thread is not threading.current_thread():
             thread.join(0.5)
 
     def restart(self) -> None:
-        from dtype_engine.worker.messages import Close
 
         with self._lock:
             if self._ended:
@@ -195,19 +193,18 @@ class EngineProcess(Engine):
             self._given_up.set()
             connection = self._connection
             if connection is not None and self._command.lingers and not self._is_lost:
-                connection.send(Close())  # it would outlive its connection
+                connection.send(control.Close())  # it would outlive its connection
                 threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
             elif connection is not None:
                 connection.kill()
 
-    def _send(self, request: messages.Request) -> None:
+    def _send(self, request: Message) -> None:
         """With the lock held."""
         if self._ended:
             return  # what is in force is told to the next one
-        if self._recipes is None or self._connection is None:
+        if not self._is_open or self._connection is None:
             self._unsent.append(request)
             return
-        self._recipes.note(request)
         if self._command.lingers:
             self._sent.append(request)
         if not self._is_lost:
@@ -218,7 +215,7 @@ class EngineProcess(Engine):
         while True:
             reason = self._serve_once()
             with self._lock:
-                self._connection, self._recipes, self._process = None, None, None
+                self._connection, self._is_open, self._process = None, False, None
                 self._session, self._sent, self._is_lost = new_session(), [], False
                 pending, self._pending = self._pending, []
             if self._command.is_local:
@@ -242,10 +239,9 @@ class EngineProcess(Engine):
         self._received = 0
         try:
             connection = self._connected()
-            recipes = messages.RecipeNumbers()
-            decoder = messages.AnswerDecoder(recipes)
+            decoder = messages.AnswerDecoder()
             with self._lock:
-                self._recipes = recipes
+                self._is_open = True
                 unsent, self._unsent = self._unsent, []
                 for request in unsent:
                     self._send(request)
@@ -279,13 +275,12 @@ class EngineProcess(Engine):
 
     def _take(self, answer: messages.Answer | None, connection: Connection) -> None:
         """Hand on one thing that the engine told. Raises WireError for what only this end can tell."""
-        from dtype_engine.worker import messages
         from dtype_engine.worker.frames import WireError
 
         match answer:
-            case None | messages.Hello():
+            case None | control.Hello():
                 return
-            case messages.Opened():
+            case control.Opened():
                 if answer.refusal:
                     self._emit(events.OpenFailed(answer.refusal))
                 return
@@ -296,7 +291,7 @@ class EngineProcess(Engine):
             case events.Saved():
                 self._forget_saves(1)
                 if not self._command.is_local:
-                    answer = answer._replace(sentence=f"{self._command.name}: {answer.sentence}")
+                    answer = msgspec.structs.replace(answer, sentence=f"{self._command.name}: {answer.sentence}")
             case events.Refused(job="write"):
                 self._forget_saves(1)
             case events.Stopped():
@@ -305,7 +300,7 @@ class EngineProcess(Engine):
                 answer = self._written(answer)
         self._received += 1
         if self._received % _ACKNOWLEDGE_EVERY == 0:
-            connection.send(messages.Acknowledge(self._received))
+            connection.send(control.Acknowledge(self._received))
         self._emit(answer)
 
     def _forget_saves(self, count: int) -> None:
@@ -330,7 +325,6 @@ class EngineProcess(Engine):
         return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:
-        from dtype_engine.worker.messages import Open
 
         with self._lock:
             if self._connection is not None:
@@ -338,12 +332,11 @@ class EngineProcess(Engine):
             process = self._process or self._command.start(self._session)
             self._connection = connection = Connection(self._command, process)
         connection.handshake()
-        connection.send(Open(self._model, self._options, self._read_headers))
+        connection.send(control.Open(self._model, self._options, self._read_headers))
         return connection
 
     def _reconnected(self, cut: Connection) -> Connection:
         """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
-        from dtype_engine.worker import messages
 
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
@@ -362,11 +355,11 @@ class EngineProcess(Engine):
                     raise UserError(f"{name}: the engine there ended: {connection.last_line()}") from None
                 continue
             if not hello.is_open:
-                connection.send(messages.Close())
+                connection.send(control.Close())
                 connection.end(_CLOSE_WAIT_S)
                 raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
             with self._lock:
-                connection.send(messages.Resume(self._received))
+                connection.send(control.Resume(self._received))
                 for request in self._sent[hello.requests :]:
                     connection.send(request)
                 self._is_lost = False

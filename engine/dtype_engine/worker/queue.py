@@ -147,9 +147,8 @@ def _add(queue: Queue, command: Command) -> Queue:
         return replace(queue, refused=(*queue.refused, (command.name, queue.unavailable_reason)))
     measurements = [waiting for waiting in queue.waiting if isinstance(waiting, Measure)]
     if isinstance(command, Measure):
-        command = replace(
-            command, read_values=command.read_values or any(measurement.read_values for measurement in measurements)
-        )
+        read_values = command.read_values or any(measurement.read_values for measurement in measurements)
+        command = Measure(read_values, command.in_full)
     elif any(supersedes(measurement, command) for measurement in measurements):
         return queue
     kept = (waiting for waiting in queue.waiting if not supersedes(command, waiting))

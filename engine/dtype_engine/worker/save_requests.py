@@ -5,42 +5,42 @@ Nothing replaces what is there unless the request says so.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from dtype_engine.results.drift import DriftReport
-from dtype_engine.results.losses import ValueLoss
+import dtype_engine
+from dtype_engine.worker.message import Message
+
+if TYPE_CHECKING:
+    import dtype_engine.results.drift
+    import dtype_engine.results.losses
 
 
-@dataclass(frozen=True, slots=True)
-class ExportRequest:
+class ExportRequest(Message, frozen=True):
     """A checkpoint in the dtypes of the recipe in force."""
 
     folder: Path
     replace: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeRequest:
+class RecipeRequest(Message, frozen=True):
     """The recipe in force, with its settings and, where it was measured, the figures. as_text: see `ConvertRequest`."""
 
     file: Path
     replace: bool = False
-    drift: DriftReport | None = None
+    drift: dtype_engine.results.drift.DriftReport | None = None
     as_text: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReportRequest:
+class ReportRequest(Message, frozen=True):
     """A report of the recipe in force; measured for it where `drift` is not given."""
 
     file: Path
     replace: bool = False
-    drift: DriftReport | None = None
+    drift: dtype_engine.results.drift.DriftReport | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ConvertRequest:
+class ConvertRequest(Message, frozen=True):
     """The recipe in force in the words of another tool. as_text: the text is told, and written by whoever asked for it, on another
     machine.
     """
@@ -54,8 +54,7 @@ class ConvertRequest:
 SaveRequest = ExportRequest | RecipeRequest | ReportRequest | ConvertRequest
 
 
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
+class ExportPlan(Message, frozen=True):
     """What an export would write. nbytes: of all tensors, scales included; loading: what `from_pretrained` makes of it; lost: the
     weights whose cast loses values, None where that is not known yet.
     """
@@ -65,4 +64,4 @@ class ExportPlan:
     dtypes: tuple[tuple[str, int, int], ...]
     loading: str
     notices: tuple[str, ...] = ()
-    lost: tuple[ValueLoss, ...] | None = ()
+    lost: tuple[dtype_engine.results.losses.ValueLoss, ...] | None = ()

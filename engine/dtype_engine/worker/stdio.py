@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import importlib.util
 import os
@@ -16,16 +15,24 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from dtype_engine.core.heap import trim_heap
-from dtype_engine.worker import events, imports
+from dtype_engine.worker import control, events, imports
 from dtype_engine.worker.commands import Pause
-from dtype_engine.worker.save_requests import ExportRequest, SaveRequest
+from dtype_engine.worker.save_requests import (
+    ConvertRequest,
+    ExportRequest,
+    RecipeRequest,
+    ReportRequest,
+    SaveRequest,
+)
 
 NICENESS = 5
 
 if TYPE_CHECKING:
     from dtype_engine.worker.frames import FrameReader, FrameWriter
-    from dtype_engine.worker.messages import Open, Request
+    from dtype_engine.worker.messages import Request
     from dtype_engine.worker.worker import Worker
 
 
@@ -33,11 +40,9 @@ class EngineServer:
     """A worker for whoever is connected. keep: the app may come back on another connection; events wait for it."""
 
     def __init__(self, keep: bool = False) -> None:
-        from dtype_engine.worker.messages import RecipeNumbers
         from dtype_engine.worker.outbox import Outbox
 
         self._outbox = Outbox(keep)
-        self._recipes = RecipeNumbers()
         self._requests = 0
         """How many have come, after `Open`."""
         self._worker: Worker | None = None
@@ -62,14 +67,14 @@ class EngineServer:
         sending: threading.Thread | None = None
         try:
             writer.mark()
-            hello = messages.Hello(messages.PROTOCOL, __version__, missing, self._requests, self._worker is not None)
+            hello = control.Hello(control.PROTOCOL, __version__, missing, self._requests, self._worker is not None)
             self._send(writer, hello)
             while (data := reader.next()) is not None:
                 request = messages.decode_request(data)
-                if isinstance(request, messages.Close):
+                if isinstance(request, control.Close):
                     return True
-                if isinstance(request, messages.Open | messages.Resume):
-                    if isinstance(request, messages.Open):
+                if isinstance(request, control.Open | control.Resume):
+                    if isinstance(request, control.Open):
                         if self._worker is not None:
                             raise WireError("a model is open already")
                         if not self._open(request, writer):
@@ -96,12 +101,11 @@ class EngineServer:
         if self._worker is not None:
             self._worker.close()
 
-    def _open(self, request: Open, writer: FrameWriter) -> bool:
+    def _open(self, request: control.Open, writer: FrameWriter) -> bool:
         """Find the model and start the worker. False where the model means nothing here, which the app is told."""
         from dtype_engine.checkpoint.source import locate
         from dtype_engine.core.errors import UserError
         from dtype_engine.core.input_args import check_files
-        from dtype_engine.worker.messages import Opened
         from dtype_engine.worker.opening import refuse_unmatched
         from dtype_engine.worker.worker import Worker
 
@@ -113,9 +117,9 @@ class EngineServer:
                 imports.add_transformers()
             refuse_unmatched(source, request.options, request.recipe)
         except UserError as error:
-            self._send(writer, Opened("", str(error)))
+            self._send(writer, control.Opened("", str(error)))
             return False
-        self._send(writer, Opened(source.title))
+        self._send(writer, control.Opened(source.title))
         self._worker = Worker(source, request.options, self._emit, request.read_headers)
         self._worker.start()
         return True
@@ -142,30 +146,28 @@ class EngineServer:
             trim_heap()
 
     def _take(self, worker: Worker, request: Request) -> None:
-        from dtype_engine.worker import messages
 
         match request:
-            case messages.Acknowledge():
+            case control.Acknowledge():
                 self._outbox.acknowledge(request.received)
                 return
-            case messages.SaveOf():
-                worker.save(_at_home(request.request))
+            case ExportRequest() | RecipeRequest() | ReportRequest() | ConvertRequest():
+                worker.save(_at_home(request))
             case Pause():
                 self._paused_since = time.monotonic() if request.paused else None
                 worker.request(request)
-            case messages.PlanExport():
+            case control.PlanExport():
                 worker.plan_export()
-            case messages.CheckPath():
+            case control.CheckPath():
                 worker.check_path(request.path)
             case _:
-                self._recipes.note(request)
                 worker.request(request)  # type: ignore[arg-type]
         self._requests += 1
 
     def _send(self, writer: FrameWriter, answer: object) -> None:
         from dtype_engine.worker.messages import encode_answer
 
-        for message in encode_answer(answer, self._recipes):  # type: ignore[arg-type]
+        for message in encode_answer(answer):  # type: ignore[arg-type]
             writer.put(message)
 
     def _send_events(self, writer: FrameWriter) -> None:
@@ -181,7 +183,7 @@ def _at_home(request: SaveRequest) -> SaveRequest:
     """The request with a path below the home of this machine, where it names that."""
     name = "folder" if isinstance(request, ExportRequest) else "file"
     with contextlib.suppress(RuntimeError):  # the home of nobody: writing says so
-        return dataclasses.replace(request, **{name: getattr(request, name).expanduser()})
+        return msgspec.structs.replace(request, **{name: getattr(request, name).expanduser()})
     return request
 
 

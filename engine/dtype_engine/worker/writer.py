@@ -126,8 +126,7 @@ def _contents(context: SaveContext) -> Contents:
     model, recipe = context.model, context.recipe
     if model.session is not None:
         tree = model.session.tree
-        require_matches(tree, recipe)
-        return of_live(model.session.model, recipe, make_plan(tree, recipe).dtypes, context.settings)
+        return of_live(model.session.model, recipe, require_matches(tree, recipe).dtypes, context.settings)
     if model.checkpoint is None:
         raise UserError("the model is not open")
     return of_checkpoint(model.checkpoint, context.title, recipe, replace(model.options, settings=context.settings))
@@ -170,8 +169,7 @@ def _recipe_text(request: RecipeRequest, context: SaveContext) -> tuple[str, tup
     from dtype_engine.reports.versions import versions
 
     tree = context.model.tree()
-    require_matches(tree, context.recipe)
-    plan = make_plan(tree, context.recipe)
+    plan = require_matches(tree, context.recipe)
     notices = () if request.drift is not None else ("the recipe was not measured: the file has no drift",)
     losses = _losses(context)
     return recipe_text(tree, plan, context.title, context.settings, request.drift, versions(), losses), notices
@@ -208,8 +206,7 @@ def _converted(request: ConvertRequest, context: SaveContext) -> tuple[str, tupl
 
     described = describe(context.model.source, context.model.options)
     tree = described.tree
-    require_matches(tree, context.recipe)
-    plan, activations = context.plan(tree), context.settings.quantize_activations
+    plan, activations = require_matches(tree, context.recipe), context.settings.quantize_activations
     conversion = target_named(request.target).convert(
         Context(tree, plan, context.title, described.model_type, described.kinds, activations)
     )

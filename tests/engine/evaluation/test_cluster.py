@@ -64,7 +64,9 @@ def test_scans_and_drifts_over_a_cluster_are_those_of_one_process_though_a_worke
     start: Start, session: Any, source: Source, options: de.Options, opened: Opened
 ) -> None:
     address, _ = start(2)
-    recipes = [((rule,), de.RunSettings()) for rule in ("*=bfloat16", "*.mlp=int8", "*=float16")]
+    recipes = [
+        (de.Recipe((de.Rule.parse(rule),)), de.RunSettings()) for rule in ("*=bfloat16", "*.mlp=int8", "*=float16")
+    ]
     with DaskPool(address) as pool:
         assert pool.workers == 2
         over = work.Over(pool, opened)

@@ -68,7 +68,7 @@ def test_a_scan_over_processes_is_that_of_one(
 def test_drifts_over_processes_are_those_of_one(
     session: Any, source: Source, options: de.Options, opened: Opened, pool: ProcessPool
 ) -> None:
-    recipes = [(rules, de.RunSettings()) for rules in RULES]
+    recipes = [(de.Recipe.of(map(de.Rule.parse, rules)), de.RunSettings()) for rules in RULES]
     one = opening.open_session(source, options)
     here = dict(work.drifts(one, recipes, None))
     for number, rules in enumerate(RULES):
@@ -103,20 +103,20 @@ def test_processes_that_end_again_and_again_are_told(tmp_path: Path) -> None:
     file.write_text("import os\nos._exit(3)\n")
     opened = Opened(f"{file}:Net", de.Options(device="cpu"), "", "")
     with ProcessPool(1) as pool, pytest.raises(de.UserError, match="ended 3 times without a result"):
-        list(pool.results([Evaluation(opened, RecipeDrift((), de.RunSettings()))]))
+        list(pool.results([Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
 @pytest.mark.parametrize("what", ["weights", "inputs"])
 def test_another_model_or_other_inputs_are_refused_by_name(what: str, opened: Opened, pool: ProcessPool) -> None:
     other = dataclasses.replace(opened, **{what: "0" * 64})
     with pytest.raises(de.UserError, match=rf"process \d+ on .* has other {what} for {opened.model}"):
-        list(pool.results([Evaluation(other, RecipeDrift((), de.RunSettings()))]))
+        list(pool.results([Evaluation(other, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
 def test_a_model_that_is_not_there_is_told_with_the_process(opened: Opened, pool: ProcessPool) -> None:
     gone = dataclasses.replace(opened, model="/nowhere/at/all")
     with pytest.raises(de.UserError, match=r"process \d+ on .* can't open the model: /nowhere/at/all: no such folder"):
-        list(pool.results([Evaluation(gone, RecipeDrift((), de.RunSettings()))]))
+        list(pool.results([Evaluation(gone, RecipeDrift(de.Recipe(), de.RunSettings()))]))
 
 
 def test_cancelled_work_stops_and_the_processes_go_on_with_the_next(opened: Opened, pool: ProcessPool) -> None:
@@ -142,7 +142,7 @@ def test_the_model_is_opened_once_in_a_process(opened: Opened, monkeypatch: pyte
 
 def test_processes_end_with_the_one_that_started_them(opened: Opened, tmp_path: Path) -> None:
     file = tmp_path / "evaluation.pickle"
-    file.write_bytes(pickle.dumps(Evaluation(opened, RecipeDrift((), de.RunSettings()))))
+    file.write_bytes(pickle.dumps(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings()))))
     program = (
         "import pickle, sys, time\n"
         "from dtype_engine.evaluation.pool import ProcessPool\n"
@@ -282,7 +282,7 @@ def test_results_of_another_torch_are_said_and_for_bits_refused(
     work.scan(session, session.scan_task(["int8"], 1, False, None), work.Over(Elsewhere(), opened, said.append))
     assert len(said) == 1
     assert f"has torch 1.2.3 (here {torch.__version__})" in said[0]
-    assert other_versions(evaluate(Evaluation(opened, RecipeDrift((), de.RunSettings())))) == ""
+    assert other_versions(evaluate(Evaluation(opened, RecipeDrift(de.Recipe(), de.RunSettings())))) == ""
     session.export(tmp_path / "out")
     options = de.Options(device="cpu", threads=1)
     compare = work.comparing(Elsewhere(), 1, tmp_path / "out", source, options)

@@ -20,20 +20,21 @@ from dtype_engine import Options, Recipe, Rule
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import TensorInfo, Tree, from_tensors
-from dtype_engine.worker import commands, events, frames, messages, save_requests
+from dtype_engine.worker import commands, control, events, frames, messages, save_requests
 from dtype_engine.worker.frames import FrameReader, FrameWriter, WireError
+from dtype_engine.worker.message import Message
 
 RECIPE = Recipe().then(Rule.parse("*.mlp=bf16"))
 REQUESTS: list[messages.Request] = [
-    messages.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
-    messages.Resume(7),
-    messages.Acknowledge(3),
-    messages.PlanExport(),
-    messages.Close(),
-    messages.SaveOf("ExportRequest", save_requests.ExportRequest(Path("out"), True)),
-    messages.SaveOf("RecipeRequest", save_requests.RecipeRequest(Path("r.yaml"), drift=report(RECIPE))),
-    messages.SaveOf("ReportRequest", save_requests.ReportRequest(Path("r.html"))),
-    messages.SaveOf("ConvertRequest", save_requests.ConvertRequest(Path("r.json"), "torchao")),
+    control.Open("demo", Options(texts=(Path("a b.txt"),), settings=RunSettings(autocast="bfloat16")), True),
+    control.Resume(7),
+    control.Acknowledge(3),
+    control.PlanExport(),
+    control.Close(),
+    save_requests.ExportRequest(Path("out"), True),
+    save_requests.RecipeRequest(Path("r.yaml"), drift=report(RECIPE)),
+    save_requests.ReportRequest(Path("r.html")),
+    save_requests.ConvertRequest(Path("r.json"), "torchao"),
     commands.SetRecipe(RECIPE),
     commands.FollowRecipe(RECIPE),
     commands.SetSettings(RunSettings("bfloat16")),
@@ -59,9 +60,9 @@ def test_a_request_arrives_as_it_was_sent(request_: messages.Request) -> None:
     assert type(arrived) is type(request_)
 
 
-def crossed(event: events.Event, recipes: messages.RecipeNumbers) -> Any:
-    decoder = messages.AnswerDecoder(recipes)
-    *parts, arrived = [decoder.decode(data) for data in messages.encode_answer(event, recipes)]
+def crossed(event: events.Event) -> Any:
+    decoder = messages.AnswerDecoder()
+    *parts, arrived = [decoder.decode(data) for data in messages.encode_answer(event)]
     assert set(parts) <= {None}
     return arrived
 
@@ -89,8 +90,8 @@ def described(tree: Tree) -> list[object]:
 
 def assert_same(arrived: Any, sent: Any) -> None:
     assert type(arrived) is type(sent)
-    for name, value in zip(sent._fields, sent, strict=True):
-        got = getattr(arrived, name)
+    for name in sent.__struct_fields__:
+        value, got = getattr(sent, name), getattr(arrived, name)
         if isinstance(value, Tree):
             assert described(got) == described(value)
         else:
@@ -117,12 +118,10 @@ def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:
         recorded.wait_for(events.ScanUpdated, lambda event: event.finished)
         recorded.wait_for(events.ExportPlanned)
         recorded.wait_for(events.WeightInspected)
-        recipes = messages.RecipeNumbers()
-        recipes.note(commands.SetRecipe(RECIPE))
         told = list(recorded.events)
     assert len({type(event) for event in told}) > 18
     for event in told:
-        assert_same(crossed(event, recipes), event)
+        assert_same(crossed(event), event)
 
 
 FIELD_WORDS = {
@@ -149,29 +148,15 @@ def made_up(hint: Any, name: str = "") -> Any:
         return tuple(made_up(one, name) for one in arguments if one is not ...)
     if arguments:
         return made_up(arguments[0], name)
-    if dataclasses.is_dataclass(hint):
-        hints = typing.get_type_hints(hint, localns=messages_names())
-        return hint(**{field.name: made_up(hints[field.name], field.name) for field in dataclasses.fields(hint)})
+    if dataclasses.is_dataclass(hint) or issubclass(hint, Message):
+        return hint(**{name: made_up(type_, name) for name, type_ in typing.get_type_hints(hint).items()})
     return {int: 3, float: float("inf"), str: FIELD_WORDS.get(name, "wörter\nzwei"), bool: True}[hint]
 
 
-def messages_names() -> dict[str, Any]:
-    from dtype_engine.core import tree
-    from dtype_engine.results import attribution, drift, inputs, losses, memory, runs, scan, weights
-
-    found: dict[str, Any] = {}
-    for module in (tree, attribution, drift, inputs, losses, memory, runs, scan, weights, save_requests, commands):
-        found |= vars(module)
-    return found | {"Recipe": Recipe}
-
-
-@pytest.mark.parametrize("kind", typing.get_args(events.Event), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", events.Event.__subclasses__(), ids=lambda kind: kind.__name__)
 def test_an_event_of_every_type_crosses(kind: Any) -> None:
-    hints = typing.get_type_hints(kind, localns=messages_names())
-    event = kind(**{name: made_up(hint, name) for name, hint in hints.items()})
-    recipes = messages.RecipeNumbers()
-    recipes.note(commands.SetRecipe(RECIPE))
-    assert_same(crossed(event, recipes), event)
+    event = made_up(kind)
+    assert_same(crossed(event), event)
 
 
 def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None:
@@ -179,7 +164,7 @@ def test_a_live_tree_crosses_with_classes_ties_and_the_order_of_layers() -> None
         ready = recorded.wait_for(events.ModelReady)
     assert ready.tree.has_classes
     assert any(tensor.aliases for tensor in ready.tree.tensors.values())
-    assert_same(crossed(ready, messages.RecipeNumbers()), ready)
+    assert_same(crossed(ready), ready)
 
 
 def test_a_packed_tree_is_the_same_when_it_is_unpacked() -> None:
@@ -198,17 +183,16 @@ def test_a_large_tree_comes_in_parts_that_are_small() -> None:
     tree = from_tensors(
         TensorInfo(f"layers.{i}.mlp.experts.{j}.w", (64, 64), "bfloat16") for i in range(40) for j in range(100)
     )
-    parts = list(messages.encode_answer(events.HeadersRead(tree), messages.RecipeNumbers()))
+    parts = list(messages.encode_answer(events.HeadersRead(tree)))
     assert len(parts) > 8
     assert max(map(len, parts)) < 40_000
-    assert_same(crossed(events.HeadersRead(tree), messages.RecipeNumbers()), events.HeadersRead(tree))
+    assert_same(crossed(events.HeadersRead(tree)), events.HeadersRead(tree))
 
 
 def test_text_that_would_drive_a_terminal_is_escaped_but_names_of_the_tree_stay() -> None:
     name = "layer\x1b[2J.weight"
-    recipes = messages.RecipeNumbers()
-    decoder = messages.AnswerDecoder(recipes)
-    reading = made_up(typing.get_type_hints(events.WeightInspected, localns=messages_names())["reading"])
+    decoder = messages.AnswerDecoder()
+    reading = made_up(typing.get_type_hints(events.WeightInspected)["reading"])
     tree = from_tensors([TensorInfo(name, (1,), "float32")])
     sent: list[events.Event] = [
         events.HeadersRead(tree, ("a\x1b]0;title\x07b\nsecond line\u202e",)),
@@ -216,25 +200,31 @@ def test_text_that_would_drive_a_terminal_is_escaped_but_names_of_the_tree_stay(
     ]
     read: Any
     read, inspected = [
-        answer for event in sent for data in messages.encode_answer(event, recipes) if (answer := decoder.decode(data))
+        answer for event in sent for data in messages.encode_answer(event) if (answer := decoder.decode(data))
     ]
     assert read.notices == ("a\\x1b]0;title\\x07b\nsecond line\\u202e",)
     assert name in read.tree.tensors
     assert inspected.name == name
 
 
-def test_a_recipe_that_nobody_asked_for_is_refused() -> None:
-    data = msgspec.msgpack.encode(["CastingProgress", 5, 1, 2])
-    with pytest.raises(WireError, match="no recipe 5"):
-        messages.AnswerDecoder(messages.RecipeNumbers()).decode(data)
+@pytest.mark.parametrize("rule", [("*", 3), (["*"], "float16"), (None, "float16")])
+def test_a_recipe_of_what_is_no_rule_is_refused(rule: tuple[Any, Any]) -> None:
+    recipe = {"rules": [dict(zip(("pattern", "dtype"), rule, strict=True))]}
+    with pytest.raises(WireError):
+        messages.AnswerDecoder().decode(msgspec.msgpack.encode(["CastingProgress", recipe, 1, 2]))
 
 
-WORDS: list[Any] = [kind.__name__ for kind in typing.get_args(events.Event)] + [
+def test_a_recipe_arrives_as_it_is_whatever_its_patterns_hold() -> None:
+    recipe = Recipe((Rule.parse("*.layer\x1b[[]2J.*=bf16"), Rule.parse("re:\u202e.*=f16")))
+    assert crossed(events.CastingProgress(recipe, 1, 2)).recipe == recipe
+
+
+WORDS: list[Any] = [kind.__name__ for kind in events.Event.__subclasses__()] + [
     "TreePart",
     "Hello",
     "Opened",
     "Open",
-    "SaveOf",
+    "ExportRequest",
 ]
 VALUES = st.recursive(
     st.none()
@@ -255,7 +245,7 @@ def test_a_made_up_message_is_an_event_or_a_wire_error(word: str, fields: list[A
         data = msgspec.msgpack.encode([word, *fields])
     except (OverflowError, ValueError):
         return
-    for read in (messages.AnswerDecoder(messages.RecipeNumbers()).decode, messages.decode_request):
+    for read in (messages.AnswerDecoder().decode, messages.decode_request):
         try:
             read(data)
         except WireError:
@@ -270,7 +260,7 @@ def test_bytes_that_are_no_stream_of_messages_end_it(data: bytes, compressed: bo
     try:
         assert reader.find_mark(compressed)
         while (message := reader.next()) is not None:
-            messages.AnswerDecoder(messages.RecipeNumbers()).decode(message)
+            messages.AnswerDecoder().decode(message)
     except WireError:
         pass
 

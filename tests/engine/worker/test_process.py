@@ -14,7 +14,7 @@ from tests.helpers import preloaded
 from tests.helpers.recorded_worker import RecordedProcess
 
 from dtype_engine import Options, Recipe, Rule
-from dtype_engine.worker import events, messages
+from dtype_engine.worker import control, events
 from dtype_engine.worker.commands import Cancel, SetRecipe, TraceCasts
 from dtype_engine.worker.connection import EngineCommand, signal_words
 from dtype_engine.worker.save_requests import RecipeRequest, ReportRequest
@@ -121,7 +121,7 @@ def python(program: str) -> EngineCommand:
 
 
 HELLO = (
-    f"PROTOCOL = {messages.PROTOCOL}"
+    f"PROTOCOL = {control.PROTOCOL}"
     + """
 import sys, msgspec
 def put(*message):

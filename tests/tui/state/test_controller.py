@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import RecordingEngine, demo_tree, report
 
@@ -71,7 +72,7 @@ def test_what_belongs_to_another_recipe_changes_nothing(alone: Alone, event: eve
     assert alone.experiment == before
     assert vars(alone.controller.activity) == activity
     assert alone.said == said
-    assert alone.controller.handle(event._replace(recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
+    assert alone.controller.handle(msgspec.structs.replace(event, recipe=BF16)), "but for the recipe in force it counts"  # type: ignore[union-attr]
 
 
 def test_what_is_written_and_what_is_stopped_counts_for_any_recipe(alone: Alone) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, report
 
@@ -68,7 +69,7 @@ def test_figures_in_part_stay_when_it_is_stopped_and_go_with_the_recipe(experime
 def test_figures_of_other_settings_are_stale(experiment: Experiment) -> None:
     experiment.set_settings(RunSettings(autocast="bfloat16"))
     assert experiment.is_stale(told(2))
-    assert not experiment.is_stale(told(2)._replace(settings="autocast bfloat16"))
+    assert not experiment.is_stale(msgspec.structs.replace(told(2), settings="autocast bfloat16"))
 
 
 def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> None:

@@ -197,7 +197,7 @@ def _opened_by_engine(request: RunRequest) -> Connection:
     Raises UserError for a rule that takes nothing.
     """
     from dtype_engine.worker.connection import Connection, EngineCommand
-    from dtype_engine.worker.messages import Open
+    from dtype_engine.worker.control import Open
     from dtype_tui.process.early_engine import take
 
     command = EngineCommand()

@@ -96,7 +96,7 @@ def connect(model: str | None, engine_command: str | None, options: Options, rec
         raise UserError("--engine-command is the way to the engine already: name MODEL as it is there, without ssh://")
     else:
         command = command_from(engine_command)
-    from dtype_engine.worker.messages import Open
+    from dtype_engine.worker.control import Open
 
     session = new_session()
     connection = Connection(command, command.start(session, attended=True))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import msgspec
+
 from dtype_engine.worker.events import Event
 
 _IN_THE_APP = (
@@ -35,4 +37,4 @@ def heard_in_the_app(event: Event) -> Event:
         for name in ("message", "no_forward", "sentence", "reason")
         if isinstance(value := getattr(event, name, None), str)
     }
-    return cast(Event, event_of_any_kind._replace(**fields)) if fields else event
+    return cast(Event, msgspec.structs.replace(event_of_any_kind, **fields)) if fields else event

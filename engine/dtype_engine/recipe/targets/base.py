@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -106,7 +105,7 @@ class Target:
 
 def matcher(source: str, pattern: str, kind: Anchored) -> Callable[[str], object]:
     """A tool's regular expression, without the flag that ours have. Raises PatternError."""
-    return compile_regex(source, pattern, kind, flags=re.RegexFlag(0))
+    return compile_regex(source, pattern, kind, dotall=False)
 
 
 def first(patterns: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.model.hf_private import turned_names
 from dtype_engine.runtime.model.hub import without_foreign_kernels
 from dtype_engine.runtime.model.module_tree import collect_tensors
-from dtype_engine.runtime.model.name_mapping import map_names
+from dtype_engine.runtime.model.name_mapping import Placement, map_names
 
 _MODULES_ALWAYS, _MODULES_PER_TENSOR = 2_000, 10
 """Models have fewer than three modules a tensor; those that share layers or hold no tensors in many of them are small."""
@@ -63,8 +63,10 @@ def architecture(transformers: ModuleType, checkpoint: Checkpoint, options: Opti
     return Architecture(model_class, made, notices)
 
 
-def make(chosen: Architecture, checkpoint: Checkpoint) -> nn.Module:
-    """The module without data, on the meta device. Raises NoForward where it can't be made, or is not that of these tensors."""
+def make(chosen: Architecture, checkpoint: Checkpoint) -> tuple[nn.Module, Mapping[str, Placement]]:
+    """The module without data, on the meta device, and where each tensor of the files goes in it. Raises NoForward where it
+    can't be made, or is not that of these tensors.
+    """
     folder = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     maker = getattr(chosen.model_class, "from_config", None) or chosen.model_class
     config = without_quantization(chosen.config)
@@ -72,8 +74,9 @@ def make(chosen: Architecture, checkpoint: Checkpoint) -> nn.Module:
         module = maker(config)
     if not isinstance(module, nn.Module):
         raise NoForward(f"{folder}: {chosen.model_class.__name__} is no model")
-    _refuse_misfit(module, checkpoint, folder)
-    return module
+    placements = map_names(module, checkpoint.weights)
+    _refuse_misfit(module, checkpoint, placements, folder)
+    return module, placements
 
 
 def without_quantization(config: Any) -> Any:
@@ -235,12 +238,13 @@ def _few_modules(tensors: int) -> Iterator[None]:
         handle.remove()
 
 
-def _refuse_misfit(module: nn.Module, checkpoint: Checkpoint, folder: Path) -> None:
+def _refuse_misfit(
+    module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement], folder: Path
+) -> None:
     """Raise NoForward where a module is not that of the checkpoint: none of its tensors has a place, one has another shape, or
     what the files lack would take far more memory than what they have.
     """
     name = type(module).__name__
-    placements = map_names(module, checkpoint.weights)
     infos, tensors = collect_tensors(module)
     filled = {placement.name for placement in placements.values()}
     empty = [info.name for info in infos if info.persistent and not filled.intersection(info.names)]

@@ -50,9 +50,8 @@ def describe(source: Source, options: Options, checkpoint: Checkpoint | None = N
         return ModelDescription(tree_of(module), _kinds(module), None)
     model_type = (checkpoint.config or {}).get("model_type")
     named = model_type if isinstance(model_type, str) else None
-    module_without_data = build_on_meta(checkpoint, options)
-    if module_without_data is not None:
-        placements = map_names(module_without_data, checkpoint.weights)
+    if (made := build_on_meta(checkpoint, options)) is not None:
+        module_without_data, placements = made
         tree = stored_tree(module_without_data, checkpoint, placements)
         return ModelDescription(tree, _kinds(module_without_data), named, placements)
     try:

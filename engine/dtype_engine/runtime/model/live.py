@@ -26,7 +26,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.formats.quantize_blocks import finite_amax
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
-from dtype_engine.runtime.model.name_mapping import map_names
+from dtype_engine.runtime.model.name_mapping import Placement
 from dtype_engine.runtime.model.stored_tree import unused, with_files
 from dtype_engine.runtime.model.torch_private import is_compiled
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
@@ -142,11 +142,13 @@ class LiveModel:
         title: str,
         device: torch.device,
         quantized: Mapping[str, tuple[str, torch.Tensor]] | None = None,
+        placements: Mapping[str, Placement] | None = None,
         **rest: Any,
     ) -> LiveModel:
         """Take over a module: evaluation mode, no gradients, on `device`, its tensors as they are now the originals.
 
-        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each. Raises UserError
+        `quantized`: the storage-only dtype and the scales of weights that hold scaled numbers, by a name of each. `placements`:
+        where each tensor of the files went, for a module with a checkpoint. Raises UserError
         where tensors have no data, or a module is compiled by TorchScript.
         """
         if any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers())):
@@ -177,7 +179,8 @@ class LiveModel:
         besides: list[TensorInfo] = []
         checkpoint = rest.get("checkpoint")
         if checkpoint is not None:
-            placements, headers = map_names(module, checkpoint.weights), checkpoint.tree().tensors
+            assert placements is not None
+            headers = checkpoint.tree().tensors
             infos = with_files(infos, checkpoint, placements, headers, own_dtypes=True)
             besides = unused(placements, headers, infos, type(module).__name__)
         weights = {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,7 @@ def _from_checkpoint(
         folder=folder,
         notices=loaded.notices,
         checkpoint=checkpoint,
+        placements=loaded.placements,
         trust_remote_code=options.trust_remote_code,
         identities=checkpoint.identities,
     )
@@ -127,6 +128,8 @@ class Loaded:
     module: nn.Module
     quantized: dict[str, tuple[str, torch.Tensor]]
     notices: tuple[str, ...] = ()
+    placements: Mapping[str, Placement] = field(default_factory=dict)
+    """The tensor of the module that each tensor of the files has become."""
 
 
 def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: OnStep = lambda step: None) -> Loaded:
@@ -163,9 +166,10 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
             # Scaled weights are brought back here, from the file's own scales; no other package has a say in it.
             more["config"] = without_quantization(chosen.config)
             more["key_mapping"] = {rf"^(.+){OWN_SUFFIX}$": r"\1"}
+        placements: dict[str, Placement] = {}
         try:
             with exits_as_errors():
-                module, loading_info = as_stored(model_class, checkpoint).from_pretrained(
+                module, loading_info = as_stored(model_class, checkpoint, placements).from_pretrained(
                     folder,
                     dtype=torch_dtype(loading_dtype(checkpoint)),
                     output_loading_info=True,
@@ -182,8 +186,8 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         if isinstance(model_class, type) and type(module).__mro__[1:2] == (model_class,):
             module.__class__ = model_class
     module.requires_grad_(False)
-    placements = map_names(module, restorable(checkpoint))
-    _restore_stored(module, checkpoint, placements)
+    placements = placements or map_names(module, checkpoint.weights)
+    _restore_stored(module, checkpoint, restorable(checkpoint, placements))
     quantized, packed = _restore_quantized(module, checkpoint, placements)
     notices = [*checkpoint.notices, *chosen.notices]
     if missing := sorted(set(loading_info.get("missing_keys") or ()) - packed):
@@ -194,7 +198,7 @@ def load_module(checkpoint: Checkpoint, title: str, options: Options, on_step: O
         notices.append(
             f"{len(unused)} tensors of the checkpoint are not used by {type(module).__name__}, first {unused[0]}"
         )
-    return Loaded(module, quantized, tuple(notices))
+    return Loaded(module, quantized, tuple(notices), placements)
 
 
 def load_pretrained(folder: Path, module: nn.Module | None = None, options: Options | None = None) -> nn.Module:
@@ -248,8 +252,9 @@ def load_into(module: nn.Module, checkpoint: Checkpoint) -> Loaded:
     return Loaded(module, quantized)
 
 
-def build_on_meta(checkpoint: Checkpoint, options: Options) -> nn.Module | None:
-    """A checkpoint's architecture without data, on the meta device; None where it is not known or can't be made so.
+def build_on_meta(checkpoint: Checkpoint, options: Options) -> tuple[nn.Module, Mapping[str, Placement]] | None:
+    """A checkpoint's architecture without data, on the meta device, and where each tensor of the files goes in it; None where it is
+    not known or can't be made so.
 
     Raises UserError for an architecture in `options` that transformers does not have.
     """
@@ -270,14 +275,16 @@ def loading_dtype(checkpoint: Checkpoint) -> str:
     return dtypes.widest(checkpoint.dtype(name) for name in checkpoint.weights)
 
 
-def as_stored(model_class: Any, checkpoint: Checkpoint) -> Any:
+def as_stored(model_class: Any, checkpoint: Checkpoint, placements: dict[str, Placement]) -> Any:
     """The class, made to load every tensor in its stored dtype at once where this transformers asks its classes for that.
 
     Otherwise tensors of other dtypes than the one loaded in are copied, only to be put back from the file afterwards.
+    placements: filled with where each tensor of the files goes, when the class is asked.
     """
 
     def stored(module: nn.Module) -> dict[str, torch.dtype]:
-        wanted = stored_dtypes(checkpoint, map_names(module, restorable(checkpoint)))
+        placements.update(map_names(module, checkpoint.weights))
+        wanted = stored_dtypes(checkpoint, restorable(checkpoint, placements))
         # Packed codes are no values of the weight: transformers does not find it, and makes it as any other that is missing.
         return {name: torch_dtype(dtype) for name, dtype in wanted.items() if not _is_packed(dtype)}
 

@@ -52,16 +52,16 @@ def map_names(module: nn.Module, names: Iterable[str]) -> dict[str, Placement]:
     return placements
 
 
-def restorable(checkpoint: Checkpoint) -> list[str]:
+def restorable(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, Placement]:
     """The weights whose stored dtype a loader is to keep: those that can be cast, and those stored with scales by an export.
 
     Integers, and what other programs quantised, are left to transformers.
     """
-    return [
-        name
-        for name in checkpoint.weights
+    return {
+        name: placement
+        for name, placement in placements.items()
         if name in checkpoint.quantized or checkpoint.dtype(name) in dtypes.COMPUTE_DTYPES
-    ]
+    }
 
 
 def stored_dtypes(checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> dict[str, str]:
