@@ -29,6 +29,7 @@ from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.rendering.engine_messages import heard_in_the_app
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
@@ -68,7 +69,9 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
-        """What the engine tells is drawn at most so often: every drawing goes over the wire. A key is drawn at once."""
+        """Seconds: what the engine tells is drawn at most so often, in every window. Ten times a second looks alive, and leaves a
+        line of 50 kB/s most of its time for the answers to keys, which are drawn at once.
+        """
         self._draw_is_due = False
         self._drawn_at = 0.0
 
@@ -166,6 +169,9 @@ class MainScreen(Screen[None]):
     def _draw(self) -> None:
         self._draw_is_due, self._drawn_at = False, time.monotonic()
         self.show_all()
+        for window in self.app.screen_stack[1:]:
+            if isinstance(window, ModalScreen) and window.is_mounted:
+                window.show_figures()
         for window in self.app.screen_stack[1:-1]:
             window.refresh()  # a window below another keeps a picture of what is below itself
 

@@ -80,12 +80,12 @@ class CausesScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-        self._refresh_causes()
+        self.show_figures()
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._plot)
 
-    def _refresh_causes(self) -> None:
+    def show_figures(self) -> None:
         """Show the causes once they are measured, and until then the progress."""
         report = self._experiment.causes
         if report is None:
@@ -145,7 +145,7 @@ class CausesScreen(ModalScreen[None]):
         match message.event:
             case events.Refused(job="causes"):
                 self._refused = True
-        self._refresh_causes()
+                self.show_figures()
 
 
 def _drawn(sqnr_db: float | None) -> float:

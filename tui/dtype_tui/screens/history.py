@@ -82,9 +82,9 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.query_one(DataTable).focus()
         self._fill(len(self._experiment.measured) - 1)
 
-    def on_engine_event(self) -> None:
+    def show_figures(self) -> None:
         """Show what was measured meanwhile; the cursor stays."""
-        if self.is_mounted and self._seen != self._entries:
+        if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
             self._fill(keys.index(at) if at in keys else len(keys) - 1)

@@ -67,6 +67,9 @@ class ModalScreen(_ModalScreen[Result]):
         """Close it with a result, unless it is closed."""
         return _close_once(self, super().dismiss, result)
 
+    def show_figures(self) -> None:
+        """Show what the engine has told meanwhile. The main screen calls this, as often as it draws such figures itself."""
+
     def action_leave(self) -> None:
         self.dismiss()
 

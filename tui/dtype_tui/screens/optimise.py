@@ -99,7 +99,7 @@ class OptimiseScreen(ModalScreen[None]):
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw)
 
-    def on_engine_event(self) -> None:
+    def show_figures(self) -> None:
         """Draw again when the scan's estimates have changed or a point was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
