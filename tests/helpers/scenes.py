@@ -9,6 +9,7 @@ from tests.helpers.recording_engine import make_app, report, say
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
 from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
@@ -97,7 +98,7 @@ async def measured_in_part(app: DtypeApp, pilot: Pilot[None]) -> None:
     extent = Extent(done=2, total=6, positions=295, of_tokens=True, rel_l2_error=0.05, kl_error=0.11)
     reading = PartialDrift(report(MIXED).output, extent)
     kept = dataclasses.replace(memory(), kept_bytes=31 * MIB, kept_budget_bytes=2 * 1024 * MIB)
-    await say(app, pilot, events.OutputMeasured(MIXED, "defaults", reading), events.Memory(MIXED, kept))
+    await say(app, pilot, events.OutputMeasured(MIXED, RunSettings(), reading), events.Memory(MIXED, kept))
 
 
 def after(scene: Scene, *keys: str) -> Scene:
@@ -220,7 +221,7 @@ def scanned(app: DtypeApp) -> events.Event:
         "demo",
         "cpu",
         "float32",
-        app.controller.experiment.inputs,
+        app.controller.experiment.model.inputs,
         NATS,
         False,
         4,

@@ -133,8 +133,8 @@ class MainScreen(Screen[None]):
         self._show_panes()
         self._show_status()
         message = self.query_one("#message", Static)
-        message.display = not self.experiment.has_tree
-        if not self.experiment.has_tree:
+        message.display = not self.experiment.model.has_tree
+        if not self.experiment.model.has_tree:
             waiting = f"{self.controller.activity.what}…\nThe tree appears when the model is there."
             message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
@@ -206,15 +206,15 @@ class MainScreen(Screen[None]):
     @property
     def cursor(self) -> str | None:
         """The node that a session taken up begins at; None where nothing is known of the model."""
-        if self._wanted_cursor is not None or not self.experiment.has_tree:
+        if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget outlives the screen: the last keys count although the app is ending.
         return self._tree.current.name if self._tree.rows else ""
 
     def _go_to_wanted_cursor(self) -> None:
-        if self._wanted_cursor is not None and self.experiment.has_tree:
+        if self._wanted_cursor is not None and self.experiment.model.has_tree:
             there = self.tree_view.go_to(self._wanted_cursor)
-            if there or self.experiment.live or self.controller.open_error:
+            if there or self.experiment.model.live or self.controller.open_error:
                 self._wanted_cursor = None
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
@@ -223,7 +223,7 @@ class MainScreen(Screen[None]):
 
     def action_worst(self) -> None:
         """Go to the module that drifts most; from there to the next worst, and round."""
-        names = [reading.name for reading in self.experiment.worst_modules()]
+        names = [reading.name for reading in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")
             return
@@ -284,7 +284,7 @@ class MainScreen(Screen[None]):
 
     def action_inputs(self, line: str = "") -> None:
         """Run on what the line names; without one, show what the model is run on."""
-        if not self.experiment.live:
+        if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
         elif line:
             self._set_inputs(line)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
+from dtype_engine.core.options import RunSettings
+
 if TYPE_CHECKING:
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Recipe
@@ -127,18 +129,19 @@ class ModulesMeasured(NamedTuple):
 
 
 class OutputMeasured(NamedTuple):
-    """Drift of the main output over the sequences of a measurement that were run so far; `settings` as in a report."""
+    """Drift of the main output over the sequences of a measurement that were run so far; `settings` are those it is run with."""
 
     recipe: Recipe
-    settings: str
+    settings: RunSettings
     reading: PartialDrift
 
 
 class Measured(NamedTuple):
-    """A measurement is complete, or as precise as was asked for."""
+    """A measurement is complete, or as precise as was asked for; `settings` are those it was run with."""
 
     recipe: Recipe
     report: DriftReport
+    settings: RunSettings = RunSettings()
 
 
 class NoiseFloorMeasured(NamedTuple):
@@ -240,9 +243,10 @@ class ScanUpdated(NamedTuple):
 
 
 class RecipeMeasured(NamedTuple):
-    """One of several recipes was measured, whichever is in force."""
+    """One of several recipes was measured, whichever is in force; `settings` are those it was run with."""
 
     report: DriftReport
+    settings: RunSettings = RunSettings()
 
 
 class Noticed(NamedTuple):

@@ -29,7 +29,7 @@ from dtype_engine.worker import commands, events, save_requests
 from dtype_engine.worker.checks import check_event
 from dtype_engine.worker.frames import WireError
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Changes with every message that changes."""
 _A_PART = 400
 """Tensors, and modules, of a part of a tree."""

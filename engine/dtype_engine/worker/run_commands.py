@@ -160,7 +160,7 @@ class CommandRunner:
 
         def on_reading(reading: Reading) -> None:
             if not reading.extent().whole and readings.due():
-                self._emit(events.OutputMeasured(recipe, str(session.settings), reading.partial()))
+                self._emit(events.OutputMeasured(recipe, session.settings, reading.partial()))
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
@@ -175,7 +175,7 @@ class CommandRunner:
             precision=lambda: None if self._in_full() else session.options.precision,
             modules_in_full=lambda: self._in_full() or session.options.modules == "exact",
         )
-        self._emit(events.Measured(recipe, report))
+        self._emit(events.Measured(recipe, report, session.settings))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)
         return FindNonfinite(report), FindLossRemedy(report), *floor
 

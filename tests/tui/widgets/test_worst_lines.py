@@ -12,6 +12,7 @@ from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
 from dtype_tui.rendering.worst_lines import told_apart, worst_lines_or_longer
+from dtype_tui.state.results import Results
 
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
 
@@ -63,7 +64,7 @@ async def test_a_scrollbar_takes_no_cell_of_a_panes_text() -> None:
         await ready(app, pilot)
         pane = app.main.side.panes[0]
         for failure in ("one line", "many lines " * 100):
-            app.controller.experiment.failure = failure
+            app.controller.experiment.results = Results(failure=failure)
             app.main.show_all()
             await pilot.pause()
             widths.append((pane.show_vertical_scrollbar, pane.columns, pane.query_one(Static).size.width))
