@@ -27,7 +27,7 @@ from dtype_engine.worker.commands import MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
-from dtype_tui.rendering.engine_messages import heard_in_the_app
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
@@ -177,13 +177,13 @@ class MainScreen(Screen[None]):
 
     def say(self, text: str, severity: Severity) -> None:
         """Show a sentence until it has been read."""
-        self.notify(printable(text, 500), severity=severity, markup=False)
+        self.notify(printable(with_keys(text), 500), severity=severity, markup=False)
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
     def on_engine_event(self, message: EngineEvent) -> None:
         """The controller takes it in, then each window that is open."""
-        event = heard_in_the_app(message.event)
+        event = message.event
         if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)
@@ -393,4 +393,4 @@ class MainScreen(Screen[None]):
             else:
                 await self.app.run_action((destination, name, arguments), self)
         except UserError as error:
-            self.say(str(error), "error")
+            self.say(error.sentence, "error")

@@ -195,7 +195,7 @@ class CommandRunner:
         try:
             session.use_inputs(parse_inputs_line(session.options, line), token)
         except UserError as error:
-            self._emit(events.InputsRefused(str(error)))
+            self._emit(events.InputsRefused(error.sentence))
             return ()
         emit_inputs(session, self._emit)
         return (Measure(),)
@@ -246,7 +246,7 @@ class CommandRunner:
                 sentence, notices = run_save(request, context)
                 self._emit(events.Saved(recipe, True, sentence, notices))
         except UserError as error:
-            self._emit(events.Saved(recipe, False, str(error)))
+            self._emit(events.Saved(recipe, False, error.sentence))
         except Cancelled:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
         except (Exception, SystemExit) as error:

@@ -25,6 +25,7 @@ from dtype_engine.worker.commands import (
     SetSettings,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.rendering.job_names import stopped_sentence
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
@@ -110,8 +111,8 @@ class Controller:
                 self._notify_all(event.notices, "warning")
                 self._warn_unmatched()
             case events.OpenFailed():
-                self.open_error = event.message
-                experiment.model = replace(experiment.model, no_forward=event.message, partial=False)
+                self.open_error = with_keys(event.message)
+                experiment.model = replace(experiment.model, no_forward=self.open_error, partial=False)
                 if not event.classes_follow:
                     self._start_with_preset()
 
@@ -171,7 +172,7 @@ class Controller:
         try:
             made = PRESETS[name].recipe(self.experiment.tree)
         except UserError as error:
-            self.notify(str(error), "warning")
+            self.notify(error.sentence, "warning")
             return
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             self.engine.request(SetRecipe(self.experiment.recipe))

@@ -14,6 +14,7 @@ from dtype_engine.recipe import Plan, Recipe, RecipeHistory, Rule, explain_no_ma
 from dtype_engine.recipe.regexes import shortened
 from dtype_engine.results.thresholds import Thresholds
 from dtype_engine.worker import events
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.state.measurement_log import MeasuredRecipe, ModuleLog, measured, remember
 from dtype_tui.state.results import Losses, Results, measured_modules
 from dtype_tui.state.scan import ScanState
@@ -97,7 +98,7 @@ class Experiment:
             class_name=ready.class_name,
             inputs=ready.inputs,
             device=device,
-            no_forward=ready.no_forward,
+            no_forward=with_keys(ready.no_forward) if ready.no_forward else None,
             live=True,
         )
         self._known.clear()  # the model's code or files may be others
@@ -243,7 +244,7 @@ class Experiment:
             case events.AttributionReady():
                 self.results = replace(results, causes=event.report)
             case events.Failed():
-                self.results = replace(results, failure=event.message, failed_module=event.module)
+                self.results = replace(results, failure=with_keys(event.message), failed_module=event.module)
 
     def _set_report(self, report: DriftReport) -> None:
         """The recipe in force is measured."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.options import Options
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
@@ -59,7 +60,7 @@ class Session(ExportableModel):
             try:
                 self.inputs = make_inputs(model, options)
             except NoForward as error:
-                self.no_forward = str(error)
+                self.no_forward = error.sentence
 
     @reading_weights
     def drift(
@@ -194,7 +195,7 @@ class Session(ExportableModel):
             return self.model.weights[name].count_loss(dtype, cancelled)
 
         if report is None or self._meter is None:
-            reason = self.no_forward or "the recipe was not measured"
+            reason = fill_hints(self.no_forward or "the recipe was not measured", ON_THE_COMMAND_LINE)
             return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
         with self.putting_back():
             return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)
