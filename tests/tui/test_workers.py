@@ -122,18 +122,18 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         assert experiment.recipe == Recipe((Rule("*", "bfloat16"),))  # still in force
         for entry in experiment.measured[before:]:
             session.use_recipe(entry.recipe)
-            assert session.drift().output.sqnr_db == entry.sqnr_db
+            assert session.drift().output.sqnr_db == entry.output.sqnr_db
         assert view.measured_here() is not None
         await pilot.press("escape")
         # Other settings: all of the history is measured with these.
         app.controller.set_settings(de.RunSettings(compute="bfloat16"))
         await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
-        recipes = {entry.rules for entry in experiment.measured}
+        recipes = {entry.recipe for entry in experiment.measured}
         await pilot.press("H", "m")
 
-        def measured_now() -> set[tuple[str, ...]]:
+        def measured_now() -> set[de.Recipe]:
             now = experiment.settings
-            return {entry.rules for entry in experiment.measured if entry.settings == now}
+            return {entry.recipe for entry in experiment.measured if entry.settings == now}
 
         await until(pilot, lambda: measured_now() == recipes and not app.controller.activity.busy)
         await pilot.press("m")
