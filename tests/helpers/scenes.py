@@ -139,7 +139,7 @@ async def history(app: DtypeApp, pilot: Pilot[None]) -> None:
         output = dataclasses.replace(measured.output, kl_mean=10.0 ** -(3 + place))
         await say(app, pilot, events.Measured(recipe, dataclasses.replace(measured, output=output)), events.Idle())
     await pilot.press("H")
-    await pilot.pause(0.3)
+    await pilot.pause()
 
 
 def flow(app: DtypeApp) -> events.Event:
@@ -272,7 +272,7 @@ async def bring_up(name: str, app: DtypeApp, pilot: Pilot[None]) -> None:
     await SCENES[name](app, pilot)
     for field in app.screen.query(Input):
         field.cursor_blink = False
-    await pilot.pause(0.25)
+    await pilot.pause(0.1)  # a front is solved in a thread, 0.05 s after the last key
     app.clear_notifications()
     await pilot.pause()
 
