@@ -26,7 +26,7 @@ from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
 from dtype_tui.process.crash_log import recorded
 from dtype_tui.process.key_parser import install_key_parser
-from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
+from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
 from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
@@ -149,7 +149,7 @@ class BaseApp(App[ReturnType]):
         try:
             await super()._dispatch_message(message)
         except Exception as error:
-            if asked_of_a_closed_window(error, self):
+            if is_from_closed_window(error, self):
                 return
             if not isinstance(message, MouseEvent):
                 raise
@@ -160,10 +160,12 @@ class BaseApp(App[ReturnType]):
             # The palette's search runs in a task: what failed there comes in a wrapper without a traceback.
             error = error.error
         pump = active_message_pump.get(None)
-        if asked_of_a_closed_window(error, self):
+        if is_from_closed_window(error, self):
             return
         above = pump.ancestors_with_self if isinstance(pump, Widget) else []
-        palette = next((node for node in (*above, *asked_in(error)) if isinstance(node, CommandPalette)), None)
+        palette = next(
+            (node for node in (*above, *nodes_in_traceback(error)) if isinstance(node, CommandPalette)), None
+        )
         if palette is not None or isinstance(pump, CommandList):
             self._pass_over(error, "the palette was closed")
             if palette is not None:

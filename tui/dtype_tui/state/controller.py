@@ -65,7 +65,7 @@ class Controller:
         self._preset: str | None = None
         """The preset to begin with, until it is in force."""
         self._after_preset = Recipe()
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
@@ -93,7 +93,7 @@ class Controller:
                 if isinstance(event, events.CastDone) and (words := loss_notice(event.lost or ())):
                     self.notify(words, "warning")
                 if isinstance(event, events.Measured):
-                    self._notify_all([each for each in event.report.notices if each not in self._told], "warning")
+                    self._notify_all([each for each in event.report.notices if each not in self._notified], "warning")
         return True
 
     def _handle_opening(self, event: events.HeadersRead | events.ModelReady | events.OpenFailed) -> None:
@@ -130,11 +130,11 @@ class Controller:
                 self.experiment.take(event)
                 self.notify("the run failed: the Drift pane says why", "error")
             case events.Stopped():
-                self.life.heard_of_end(event.job)
+                self.life.note_stopped(event.job)
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
 
     def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
-        self._told.update(sentences)  # a measurement's are not said again
+        self._notified.update(sentences)  # a measurement's are not said again
         for sentence in sentences:
             self.notify(sentence, severity)
 

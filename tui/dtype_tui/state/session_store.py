@@ -295,12 +295,9 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
     )
-    plain = as_plain(file)
-    if not session.scanned:
-        del plain["scanned"]
     return {
         "version": VERSION,
-        **plain,
+        **as_plain(file),
         "saved": session.saved.isoformat(),
         "options": {name: options[name] for name in _OPTIONS},
     }
