@@ -84,12 +84,12 @@ async def play() -> Film:
     experiment, activity = app.controller.experiment, app.controller.activity
     async with app.run_test(size=SIZE) as pilot:
         film = Film(app, pilot)
-        await film.wait(lambda: experiment.report is not None and not activity.busy, 1.0, 5)
+        await film.wait(lambda: experiment.results.report is not None and not activity.busy, 1.0, 5)
         await film.take(1200)
         await film.press(*["down"] * 5, stands=180)
         await film.press("c", "tab", stands=1100)
         await film.press("enter", stands=300)
-        await film.wait(lambda: experiment.report is not None, 0.3, 5)
+        await film.wait(lambda: experiment.results.report is not None, 0.3, 5)
         await film.take(1800)
         await film.press("w", stands=1500)
         await until(pilot, lambda: not activity.busy)
@@ -106,7 +106,7 @@ async def play() -> Film:
         await pilot.pause(0.5)
         await film.take(800)
         await film.press("enter", stands=300)
-        await film.wait(lambda: experiment.report is not None and not activity.busy, 0.5, 4)
+        await film.wait(lambda: experiment.results.report is not None and not activity.busy, 0.5, 4)
         await film.take(3000)
         return film
 

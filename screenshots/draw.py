@@ -73,7 +73,9 @@ async def until(pilot: Pilot[None], condition: Callable[[], object]) -> None:
 
 async def settled(app: DtypeApp, pilot: Pilot[None]) -> None:
     """Wait until the engine has measured the recipe in force."""
-    await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+    await until(
+        pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+    )
     await pilot.pause(0.3)
 
 
@@ -131,7 +133,7 @@ async def optimise(app: DtypeApp, pilot: Pilot[None]) -> None:
 
 async def measuring(app: DtypeApp, pilot: Pilot[None]) -> None:
     """Drift module by module, while the candidate's pass goes by."""
-    await until(pilot, lambda: len(app.controller.experiment.modules) > 20)
+    await until(pilot, lambda: len(app.controller.experiment.results.modules) > 20)
 
 
 async def tour(app: DtypeApp, pilot: Pilot[None]) -> None:

@@ -77,7 +77,7 @@ def test_the_first_paint_waits_for_no_form_of_a_measurement() -> None:
 def test_a_command_line_without_workers_imports_nothing_of_them() -> None:
     """From the start to what draws the screen: the engine is a thread here, which nothing has started yet."""
     statement = (
-        "import sys, dtype_tui.app; from dtype_tui.cli.command import main\n"
+        "import sys, dtype_tui.app; from dtype_tui.cli.main import main\n"
         "drawn = []; dtype_tui.app.DtypeApp.run = lambda app: drawn.append(app)\n"
         "sys.argv = ['dtype-tui', 'demo', '--in-process']\n"
         "import os, pty; ours, terminal = pty.openpty(); output = os.dup(1); _ = [os.dup2(terminal, n) for n in range(3)]\n"

@@ -9,6 +9,7 @@ from tests.helpers.recording_engine import make_app, report, say
 from textual.pilot import Pilot
 from textual.widgets import Input
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule, tensor_bytes
 from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor
 from dtype_engine.results.drift import NATS, Extent, ImplicitCastStats, ModuleDrift, PartialDrift
@@ -97,7 +98,7 @@ async def measured_in_part(app: DtypeApp, pilot: Pilot[None]) -> None:
     extent = Extent(done=2, total=6, positions=295, of_tokens=True, rel_l2_error=0.05, kl_error=0.11)
     reading = PartialDrift(report(MIXED).output, extent)
     kept = dataclasses.replace(memory(), kept_bytes=31 * MIB, kept_budget_bytes=2 * 1024 * MIB)
-    await say(app, pilot, events.OutputMeasured(MIXED, "defaults", reading), events.Memory(MIXED, kept))
+    await say(app, pilot, events.OutputMeasured(MIXED, RunSettings(), reading), events.Memory(MIXED, kept))
 
 
 def after(scene: Scene, *keys: str) -> Scene:
@@ -138,7 +139,7 @@ async def history(app: DtypeApp, pilot: Pilot[None]) -> None:
         output = dataclasses.replace(measured.output, kl_mean=10.0 ** -(3 + place))
         await say(app, pilot, events.Measured(recipe, dataclasses.replace(measured, output=output)), events.Idle())
     await pilot.press("H")
-    await pilot.pause(0.3)
+    await pilot.pause()
 
 
 def flow(app: DtypeApp) -> events.Event:
@@ -220,7 +221,7 @@ def scanned(app: DtypeApp) -> events.Event:
         "demo",
         "cpu",
         "float32",
-        app.controller.experiment.inputs,
+        app.controller.experiment.model.inputs,
         NATS,
         False,
         4,
@@ -271,7 +272,7 @@ async def bring_up(name: str, app: DtypeApp, pilot: Pilot[None]) -> None:
     await SCENES[name](app, pilot)
     for field in app.screen.query(Input):
         field.cursor_blink = False
-    await pilot.pause(0.25)
+    await pilot.pause(0.1)  # a front is solved in a thread, 0.05 s after the last key
     app.clear_notifications()
     await pilot.pause()
 

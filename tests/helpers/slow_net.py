@@ -54,5 +54,5 @@ def slow(net: Path, seconds: float = 0.15) -> None:
 async def opened(app: DtypeApp, size: tuple[int, int] = (120, 36)) -> AsyncIterator[Pilot[None]]:
     """The app with its model open, measured, and the engine at rest."""
     async with app.run_test(size=size) as pilot:
-        await until(pilot, lambda: app.controller.experiment.live and not app.controller.activity.busy)
+        await until(pilot, lambda: app.controller.experiment.model.live and not app.controller.activity.busy)
         yield pilot

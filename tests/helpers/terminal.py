@@ -46,6 +46,7 @@ class Terminal:
     """Runs `dtype-tui` with arguments in a terminal of `size` (columns, rows).
 
     first: as somebody who never did before. forked: its engine comes from a process that has imported torch, five seconds' work.
+    answers: whether the terminal answers a program's questions, such as where its cursor is.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Terminal:
         environment: dict[str, str] | None = None,
         first: bool = False,
         forked: bool = False,
+        answers: bool = True,
     ) -> None:
         program = (PROGRAM,)
         if forked:
@@ -73,7 +75,8 @@ class Terminal:
         self.keyboard, self.slave = pty.openpty()
         fcntl.ioctl(self.keyboard, termios.TIOCSWINSZ, struct.pack("HHHH", size[1], size[0], 0, 0))
         self.settings = termios.tcgetattr(self.slave)
-        self.screen.write_process_input = self._answer
+        if answers:
+            self.screen.write_process_input = self._answer
         self.pid = os.fork()
         if self.pid == 0:
             os.setsid()

@@ -27,12 +27,7 @@ MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
         "_context|_exception|_exit_renderables|_close_messages_no_wait|_filters|_check_bindings|_on_key|_on_paste"
         "|_notifications|_unnotify|_styles_cache"
     ),
-    # Textual's frames, and where it writes them.
-    "tui/dtype_tui/paced_app.py": re.compile(
-        "_compositor|_context|_driver|_running|_closed|_batch_count|_background_screens|_render_chops|_color_system"
-    ),
     "tui/dtype_tui/process/key_parser.py": re.compile("_xterm_parser|_sequence_to_key_events"),
-    "tui/dtype_tui/process/paced_driver.py": re.compile("_file"),
     "tui/dtype_tui/screens/modal.py": re.compile("_exit|_screen_stacks|_select_or_command"),
 }
 """Files that may use private names of other libraries, and which."""

@@ -88,7 +88,8 @@ async def opened(made: Made, *more: str) -> AsyncIterator[tuple[DtypeApp, Pilot[
 def ready(app: DtypeApp) -> bool:
     """The engine has nothing to do, and the model, or why there is none, is known."""
     return not app.controller.activity.busy and (
-        app.controller.open_error is not None or (app.controller.experiment.has_tree and app.controller.experiment.live)
+        app.controller.open_error is not None
+        or (app.controller.experiment.model.has_tree and app.controller.experiment.model.live)
     )
 
 
@@ -135,7 +136,7 @@ async def _memory(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
 async def _drift(app: DtypeApp, pilot: Pilot[None], made: Made) -> str:
     text = pane(app, "Drift")
     if made.module is None or made.inputs is None:
-        assert app.controller.experiment.report is None
+        assert app.controller.experiment.results.report is None
         assert text.startswith("No drift: "), text
         raise Refused(text)
     await until(pilot, lambda: "max |Δ|" in pane(app, "Drift"), "no drift")

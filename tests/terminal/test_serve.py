@@ -232,7 +232,7 @@ def test_it_is_this_machine_only_unless_asked() -> None:
 def test_without_the_package_it_says_what_to_install() -> None:
     blocked = (
         "import sys; sys.modules['textual_serve'] = None; sys.argv = ['dtype-tui', 'serve', 'demo']; "
-        "import dtype_tui.cli.command as c; c.main()"
+        "from dtype_tui.cli.main import main; main()"
     )
     done = subprocess.run([sys.executable, "-c", blocked], capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.returncode == 2

@@ -97,7 +97,7 @@ async def test_a_model_of_python_code_has_its_sizes_in_tree_and_pane(
     parameters, stored = expected_of(net)
     halved = sum(2 * t.numel() for t in module_of(net)().layers.parameters())
     async with opened(app) as pilot:
-        assert not app.controller.experiment.partial
+        assert not app.controller.experiment.model.partial
         assert app.controller.experiment.totals[""].parameters == parameters
         assert app.controller.experiment.plan.stored_bytes == stored
         await until(pilot, lambda: re.search(rf"stored +{stored / 1024:.2f} KiB", screen(app)))
@@ -121,8 +121,10 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        report = app.controller.experiment.report
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
+        report = app.controller.experiment.results.report
         await until(pilot, lambda: screen(app).splitlines()[-1].startswith(" w worst module"))
         hints = screen(app).splitlines()[-1]
         heard: list[events.Event] = []
@@ -134,8 +136,8 @@ async def test_a_refused_key_is_a_notice_and_leaves_the_figures(net: Path, way: 
             await until(pilot, lambda count=count: len(notices(app)) > count)  # type: ignore[misc]
             await until(pilot, lambda: not app.controller.activity.busy)
             assert words in notices(app)[-1]
-            assert app.controller.experiment.failure is None
-            assert app.controller.experiment.report is report
+            assert app.controller.experiment.results.failure is None
+            assert app.controller.experiment.results.report is report
             assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
             await until(pilot, lambda: screen(app).splitlines()[-1] == hints)
         assert not [
@@ -155,12 +157,12 @@ async def test_a_measurement_that_fails_says_so_in_the_pane_and_a_later_refusal_
     app = app_on(way, f"{path}:Net")
     async with opened(app) as pilot:
         await pilot.press("3")
-        await until(pilot, lambda: app.controller.experiment.failure)
+        await until(pilot, lambda: app.controller.experiment.results.failure)
         await until(pilot, lambda: not app.controller.activity.busy)
         await until(pilot, lambda: "not in half" in screen(app))
         await pilot.press("g")
         await until(pilot, lambda: any("does not generate" in words for words in notices(app)))
-        assert "not in half" in str(app.controller.experiment.failure)
+        assert "not in half" in str(app.controller.experiment.results.failure)
 
 
 # -- Esc ---------------------------------------------------------------------------------------------------------------
@@ -189,7 +191,9 @@ async def test_closing_a_window_lets_the_measurement_behind_it_go_on(key: str, n
         await pilot.press("escape")
         await until(pilot, lambda: len(app.screen_stack) == 1)
         slow(net, 0)
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
         assert not any("stopped" in words for words in notices(app))
 
 
@@ -197,8 +201,10 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
-        report = app.controller.experiment.report
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
+        report = app.controller.experiment.results.report
         slow(net)
         await pilot.press("t")
         await until(pilot, lambda: app.controller.activity.what.startswith("timing"))
@@ -217,8 +223,8 @@ async def test_d_and_esc_stop_the_causes_and_not_what_goes_before_them(net: Path
         await pilot.press("escape")
         slow(net, 0)
         await until(pilot, lambda: not app.controller.activity.busy)
-        assert app.controller.experiment.causes is None
-        assert app.controller.experiment.report is report
+        assert app.controller.experiment.results.causes is None
+        assert app.controller.experiment.results.report is report
         assert notices(app)[-1] == "stopped: running each module as cast by itself; d runs them again"
         assert re.search(r"SQNR +\d\d\.\d\d dB", screen(app))
 
@@ -227,7 +233,9 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: W
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
         for keys, said in (
             (("t",), "stopped: timing; t times again"),
             (("t", "f"), "stopped: timing; t times again. Not begun: dtype flow"),
@@ -241,14 +249,16 @@ async def test_esc_says_what_it_stopped_and_what_did_not_begin(net: Path, way: W
             await pilot.press("escape")
             await until(pilot, lambda: not app.controller.activity.busy)
             await until(pilot, lambda said=said: notices(app)[-1:] == [said], 20)  # type: ignore[misc]
-            assert (app.controller.experiment.report is not None) == (keys != ("m",))
+            assert (app.controller.experiment.results.report is not None) == (keys != ("m",))
 
 
 async def test_what_a_stopped_timing_changed_is_put_back_and_told(net: Path, way: Way) -> None:
     app = app_on(way, f"{net}:Net")
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
         assert app.controller.experiment.memory is not None
         before = app.controller.experiment.memory.resident_bytes
         slow(net)

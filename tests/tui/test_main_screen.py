@@ -209,18 +209,18 @@ async def test_a_rule_that_changes_no_dtype_keeps_what_was_measured(app: DtypeAp
         await pilot.press("2")
         recipe = app.controller.experiment.recipe
         await say(app, pilot, ready(app), events.Measured(recipe, report(recipe)), events.Idle())
-        before = app.controller.experiment.report
+        before = app.controller.experiment.results.report
         assert before is not None
         asked = len(engine(app).recipes)
         app.controller.add_rule(Rule.make("model.layers.0.mlp", "bf16"))
         await pilot.pause()
         assert len(app.controller.experiment.recipe) == 2
-        assert app.controller.experiment.report is before
+        assert app.controller.experiment.results.report is before
         assert len(engine(app).recipes) == asked
         assert engine(app).commands[-1] == "follow *=bfloat16, model.layers.0.mlp=bfloat16"
         app.controller.add_rule(Rule.make("model.layers.0.mlp", "f16"))
         await pilot.pause()
-        assert app.controller.experiment.report is None
+        assert app.controller.experiment.results.report is None
         assert len(engine(app).recipes) == asked + 1
 
 
@@ -629,12 +629,12 @@ async def test_settings_are_chosen_by_keys_and_measured_anew(app: DtypeApp) -> N
         await pilot.pause()
         chosen = RunSettings(autocast="bfloat16", float_inputs="model")
         assert engine(app).settings == [chosen]
-        assert app.controller.experiment.report is None
+        assert app.controller.experiment.results.report is None
         late = events.Measured(app.controller.experiment.recipe, report(app.controller.experiment.recipe))
         await say(app, pilot, late)
-        assert app.controller.experiment.report is None, "that was measured under other settings"
-        await say(app, pilot, events.Measured(late.recipe, report(late.recipe, settings=str(chosen))))
-        assert app.controller.experiment.report is not None
+        assert app.controller.experiment.results.report is None, "that was measured under other settings"
+        await say(app, pilot, events.Measured(late.recipe, report(late.recipe, settings=str(chosen)), chosen))
+        assert app.controller.experiment.results.report is not None
         assert "autocast bfloat16" in screen(app)
         await pilot.press("comma", "right", "escape")
         assert engine(app).settings == [chosen], "Esc leaves everything as it was"

@@ -99,13 +99,13 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
     session = de.open(f"{net}:Net", options=Options(device="cpu", tensors=net.with_name("inputs.pt"), threads=1))
     async with opened(app) as pilot:
         await pilot.press("2")
-        await until(pilot, lambda: experiment.report is not None and not app.controller.activity.busy)
+        await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
         await pilot.press("d")
         assert isinstance(app.screen, CausesScreen)
-        await until(pilot, lambda: experiment.causes is not None, 120)
+        await until(pilot, lambda: experiment.results.causes is not None, 120)
         await pilot.press("escape")
         session.use_recipe(experiment.recipe)
-        found = experiment.causes
+        found = experiment.results.causes
         assert found is not None
         assert dataclasses.replace(found, seconds=0.0) == dataclasses.replace(session.causes(), seconds=0.0)
         engine = app.controller.engine
@@ -122,18 +122,18 @@ async def test_causes_and_the_points_of_the_front_are_measured_by_the_workers(ne
         assert experiment.recipe == Recipe((Rule("*", "bfloat16"),))  # still in force
         for entry in experiment.measured[before:]:
             session.use_recipe(entry.recipe)
-            assert session.drift().output.sqnr_db == entry.sqnr_db
+            assert session.drift().output.sqnr_db == entry.output.sqnr_db
         assert view.measured_here() is not None
         await pilot.press("escape")
         # Other settings: all of the history is measured with these.
         app.controller.set_settings(de.RunSettings(compute="bfloat16"))
-        await until(pilot, lambda: experiment.report is not None and not app.controller.activity.busy)
-        recipes = {entry.rules for entry in experiment.measured}
+        await until(pilot, lambda: experiment.results.report is not None and not app.controller.activity.busy)
+        recipes = {entry.recipe for entry in experiment.measured}
         await pilot.press("H", "m")
 
-        def measured_now() -> set[tuple[str, ...]]:
-            now = str(experiment.settings)
-            return {entry.rules for entry in experiment.measured if entry.settings == now}
+        def measured_now() -> set[de.Recipe]:
+            now = experiment.settings
+            return {entry.recipe for entry in experiment.measured if entry.settings == now}
 
         await until(pilot, lambda: measured_now() == recipes and not app.controller.activity.busy)
         await pilot.press("m")
@@ -160,7 +160,7 @@ async def test_a_scan_goes_on_after_the_engine_was_killed_and_its_workers_are_go
         assert len(workers) == 2
         assert not alive
         await pilot.press("R")
-        await until(pilot, lambda: experiment.live and not app.controller.activity.busy)
+        await until(pilot, lambda: experiment.model.live and not app.controller.activity.busy)
         assert 0 < done < SEQUENCES
         await pilot.press("s")
         await until(pilot, lambda: app.controller.activity.what.startswith("scan: 2 workers"))

@@ -21,7 +21,7 @@ def main() -> None:
     sys.setswitchinterval(_SWITCH_S)
     pause_gc()
     start_early(sys.argv[1:])
-    from dtype_tui.cli.command import main as run
+    from dtype_tui.cli.main import main as run
 
     try:
         run()

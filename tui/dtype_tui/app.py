@@ -29,7 +29,7 @@ from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import Severity
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.tour_guide import TourGuide
 
@@ -57,12 +57,10 @@ class DtypeApp(BaseApp[None]):
         self.launch = launch
         self.set_keymap(dict(launch.config.keys))
         experiment = Experiment(
-            launch.title,
+            ModelFacts(launch.title, has_tree=launch.tree is not None, partial=launch.partial),
             launch.tree if launch.tree is not None else Tree(()),
             settings=launch.settings,
             thresholds=launch.thresholds,
-            has_tree=launch.tree is not None,
-            partial=launch.partial,
         )
         self.controller = Controller(experiment, start_engine(self._emit), self._say, self._show)
         cursor = launch.saved.cursor if launch.saved is not None else None

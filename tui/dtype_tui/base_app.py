@@ -10,7 +10,7 @@ import time
 from rich.text import Text
 from textual._context import active_message_pump
 from textual._styles_cache import StylesCache
-from textual.app import ReturnType
+from textual.app import App, ReturnType
 from textual.await_complete import AwaitComplete
 from textual.command import CommandList
 from textual.events import Event, Key, MouseEvent, Paste
@@ -24,9 +24,9 @@ from dtype_engine.cli.program import TRACEBACK, unexpected
 from dtype_tui.config.ascii import AsciiFilter, wants_ascii
 from dtype_tui.config.config import Config
 from dtype_tui.config.themes import HIGH_CONTRAST
-from dtype_tui.paced_app import PacedApp
 from dtype_tui.process.crash_log import recorded
-from dtype_tui.screens.modal import CommandPalette, asked_in, asked_of_a_closed_window
+from dtype_tui.process.key_parser import install_key_parser
+from dtype_tui.screens.modal import CommandPalette, is_from_closed_window, nodes_in_traceback
 from dtype_tui.widgets.message_line import MessageLine
 
 MOST_MESSAGES = 200
@@ -34,7 +34,7 @@ READ_S = 4.0
 """A sentence stays on the screen until a key is pressed so long after it was said, or Escape."""
 
 
-class BaseApp(PacedApp[ReturnType]):
+class BaseApp(App[ReturnType]):
     """Draws in the theme and the characters of the configuration, and ends by an unexpected error with one sentence.
 
     Textual would show a traceback of hundreds of lines. With DTYPE_TUI_TRACEBACK set it still does. An error in Textual's own
@@ -49,6 +49,7 @@ class BaseApp(PacedApp[ReturnType]):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
+        install_key_parser()
         self.register_theme(HIGH_CONTRAST)
         if config.theme is not None:
             self.theme = config.theme
@@ -85,6 +86,11 @@ class BaseApp(PacedApp[ReturnType]):
         if said and said[-1] is not self._read and (surely or time.time() - said[-1].raised_at > READ_S):
             self._read = said[-1]
             self._refresh_notifications()
+
+    def on_driver_signal_resume(self) -> None:
+        """Draw the whole screen again: terminals clear the screen that they change to, and Textual draws only what has changed."""
+        if self.screen_stack:
+            self.screen.refresh()
 
     @property
     def quit_words(self) -> str:
@@ -143,7 +149,7 @@ class BaseApp(PacedApp[ReturnType]):
         try:
             await super()._dispatch_message(message)
         except Exception as error:
-            if asked_of_a_closed_window(error, self):
+            if is_from_closed_window(error, self):
                 return
             if not isinstance(message, MouseEvent):
                 raise
@@ -154,10 +160,12 @@ class BaseApp(PacedApp[ReturnType]):
             # The palette's search runs in a task: what failed there comes in a wrapper without a traceback.
             error = error.error
         pump = active_message_pump.get(None)
-        if asked_of_a_closed_window(error, self):
+        if is_from_closed_window(error, self):
             return
         above = pump.ancestors_with_self if isinstance(pump, Widget) else []
-        palette = next((node for node in (*above, *asked_in(error)) if isinstance(node, CommandPalette)), None)
+        palette = next(
+            (node for node in (*above, *nodes_in_traceback(error)) if isinstance(node, CommandPalette)), None
+        )
         if palette is not None or isinstance(pump, CommandList):
             self._pass_over(error, "the palette was closed")
             if palette is not None:

@@ -76,13 +76,13 @@ class CommandWords:
         from dtype_tui.screens.save import WRITTEN_THERE, save_request
 
         experiment = self._controller.experiment
-        if not experiment.has_tree:
+        if not experiment.model.has_tree:
             raise UserError("there is nothing to write before the model is there")
         there = bool(self._controller.engine.host) and kind in WRITTEN_THERE
         if not there and is_taken(typed):
             raise UserError(f"{printable(typed, 200)} is there already: e asks before it replaces what is there")
         path = Path(typed) if there else Path(typed).expanduser()
-        self._controller.save(save_request(kind, path, False, experiment.report))
+        self._controller.save(save_request(kind, path, False, experiment.results.report))
 
     def completer(self) -> Completer:
         """What may stand in a line: the keys' actions, the commands with words, and this model's names."""

@@ -27,8 +27,9 @@ from dtype_engine.worker.commands import MeasureSpeed, TraceCasts
 from dtype_tui.config.bindings import MAIN_KEYS
 from dtype_tui.main_commands import CommandWords
 from dtype_tui.process.gc_policy import resume_gc
-from dtype_tui.rendering.engine_messages import heard_in_the_app
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.engine_event import EngineEvent
+from dtype_tui.screens.modal import ModalScreen
 from dtype_tui.state.awaited import GENERATE, AwaitedResults, inspect
 from dtype_tui.state.commands import Command
 from dtype_tui.state.controller import Controller
@@ -68,7 +69,9 @@ class MainScreen(Screen[None]):
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
-        """What the engine tells is drawn at most so often: every drawing goes over the wire. A key is drawn at once."""
+        """Seconds: what the engine tells is drawn at most so often, in every window. Ten times a second looks alive, and leaves a
+        line of 50 kB/s most of its time for the answers to keys, which are drawn at once.
+        """
         self._draw_is_due = False
         self._drawn_at = 0.0
 
@@ -130,8 +133,8 @@ class MainScreen(Screen[None]):
         self._show_panes()
         self._show_status()
         message = self.query_one("#message", Static)
-        message.display = not self.experiment.has_tree
-        if not self.experiment.has_tree:
+        message.display = not self.experiment.model.has_tree
+        if not self.experiment.model.has_tree:
             waiting = f"{self.controller.activity.what}…\nThe tree appears when the model is there."
             message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
@@ -166,18 +169,21 @@ class MainScreen(Screen[None]):
     def _draw(self) -> None:
         self._draw_is_due, self._drawn_at = False, time.monotonic()
         self.show_all()
+        for window in self.app.screen_stack[1:]:
+            if isinstance(window, ModalScreen) and window.is_mounted:
+                window.show_figures()
         for window in self.app.screen_stack[1:-1]:
             window.refresh()  # a window below another keeps a picture of what is below itself
 
     def say(self, text: str, severity: Severity) -> None:
         """Show a sentence until it has been read."""
-        self.notify(printable(text, 500), severity=severity, markup=False)
+        self.notify(printable(with_keys(text), 500), severity=severity, markup=False)
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
     def on_engine_event(self, message: EngineEvent) -> None:
         """The controller takes it in, then each window that is open."""
-        event = heard_in_the_app(message.event)
+        event = message.event
         if events.is_opened(event):
             resume_gc()
         self._awaited.take(event)
@@ -200,15 +206,15 @@ class MainScreen(Screen[None]):
     @property
     def cursor(self) -> str | None:
         """The node that a session taken up begins at; None where nothing is known of the model."""
-        if self._wanted_cursor is not None or not self.experiment.has_tree:
+        if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget outlives the screen: the last keys count although the app is ending.
         return self._tree.current.name if self._tree.rows else ""
 
     def _go_to_wanted_cursor(self) -> None:
-        if self._wanted_cursor is not None and self.experiment.has_tree:
+        if self._wanted_cursor is not None and self.experiment.model.has_tree:
             there = self.tree_view.go_to(self._wanted_cursor)
-            if there or self.experiment.live or self.controller.open_error:
+            if there or self.experiment.model.live or self.controller.open_error:
                 self._wanted_cursor = None
 
     def on_module_tree_moved(self, message: ModuleTree.Moved) -> None:
@@ -217,7 +223,7 @@ class MainScreen(Screen[None]):
 
     def action_worst(self) -> None:
         """Go to the module that drifts most; from there to the next worst, and round."""
-        names = [reading.name for reading in self.experiment.worst_modules()]
+        names = [reading.name for reading in self.experiment.results.worst_modules()]
         if not names:
             self.say("no module drifts yet", "information")
             return
@@ -278,7 +284,7 @@ class MainScreen(Screen[None]):
 
     def action_inputs(self, line: str = "") -> None:
         """Run on what the line names; without one, show what the model is run on."""
-        if not self.experiment.live:
+        if not self.experiment.model.live:
             self.say(self.controller.open_error or "the inputs are known when the model is there", "information")
         elif line:
             self._set_inputs(line)
@@ -387,4 +393,4 @@ class MainScreen(Screen[None]):
             else:
                 await self.app.run_action((destination, name, arguments), self)
         except UserError as error:
-            self.say(str(error), "error")
+            self.say(error.sentence, "error")

@@ -46,7 +46,7 @@ class Windows:
 
     def presets(self) -> None:
         """The presets; the one chosen takes the place of all rules."""
-        if not self._experiment.has_tree:
+        if not self._experiment.model.has_tree:
             return
         from dtype_tui.screens.presets import PresetsScreen
 
@@ -70,11 +70,11 @@ class Windows:
     def causes(self) -> None:
         """Drift over depth, and the modules that it arises in."""
         controller, experiment = self._controller, self._experiment
-        if experiment.report is None:
-            why = experiment.no_forward or "not measured yet: the causes are those of a drift"
+        if experiment.results.report is None:
+            why = experiment.model.no_forward or "not measured yet: the causes are those of a drift"
             controller.notify(why, "information")
             return
-        if experiment.causes is None:
+        if experiment.results.causes is None:
             controller.ask(AttributeDrift())
         from dtype_tui.screens.causes import CausesScreen
 
@@ -86,8 +86,8 @@ class Windows:
         experiment = self._experiment
         from dtype_tui.screens.inputs import InputsScreen
 
-        compared = experiment.report.output.positions if experiment.report is not None else None
-        self._push(InputsScreen(experiment.inputs_reading, experiment.no_forward, compared, set_inputs))
+        compared = experiment.results.report.output.positions if experiment.results.report is not None else None
+        self._push(InputsScreen(experiment.model.inputs_summary, experiment.model.no_forward, compared, set_inputs))
 
     def settings(self) -> None:
         """The settings of a run; those chosen are measured."""
@@ -127,8 +127,8 @@ class Windows:
     def optimise(self, on_close: Callable[[], None]) -> None:
         """The Pareto front; a point of it may be put in force."""
         controller, experiment = self._controller, self._experiment
-        if experiment.scan.report is None and experiment.no_forward:
-            words = f"the Pareto front comes from a scan, and none can be made: {experiment.no_forward}"
+        if experiment.scan.report is None and experiment.model.no_forward:
+            words = f"the Pareto front comes from a scan, and none can be made: {experiment.model.no_forward}"
             controller.notify(words, "warning")
             return
         if experiment.scan.report is None or experiment.why_scan_is_stale:
@@ -142,16 +142,16 @@ class Windows:
     def save(self) -> None:
         """What to leave with; the engine writes it."""
         controller, experiment = self._controller, self._experiment
-        if not experiment.has_tree:
+        if not experiment.model.has_tree:
             return
         from dtype_tui.screens.save import SaveScreen
 
         self._push(
             SaveScreen(
-                experiment.title,
+                experiment.model.title,
                 len(experiment.recipe),
-                experiment.report,
-                lambda: experiment.lost,
+                experiment.results.report,
+                lambda: experiment.results.losses.values,
                 controller.engine.host,
                 controller.engine.check_path,
             ),
@@ -183,7 +183,7 @@ class Windows:
         experiment = self._experiment
         if self._tree.rows:
             row = self._tree.current
-            node, here = row.name or experiment.title, keys_here(experiment, row)
+            node, here = row.name or experiment.model.title, keys_here(experiment, row)
         else:
-            node, here = experiment.title, []
+            node, here = experiment.model.title, []
         self._push(HelpScreen(node, here, chosen_keys, words))

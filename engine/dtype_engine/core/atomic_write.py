@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 
 
@@ -33,7 +34,7 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
         beside = None
         fsync_dir(path.parent)
     except FileExistsError:
-        raise UserError(f"{path} exists; name another file, or replace it with --force") from None
+        raise UserError(f"{path} exists; name another file{hint('replace')}") from None
     except OSError as error:
         raise UserError(f"can't write {path}: {error.strerror}") from None
     finally:
@@ -54,7 +55,7 @@ def check_target(path: Path, replace: bool = False) -> Path:
     if folder:
         raise UserError(f"{path} is a folder; name a file in it")
     if not replace and there:
-        raise UserError(f"{path} exists; name another file, or replace it with --force")
+        raise UserError(f"{path} exists; name another file{hint('replace')}")
     if not parent:
         raise UserError(f"there is no folder {path.parent} to write {path.name} to")
     return path

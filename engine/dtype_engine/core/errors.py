@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.text import printable
 
 
@@ -25,6 +26,14 @@ class UserError(Exception):
         ...     print(error)
         can't read the cast '*.mlp': write PATTERN=DTYPE, for example '*.mlp=bfloat16'
     """
+
+    @property
+    def sentence(self) -> str:
+        """The message with its hints as names, for what shows it to somebody who has keys and no options."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        return fill_hints(self.sentence, ON_THE_COMMAND_LINE)
 
 
 class PatternError(UserError):

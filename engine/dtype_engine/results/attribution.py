@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from dtype_engine.results.drift import Figures, OutputDrift, drifts_less
+from dtype_engine.results.drift import OutputDrift, drifts_less
 
 REACH_OF_FLOOR = 1e-3
 """Relative L2 error. Float32 sums in another order move an output by some 1e-7 of itself: this leaves room for deep models."""
@@ -34,7 +34,7 @@ class NoiseFloor:
     kl_mean: float | None = None
     top1_agreement: float | None = None
 
-    def covers(self, output: Figures) -> bool:
+    def covers(self, output: OutputDrift) -> bool:
         """Whether a reading is no larger than the floor, so that it says nothing: by mean KL, else by SQNR."""
         if not self.ways or output.nonfinite or output.max_abs == 0:
             return False

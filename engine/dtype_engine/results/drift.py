@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 from dtype_engine.core import dtypes
 from dtype_engine.results.losses import ValueLoss
@@ -112,19 +112,6 @@ class OutputDrift:
             "max": self.kl_max,
         }
         return {name: value for name, value in tail.items() if value is not None}
-
-
-class Figures(Protocol):
-    """What of an output's drift it is judged by (see `OutputDrift`)."""
-
-    @property
-    def kl_mean(self) -> float | None: ...
-    @property
-    def sqnr_db(self) -> float: ...
-    @property
-    def max_abs(self) -> float: ...
-    @property
-    def nonfinite(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)

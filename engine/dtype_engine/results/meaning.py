@@ -15,7 +15,7 @@ from dtype_engine.core import dtypes
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
-    from dtype_engine.results.drift import Figures
+    from dtype_engine.results.drift import OutputDrift
 
 Word = Literal["exact", "under the floor", "invisible", "small", "visible", "broken"]
 
@@ -83,7 +83,7 @@ class Meaning:
         return f"{self.word}: {self.why}"
 
 
-def meaning(output: Figures, floor: NoiseFloor | None = None) -> Meaning:
+def meaning(output: OutputDrift, floor: NoiseFloor | None = None) -> Meaning:
     """What a drift means. floor: the noise floor over the same inputs, where it is known."""
     if output.nonfinite or math.isnan(output.sqnr_db):
         return Meaning("broken", "not finite")

@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import dtype_engine
+from dtype_engine.core.options import RunSettings
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker.commands import JobName
@@ -136,18 +137,19 @@ class ModulesMeasured(Event, frozen=True):
 
 
 class OutputMeasured(Event, frozen=True):
-    """Drift of the main output over the sequences of a measurement that were run so far; `settings` as in a report."""
+    """Drift of the main output over the sequences of a measurement that were run so far; `settings` are those it is run with."""
 
     recipe: Recipe
-    settings: str
+    settings: RunSettings
     reading: dtype_engine.results.drift.PartialDrift
 
 
 class Measured(Event, frozen=True):
-    """A measurement is complete, or as precise as was asked for."""
+    """A measurement is complete, or as precise as was asked for; `settings` are those it was run with."""
 
     recipe: Recipe
     report: dtype_engine.results.drift.DriftReport
+    settings: RunSettings = RunSettings()
 
 
 class NoiseFloorMeasured(Event, frozen=True):
@@ -249,9 +251,10 @@ class ScanUpdated(Event, frozen=True):
 
 
 class RecipeMeasured(Event, frozen=True):
-    """One of several recipes was measured, whichever is in force."""
+    """One of several recipes was measured, whichever is in force; `settings` are those it was run with."""
 
     report: dtype_engine.results.drift.DriftReport
+    settings: RunSettings = RunSettings()
 
 
 class Noticed(Event, frozen=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
+from dtype_engine.core.user_folders import state_folder
 from dtype_engine.reports.versions import versions
 
 if TYPE_CHECKING:
@@ -19,9 +20,7 @@ MOST_KEPT = 20
 
 def kept_scans_folder() -> Path:
     """Where they are, for this user."""
-    import platformdirs
-
-    return platformdirs.user_state_path("dtype-tui") / "scans"
+    return state_folder() / "scans"
 
 
 def keep(scan: Scan, on_unsaved: Callable[[str], None]) -> None:

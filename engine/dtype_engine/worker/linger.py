@@ -24,6 +24,7 @@ from pathlib import Path
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import state_folder
 from dtype_engine.worker import imports
 from dtype_engine.worker.connection import ENGINE_ENDED, signal_words
 from dtype_engine.worker.stdio import EngineServer, write_all
@@ -35,9 +36,7 @@ _POLL_S = 0.5
 
 def engines_folder() -> Path:
     """Where the sockets of this user's engines are."""
-    import platformdirs
-
-    return Path(platformdirs.user_state_path("dtype-tui")) / "engines"
+    return state_folder() / "engines"
 
 
 def relay(session: str, linger_s: float, compressed: bool) -> int:

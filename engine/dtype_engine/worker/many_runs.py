@@ -97,7 +97,7 @@ class ManyRuns:
             try:
                 for at, report in work.drifts(session, wanted, over, token):
                     self._measured.add(indexes[at])
-                    self._emit(events.RecipeMeasured(report))
+                    self._emit(events.RecipeMeasured(report, session.settings))
                     told(len(self._measured), count)
             finally:
                 session.use_recipe(recipe)

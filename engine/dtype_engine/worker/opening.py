@@ -78,11 +78,11 @@ def open_model(source: Source, options: Options, emit: Callable[[events.Event], 
     try:
         _open_session(model, emit, read_headers)
     except UserError as error:
-        model.why_closed = str(error)
+        model.why_closed = error.sentence
         classes_follow = (
             isinstance(error, NoForward) and model.checkpoint is not None and model.checkpoint.config is not None
         )
-        emit(events.OpenFailed(str(error), classes_follow))
+        emit(events.OpenFailed(error.sentence, classes_follow))
         if classes_follow:
             _emit_classes(model, emit)
     except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word

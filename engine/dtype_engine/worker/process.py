@@ -321,7 +321,7 @@ class EngineProcess(Engine):
         try:
             path = write_text_atomic(request.file, composed.text, request.replace)
         except UserError as error:
-            return events.Saved(composed.recipe, False, str(error))
+            return events.Saved(composed.recipe, False, error.sentence)
         return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:

@@ -162,7 +162,7 @@ class CommandRunner:
 
         def on_sequence(totals: RunningTotals) -> None:
             if not totals.extent.whole and sequences.due():
-                self._emit(events.OutputMeasured(recipe, str(session.settings), totals.partial()))
+                self._emit(events.OutputMeasured(recipe, session.settings, totals.partial()))
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
@@ -179,7 +179,7 @@ class CommandRunner:
                 all_modules=lambda: self._in_full() or session.options.modules == "exact",
             )
         )
-        self._emit(events.Measured(recipe, report))
+        self._emit(events.Measured(recipe, report, session.settings))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)
         return FindNonfinite(report), FindLossRemedy(report), *floor
 
@@ -199,7 +199,7 @@ class CommandRunner:
         try:
             session.use_inputs(parse_inputs_line(session.options, line), token)
         except UserError as error:
-            self._emit(events.InputsRefused(str(error)))
+            self._emit(events.InputsRefused(error.sentence))
             return ()
         emit_inputs(session, self._emit)
         return (Measure(),)
@@ -250,7 +250,7 @@ class CommandRunner:
                 sentence, notices = run_save(request, context)
                 self._emit(events.Saved(recipe, True, sentence, notices))
         except UserError as error:
-            self._emit(events.Saved(recipe, False, str(error)))
+            self._emit(events.Saved(recipe, False, error.sentence))
         except Cancelled:
             self._emit(events.Saved(recipe, False, "stopped: nothing was written"))
         except (Exception, SystemExit) as error:

@@ -105,7 +105,7 @@ class Worker(Engine):
         try:
             self._emit(events.PathChecked(path, is_taken(path)))
         except UserError as error:
-            self._emit(events.PathChecked(path, False, str(error)))
+            self._emit(events.PathChecked(path, False, error.sentence))
 
     def close(self) -> None:
         """Stop everything. Waits at most two seconds: imports and kernels can't be interrupted, and daemon threads may outlive
@@ -190,9 +190,9 @@ class Worker(Engine):
         except Cancelled:
             outcome = "interrupted"
         except KernelError as error:
-            self._emit_failure(recipe, command, str(error), error.module)
+            self._emit_failure(recipe, command, error.sentence, error.module)
         except UserError as error:
-            self._emit_failure(recipe, command, str(error))
+            self._emit_failure(recipe, command, error.sentence)
         except MemoryError:
             self._emit_failure(recipe, command, "not enough memory; cast to a smaller dtype or use shorter inputs")
         except (Exception, SystemExit) as error:  # a SystemExit would end the thread without a word
@@ -221,6 +221,6 @@ class Worker(Engine):
         try:
             self._emit(events.ExportPlanned(recipe, plan_export(context)))
         except UserError as error:
-            self._emit(events.ExportPlanned(recipe, None, str(error)))
+            self._emit(events.ExportPlanned(recipe, None, error.sentence))
         except (Exception, SystemExit) as error:
             self._emit(events.ExportPlanned(recipe, None, one_line(error, 300, with_type=True)))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.atomic_write import check_target, write_text_atomic
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.throttle import Throttle
@@ -192,7 +193,7 @@ def _measured(context: SaveContext) -> tuple[DriftReport | None, str]:
     """The drift of the recipe, or why there is none."""
     session = context.model.session
     if session is None:
-        return None, context.model.why_closed or "the model is not open"
+        return None, fill_hints(context.model.why_closed, ON_THE_COMMAND_LINE) or "the model is not open"
     session.use_recipe(context.recipe, cancelled=context.cancelled)
     try:
         return session.drift(cancelled=context.cancelled), ""

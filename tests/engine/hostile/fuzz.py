@@ -146,13 +146,14 @@ def _recipe(folder: Path) -> bytes:
 
 
 def _session(folder: Path) -> bytes:
-    from dtype_engine import Options, Recipe, Rule
-    from dtype_tui.state.measurement_log import MeasuredRecipe
+    from tests.helpers.recording_engine import report
+
+    from dtype_engine import Options, Recipe, Rule, RunSettings
+    from dtype_tui.state.measurement_log import measured
     from dtype_tui.state.session_store import SavedSession, SessionFile
 
-    measured = MeasuredRecipe(
-        ("*=bfloat16",), "defaults", "6 prompts", 1_415_616, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
-    )
+    bf16 = Recipe((Rule("*", "bfloat16"),))
+    entry = measured(report(bf16), bf16, RunSettings(), 1_415_616)
     recipes = (
         Recipe(),
         Recipe((Rule("*", "bfloat16"),)),
@@ -161,9 +162,7 @@ def _session(folder: Path) -> bytes:
     model = str(folder / "model.safetensors")
     file = SessionFile()
     file.path = folder / "session.json"
-    file.save(
-        SavedSession(model, "model", Path(model), folder, Options(device="cpu"), recipes, 1, "model", (measured,))
-    )
+    file.save(SavedSession(model, "model", Path(model), folder, Options(device="cpu"), recipes, 1, "model", (entry,)))
     return file.path.read_bytes()
 
 

@@ -104,6 +104,7 @@ def test_ssh_that_fails_is_told_in_its_own_words(tmp_path: Path, monkeypatch: py
         connect("ssh://gpu/x", None, Options(), Recipe())
 
 
+@pytest.mark.slow
 def test_a_model_or_an_input_that_is_not_there_is_told_before_the_screen_opens() -> None:
     engine = shlex.join([sys.executable, "-m", "dtype_engine.worker.stdio"])
     with pytest.raises(UserError, match="/nowhere/at/all: no such folder"):

@@ -92,12 +92,13 @@ def test_a_default_of_another_kind_is_refused(
     written: Path, defaults: str, says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from dtype_tui.cli import command as cli
+    from dtype_tui.cli.main import main
 
     written.write_text(f"defaults: {defaults}")
     cli.configured.cache_clear()
     monkeypatch.setattr("sys.argv", ["dtype-tui", "demo"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main()
     cli.configured.cache_clear()
     said = capsys.readouterr().err
     assert ended.value.code == 2
@@ -108,10 +109,11 @@ def test_a_default_of_another_kind_is_refused(
 def test_defaults_are_what_click_takes(written: Path) -> None:
     """One text for an option that may be repeated is one text, and not its letters."""
     from dtype_tui.cli import command as cli
+    from dtype_tui.cli.main import configured_defaults
 
     written.write_text("defaults: {text: a.txt, sequences: 8, chat: true, inputs: 5, prompt: [one, 2]}")
     cli.configured.cache_clear()
-    found = cli._defaults()
+    found = configured_defaults()
     cli.configured.cache_clear()
     assert found == {"texts": ["a.txt"], "sequences": "8", "chat": True, "tensors": "5", "prompts": ["one", "2"]}
     context = cli.command.make_context("dtype-tui", ["demo"], default_map=found)

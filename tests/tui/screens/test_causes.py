@@ -81,7 +81,7 @@ async def test_causes_are_asked_for_shown_over_a_plot_and_stopped(size: tuple[in
         await pilot.press("escape")
         assert engine(app).commands[-1] == "causes"  # told already: nothing to stop
         await measured(app, pilot, Recipe((Rule("*", "float16"),)))
-        assert app.controller.experiment.causes is None
+        assert app.controller.experiment.results.causes is None
         await pilot.press("d")
         await say(
             app,
@@ -139,7 +139,7 @@ async def test_the_pane_names_what_mends_an_output_that_is_not_finite(size: tupl
         assert "model.layers.1.mlp →" in words, screen(app)
         await pilot.press("a")
         assert app.controller.experiment.recipe.rules[-1] == Rule("model.layers.1.mlp", "float32")
-        assert app.controller.experiment.nonfinite is None
+        assert app.controller.experiment.results.nonfinite is None
 
 
 @pytest.mark.parametrize("size", [WIDE, SMALL])
@@ -202,19 +202,19 @@ async def test_with_the_real_engine_one_key_mends_a_model_with_a_large_weight(tm
     async with running(app, SMALL) as pilot:
         app.query_one(ModuleTree).focus()
         await pilot.press("3")
-        await until(pilot, lambda: app.controller.experiment.nonfinite is not None)
+        await until(pilot, lambda: app.controller.experiment.results.nonfinite is not None)
         assert "up_proj" in screen(app)
-        assert app.controller.experiment.nonfinite is not None
-        assert app.controller.experiment.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
+        assert app.controller.experiment.results.nonfinite is not None
+        assert app.controller.experiment.results.nonfinite.remedy == "model.layers.1.mlp.up_proj.weight=bfloat16"
         await pilot.press("a")
-        await until(pilot, lambda: app.controller.experiment.report is not None)
-        assert app.controller.experiment.report is not None
-        assert app.controller.experiment.report.output.nonfinite == 0
+        await until(pilot, lambda: app.controller.experiment.results.report is not None)
+        assert app.controller.experiment.results.report is not None
+        assert app.controller.experiment.results.report.output.nonfinite == 0
         await until(pilot, lambda: app.controller.experiment.floor is not None and not app.controller.activity.busy)
         await pilot.press("d")
-        await until(pilot, lambda: app.controller.experiment.causes is not None)
-        assert app.controller.experiment.causes is not None
-        headline = causes_headline(app.controller.experiment.causes)[:40]
+        await until(pilot, lambda: app.controller.experiment.results.causes is not None)
+        assert app.controller.experiment.results.causes is not None
+        headline = causes_headline(app.controller.experiment.results.causes)[:40]
         await until(pilot, lambda: headline in screen(app))
         await pilot.press("escape", "H")
         await pilot.pause()

@@ -11,6 +11,7 @@ from tests.helpers.scenes import ready
 from tests.helpers.screen_text import lines, screen
 from textual.pilot import Pilot
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
@@ -93,6 +94,6 @@ def test_the_oldest_readings_of_modules_are_let_go() -> None:
     log.MOST = 5  # type: ignore[misc]
     for number in range(4):
         recipe = Recipe((Rule("*", "bfloat16"),) * (number + 1))
-        kept.append(measured(report(recipe), 100))
-        log.keep(kept[-1], {name: ModuleDrift(name, 1.0, 1.0, 0) for name in ("a", "b")})
+        kept.append(measured(report(recipe), recipe, RunSettings(), 100))
+        log.keep(kept[-1], [ModuleDrift(name, 1.0, 1.0, 0) for name in ("a", "b")])
     assert [log.of(entry) is not None for entry in kept] == [False, False, True, True]

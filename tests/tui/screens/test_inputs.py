@@ -89,7 +89,7 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
         await say(app, pilot, events.InputsReady(other))
         assert "1 sequence of your prompts" in screen(app)
         assert app.screen.query_one(Input).value == ""
-        assert app.controller.experiment.inputs == "1 sequence of your prompts"
+        assert app.controller.experiment.model.inputs == "1 sequence of your prompts"
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
         assert "outputs compared at 973" in screen(app)
         await pilot.press("escape")
@@ -100,9 +100,9 @@ async def test_enter_asks_for_what_was_typed_and_the_screen_follows() -> None:
 async def test_readings_on_other_inputs_are_not_shown() -> None:
     async with opened() as (app, pilot):
         await say(app, pilot, events.Measured(Recipe(), report(Recipe())))
-        assert app.controller.experiment.report is not None
+        assert app.controller.experiment.results.report is not None
         await say(app, pilot, events.InputsReady(READING))
-        assert app.controller.experiment.report is None
+        assert app.controller.experiment.results.report is None
 
 
 async def test_before_the_model_is_there_the_key_says_so() -> None:
@@ -128,13 +128,13 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
     app = DtypeApp(launch, lambda emit: Worker(source, Options(), emit))
     (tmp_path / "wrong.pt").write_bytes(b"no tensors")
     async with app.run_test(size=(100, 30)) as pilot:
-        await until(pilot, lambda: app.controller.experiment.report is not None)
-        before = app.controller.experiment.report
+        await until(pilot, lambda: app.controller.experiment.results.report is not None)
+        before = app.controller.experiment.results.report
         await pilot.press("i")
         await pilot.press(*"import os", "enter")
         assert before is not None
-        await until(pilot, lambda: (now := app.controller.experiment.report) and now.inputs != before.inputs)
-        after = app.controller.experiment.report
+        await until(pilot, lambda: (now := app.controller.experiment.results.report) and now.inputs != before.inputs)
+        after = app.controller.experiment.results.report
         assert after is not None
         assert after.inputs.startswith("1 sequence of your prompts")
         assert after.output.positions is not None
@@ -142,5 +142,5 @@ async def test_another_prompt_is_measured_and_a_wrong_file_changes_nothing(tmp_p
         app.screen.query_one(Input).value = str(tmp_path / "wrong.pt")
         await pilot.press("enter")
         await until(pilot, lambda: "stay in force" in screen(app))
-        assert app.controller.experiment.report is after
-        assert app.controller.experiment.inputs == after.inputs
+        assert app.controller.experiment.results.report is after
+        assert app.controller.experiment.model.inputs == after.inputs

@@ -13,7 +13,7 @@ from tests.helpers.recording_engine import engine, make_app, report, running, sa
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import locate
-from dtype_engine.core.options import Options
+from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.losses import ValueLoss
@@ -21,8 +21,9 @@ from dtype_engine.worker import events
 from dtype_engine.worker.save_requests import ExportPlan
 from dtype_engine.worker.worker import Worker
 from dtype_tui.app import DtypeApp
-from dtype_tui.state import measurement_log as history
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.measurement_log import measured
+from dtype_tui.state.results import Losses
 from dtype_tui.widgets.module_tree import ModuleTree
 
 WIDE, SMALL = (120, 36), (80, 24)
@@ -67,7 +68,7 @@ async def test_losses_stand_in_the_pane_the_tree_and_the_status_line(size: tuple
         assert len(lines) >= 4  # the tensor and the modules above it
         await say(app, pilot, events.Measured(F16, report(F16)))
         assert SENTENCE in pane(app)
-        app.controller.experiment.measured[:] = [history.measured(replace(report(F16), lost=LOST), 1000)]
+        app.controller.experiment.measured = (measured(replace(report(F16), lost=LOST), F16, RunSettings(), 1000),)
         await pilot.press("H")
         assert "⚠ 64 inf" in flat(app)
         await pilot.press("escape")
@@ -104,7 +105,7 @@ async def test_a_applies_what_keeps_the_values_though_the_output_is_finite() -> 
         await pilot.press("a")
         assert app.controller.experiment.recipe == F16.then(Rule(DOWN, "bfloat16"))
         assert engine(app).recipes[-1] == app.controller.experiment.recipe
-        assert app.controller.experiment.loss_remedy is None
+        assert app.controller.experiment.results.loss_remedy is None
 
 
 async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
@@ -116,7 +117,8 @@ async def test_the_screen_to_leave_with_warns_before_an_export() -> None:
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert SENTENCE in flat(app)
         plan = ExportPlan(1000, 1, (("float16", 3, 1000),), "loads", (), None)
-        app.controller.experiment.set_lost(None, "")
+        experiment = app.controller.experiment
+        experiment.results = replace(experiment.results, losses=Losses())
         await say(app, pilot, events.ExportPlanned(F16, plan))
         assert "found out while it is written" in flat(app)
         await say(app, pilot, events.CastDone(F16, LOST))
@@ -145,7 +147,7 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
     launch = Launch("net", checkpoint.tree(), recipe=F16)
     app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit))
     async with running(app) as pilot:
-        await until(pilot, lambda: app.controller.experiment.loss_remedy is not None, 60)
+        await until(pilot, lambda: app.controller.experiment.results.loss_remedy is not None, 60)
         await pilot.pause()
         app.clear_notifications()
         await pilot.pause()
@@ -153,13 +155,15 @@ async def test_planning_only_tells_what_the_files_lose(tmp_path: Path) -> None:
             name: (int(tensor.half().isinf().sum()), int(((tensor != 0) & (tensor.half() == 0)).sum()))
             for name, tensor in load_file(path).items()
         }
-        assert app.controller.experiment.lost is not None
-        found = {loss.tensor: (loss.overflowed, loss.vanished) for loss in app.controller.experiment.lost}
+        assert app.controller.experiment.results.losses.values is not None
+        found = {
+            loss.tensor: (loss.overflowed, loss.vanished) for loss in app.controller.experiment.results.losses.values
+        }
         assert found == {name: counts for name, counts in expected.items() if any(counts)}
         await until(pilot, lambda: "bn.running_var: 64 of 128 values became infinite in float16" in pane(app))
         await until(pilot, lambda: "not tried: there is no live model to run" in pane(app))
         await pilot.press("a")
-        await until(pilot, lambda: app.controller.experiment.lost == (), 60)
+        await until(pilot, lambda: app.controller.experiment.results.losses.values == (), 60)
         assert app.controller.experiment.plan.dtypes["bn.running_var"] == "bfloat16"
         assert app.controller.experiment.plan.dtypes["conv.weight"] == "float16"
 
@@ -176,9 +180,9 @@ async def test_values_beyond_what_is_read_unasked_wait_for_the_key(
     launch = Launch("net", None, recipe=F16)
     app = DtypeApp(launch, lambda emit: Worker(source, Options(device="cpu"), emit, read_headers=True))
     async with running(app) as pilot:
-        await until(pilot, lambda: bool(app.controller.experiment.lost_reason), 60)
-        assert app.controller.experiment.lost is None
+        await until(pilot, lambda: bool(app.controller.experiment.results.losses.reason), 60)
+        assert app.controller.experiment.results.losses.values is None
         await until(pilot, lambda: "m looks for those" in pane(app))
         await pilot.press("m")
-        await until(pilot, lambda: app.controller.experiment.lost is not None, 60)
-        assert app.controller.experiment.lost == (ValueLoss("w", "float16", 64, 0, 64),)
+        await until(pilot, lambda: app.controller.experiment.results.losses.values is not None, 60)
+        assert app.controller.experiment.results.losses.values == (ValueLoss("w", "float16", 64, 0, 64),)

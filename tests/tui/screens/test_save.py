@@ -27,6 +27,7 @@ from dtype_tui.app import DtypeApp
 from dtype_tui.cli.resume import with_saved_options
 from dtype_tui.screens.presets import PresetsScreen
 from dtype_tui.screens.save import KINDS, SaveScreen
+from dtype_tui.state.results import Results
 from dtype_tui.state.session_saver import SessionSaver
 from dtype_tui.state.session_store import SavedSession, newest_session, read_session, sessions_folder
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -157,7 +158,7 @@ async def test_what_will_be_written_is_said_before(app: DtypeApp, size: tuple[in
         await pilot.pause()
         await pilot.pause()
         assert notices(app)[-1] == "stopped: nothing was written"
-        assert app.controller.experiment.failure is None
+        assert app.controller.experiment.results.failure is None
         assert "ready" in screen(app)
 
 
@@ -178,7 +179,7 @@ async def test_every_kind_and_what_is_there_already(app: DtypeApp) -> None:
     async with running(app) as pilot:
         await pilot.press("2")
         measured = report(app.controller.experiment.recipe)
-        app.controller.experiment.report = measured
+        app.controller.experiment.results = Results(report=measured)
         for place, (kind, _) in enumerate(KINDS):
             await pilot.press("e", *["down"] * place)
             await pilot.press("enter")

@@ -160,7 +160,8 @@ async def test_a_scan_of_other_inputs_predicts_nothing_and_is_made_anew() -> Non
         await say(app, pilot, events.ScanUpdated(scan_report(), True))
         await pilot.press("2")
         await until(pilot, lambda: "predicted" in screen(app))
-        app.controller.experiment.inputs = "another text"
+        experiment = app.controller.experiment
+        experiment.model = dataclasses.replace(experiment.model, inputs="another text")
         app.main.show_all()
         await pilot.pause()
         assert "predicted" not in screen(app)
@@ -308,7 +309,9 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
     assert checkpoint is not None
     app = DtypeApp(Launch("demo", checkpoint.tree()), lambda emit: Worker(source, Options(), emit))
     async with app.run_test(size=(120, 36)) as pilot:
-        await until(pilot, lambda: app.controller.experiment.report is not None and not app.controller.activity.busy)
+        await until(
+            pilot, lambda: app.controller.experiment.results.report is not None and not app.controller.activity.busy
+        )
         await pilot.press("s")
         assert isinstance(app.screen, ScanSetup)
         for _ in range(4):
@@ -316,11 +319,11 @@ async def test_a_cast_interrupts_a_real_scan_and_it_goes_on() -> None:
         await pilot.press("enter")
         await until(pilot, lambda: app.controller.experiment.scan.report is not None)
         app.controller.add_rule(Rule("*.mlp", "int8"))
-        await until(pilot, lambda: app.controller.experiment.report is not None)
+        await until(pilot, lambda: app.controller.experiment.results.report is not None)
         await until(pilot, lambda: app.controller.experiment.scan.finished)
         found = app.controller.experiment.scan.prediction(
             app.controller.experiment.tree, app.controller.experiment.plan
         )
         assert found is not None
-        assert app.controller.experiment.report is not None
-        assert found.value == pytest.approx(app.controller.experiment.report.output.kl_mean, rel=0.5)
+        assert app.controller.experiment.results.report is not None
+        assert found.value == pytest.approx(app.controller.experiment.results.report.output.kl_mean, rel=0.5)

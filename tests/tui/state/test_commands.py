@@ -23,6 +23,7 @@ from dtype_tui.main_commands import CommandWords
 from dtype_tui.screens.inputs import InputsScreen
 from dtype_tui.state.commands import Completer, all_commands, parse
 from dtype_tui.state.launch import Launch
+from dtype_tui.state.results import Results
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.module_tree import ModuleTree
 
@@ -164,7 +165,8 @@ async def test_what_to_leave_with_is_written_with_the_figures_on_the_screen(tmp_
         await pilot.pause()
         await pilot.press("2")
         await enter(app, pilot, f"recipe {tmp_path}/a b.yaml")
-        app.controller.experiment.report = measured = report(app.controller.experiment.recipe)
+        measured = report(app.controller.experiment.recipe)
+        app.controller.experiment.results = Results(report=measured)
         await enter(app, pilot, f"recipe {tmp_path}/c.yaml")
         await enter(app, pilot, f"report {tmp_path}/r.html")
         (tmp_path / "empty").mkdir()

@@ -14,7 +14,7 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.state.session_store import SavedSession
 from dtype_tui.widgets.status import status_line
@@ -30,7 +30,7 @@ class Alone:
         self.said: list[tuple[str, str]] = []
         self.drawn = 0
         self.engine = RecordingEngine(lambda event: None)
-        self.experiment = Experiment("demo", demo_tree())
+        self.experiment = Experiment(ModelFacts("demo"), demo_tree())
         self.controller = Controller(self.experiment, self.engine, lambda *said: self.said.append(said), self._draw)
 
     def _draw(self) -> None:
@@ -89,7 +89,7 @@ def test_a_measurement_under_other_settings_is_not_taken(alone: Alone) -> None:
     late = events.Measured(Recipe(), report(Recipe()))
     alone.controller.set_settings(RunSettings(autocast="bfloat16"))
     assert not alone.controller.handle(late)
-    assert alone.experiment.report is None
+    assert alone.experiment.results.report is None
 
 
 def test_what_a_measurement_has_to_say_is_said_once(alone: Alone) -> None:

@@ -96,7 +96,7 @@ def test_what_does_not_stop_is_offered_once_and_not_for_longer_than_it_runs(
 @pytest.mark.usefixtures("_at_once")
 def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: Told) -> None:
     measuring.stop()
-    measuring.heard_of_end("measure")
+    measuring.note_stopped("measure")
     measuring.check_stopped()
     assert not measuring.must_end
     assert measuring.current_activity()[2] == "Esc stops"
@@ -105,7 +105,7 @@ def test_the_next_measurement_is_not_the_one_that_was_told_to_stop(measuring: To
 @pytest.mark.usefixtures("_at_once")
 def test_opening_does_not_stop_with_what_waits_for_it(life: Told) -> None:
     life.stop()
-    life.heard_of_end(None)
+    life.note_stopped(None)
     life.follow(events.Jobs("", ()))
     life.check_stopped()
     assert life.must_end

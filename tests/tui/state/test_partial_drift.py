@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import msgspec
 import pytest
 from tests.helpers.recording_engine import demo_tree, report
 
@@ -14,66 +13,68 @@ from dtype_engine.results.drift import Extent, PartialDrift
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.worker import events
 from dtype_tui.state.activity import Activity
-from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.widgets.status import status_line
 
+DEFAULTS = RunSettings()
 BF16 = Recipe((Rule("*", "bfloat16"),))
 
 
-def told(done: int) -> events.OutputMeasured:
+def so_far(done: int, settings: RunSettings = DEFAULTS) -> events.OutputMeasured:
     extent = Extent(done=done, total=6, positions=100 * done, of_tokens=True, rel_l2_error=0.1, kl_error=0.2)
-    return events.OutputMeasured(BF16, "defaults", PartialDrift(report(BF16).output, extent))
+    return events.OutputMeasured(BF16, settings, PartialDrift(report(BF16).output, extent))
 
 
 @pytest.fixture
 def experiment() -> Experiment:
-    made = Experiment("demo", demo_tree(), inputs="prompts")
+    made = Experiment(ModelFacts("demo", inputs="prompts"), demo_tree())
     made.push(BF16)
     return made
 
 
 def test_the_history_has_what_was_measured_so_far_until_the_rest_is_there(experiment: Experiment) -> None:
     for done in (1, 2):
-        experiment.take(told(done))
-    assert experiment.partial_drift == told(2).reading
+        experiment.take(so_far(done))
+    assert experiment.results.partial_drift == so_far(2).reading
     (entry,) = experiment.measured
     assert entry.in_part
-    assert (entry.sequences, entry.all_sequences, entry.rules) == (2, 6, ("*=bfloat16",))
+    assert (entry.extent.done, entry.extent.total, entry.recipe) == (2, 6, BF16)
     # 20 % of a mean KL of 2.5e-4, and not the error of a mean over these positions
-    assert entry.kl_mean_se == pytest.approx(0.2 * 2.5e-4)
+    assert entry.kl_error == pytest.approx(0.2 * 2.5e-4)
     experiment.take(events.Measured(BF16, report(BF16)))
-    assert experiment.partial_drift is None
+    assert experiment.results.partial_drift is None
     (entry,) = experiment.measured
     assert not entry.in_part
-    assert entry.kl_mean_se == 1e-5
+    assert entry.kl_error == 1e-5
 
 
 def test_less_does_not_take_the_place_of_more(experiment: Experiment) -> None:
     experiment.take(events.Measured(BF16, report(BF16)))
-    whole = list(experiment.measured)
-    experiment.forget_readings()
-    experiment.take(told(3))
+    whole = experiment.measured
+    experiment.forget_figures()
+    experiment.take(so_far(3))
     assert experiment.measured == whole
-    assert experiment.partial_drift is not None
+    assert experiment.results.partial_drift is not None
 
 
 def test_figures_in_part_stay_when_it_is_stopped_and_go_with_the_recipe(experiment: Experiment) -> None:
-    experiment.take(told(2))
+    experiment.take(so_far(2))
     experiment.take(events.Idle())
-    assert experiment.partial_drift is not None
+    assert experiment.results.partial_drift is not None
     experiment.undo()
-    assert experiment.partial_drift is None
-    assert experiment.is_stale(told(3))
+    assert experiment.results.partial_drift is None
+    assert experiment.is_stale(so_far(3))
 
 
 def test_figures_of_other_settings_are_stale(experiment: Experiment) -> None:
-    experiment.set_settings(RunSettings(autocast="bfloat16"))
-    assert experiment.is_stale(told(2))
-    assert not experiment.is_stale(msgspec.structs.replace(told(2), settings="autocast bfloat16"))
+    autocast = RunSettings(autocast="bfloat16")
+    experiment.set_settings(autocast)
+    assert experiment.is_stale(so_far(2))
+    assert not experiment.is_stale(so_far(2, autocast))
 
 
 def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> None:
-    some = dataclasses.replace(report(BF16), sequences=told(4).reading.extent)
+    some = dataclasses.replace(report(BF16), sequences=so_far(4).reading.extent)
     experiment.take(events.Measured(BF16, some))
     (entry,) = experiment.measured
     assert entry.in_part
@@ -81,7 +82,7 @@ def test_a_report_of_some_sequences_is_one_in_part(experiment: Experiment) -> No
 
 
 def test_the_status_line_has_the_figure_so_far(experiment: Experiment) -> None:
-    experiment.take(told(2))
+    experiment.take(so_far(2))
     activity = Activity()
     activity.begin("measuring: candidate", 0.4)
     wide = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 120)
@@ -96,18 +97,18 @@ def test_what_was_measured_before_is_shown_at_once_while_nothing_else_has_change
     found = report(BF16)
     experiment.take(events.Measured(BF16, found))
     experiment.push(Recipe((*BF16.rules, Rule("*.mlp", "int8"))))
-    assert experiment.report is None
+    assert experiment.results.report is None
     experiment.undo()
-    assert experiment.report is found
-    assert set(experiment.modules) == {reading.name for reading in found.modules}
-    experiment.take(told(1))
-    assert experiment.report is found  # until it is measured anew
+    assert experiment.results.report is found
+    assert set(experiment.results.modules) == {reading.name for reading in found.modules}
+    experiment.take(so_far(1))
+    assert experiment.results.report is found  # until it is measured anew
     experiment.set_settings(RunSettings(autocast="bfloat16"))
-    assert experiment.report is None
+    assert experiment.results.report is None
     experiment.set_settings(RunSettings())
-    assert experiment.report is found
+    assert experiment.results.report is found
     experiment.set_inputs(InputsSummary("other prompts", (), None, ()))
-    assert experiment.report is None
+    assert experiment.results.report is None
 
 
 def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experiment: Experiment) -> None:
@@ -116,11 +117,11 @@ def test_what_was_measured_in_part_or_of_another_model_is_not_shown_again(experi
     experiment.take(events.Measured(BF16, dataclasses.replace(whole, sequences=extent)))
     experiment.undo()
     experiment.redo()
-    assert experiment.report is None
+    assert experiment.results.report is None
     experiment.take(events.Measured(BF16, whole))
     ready = events.ModelReady(experiment.tree, "Net", "cpu", 1.0, "prompts", (), "")
     experiment.set_model(ready)
-    assert experiment.report is None
+    assert experiment.results.report is None
 
 
 @pytest.mark.parametrize("title", ["demo", "HuggingFaceTB/SmolLM2-135M-Instruct"])
@@ -130,8 +131,8 @@ def test_how_long_it_takes_and_how_much_was_run_come_before_the_figure(experimen
     for share in (0.0, 0.4):
         activity.begin("measuring: candidate", share)
         now[0] += 60.0
-    experiment.take(told(2))
-    experiment.title = title
+    experiment.take(so_far(2))
+    experiment.model = dataclasses.replace(experiment.model, title=title)
     line = status_line(experiment, ("measuring: candidate", 0.4, "Esc stops"), activity, "", 80).plain
     assert " min left  2 of 6 sequences  Esc stops" in line
     assert len(line) <= 80

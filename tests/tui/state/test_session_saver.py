@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.helpers.recording_engine import make_app
+from tests.helpers.recording_engine import make_app, report
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.checkpoint.source import DEMO
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe, Rule
-from dtype_tui.state.measurement_log import MeasuredRecipe
+from dtype_tui.state.measurement_log import measured
 from dtype_tui.state.session_store import SavedSession
 
-MEASURED = MeasuredRecipe(
-    ("*.mlp=float16",), "defaults", "6 prompts", 1_934_208, 41.5, 0.25, 0, 0.125, 2.5e-4, 1e-5, 0.98, 16.75
-)
+MLP = Recipe((Rule("*.mlp", "float16"),))
+MEASURED = measured(report(MLP), MLP, RunSettings(), 1_934_208)
 
 
 async def test_what_was_measured_is_in_the_history_and_goes_back() -> None:

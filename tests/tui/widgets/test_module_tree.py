@@ -5,15 +5,16 @@ from __future__ import annotations
 import base64
 
 import pytest
-from tests.helpers.recording_engine import make_app, report, say
+from tests.helpers.recording_engine import demo_tree, make_app, report, say
 from tests.helpers.screen_text import notices, screen, until
 from textual.pilot import Pilot
 
 from dtype_engine.core.tree import TensorInfo, Tree
-from dtype_engine.recipe import Rule
+from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
 from dtype_tui.app import DtypeApp
+from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.module_tree import MOST_OPENED, ModuleTree
 
 
@@ -91,10 +92,8 @@ async def test_from_cast_to_cast() -> None:
     ],
 )
 def test_cast_nodes_are_the_topmost(rules: tuple[str, ...], nodes: list[str]) -> None:
-    app = make_app()
-    for rule in rules:
-        app.controller.experiment.push(app.controller.experiment.recipe.then(Rule.parse(rule)))
-    assert app.controller.experiment.cast_nodes() == nodes
+    tree = demo_tree()
+    assert cast_nodes(tree, make_plan(tree, Recipe.of(map(Rule.parse, rules)))) == nodes
 
 
 async def test_w_goes_through_the_worst_and_round() -> None:

@@ -11,20 +11,21 @@ from textual.widgets import Static
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.worker import events
-from dtype_tui.rendering.worst_lines import told_apart, worst_lines_or_longer
+from dtype_tui.rendering.worst_lines import shortened_uniquely, worst_lines_or_longer
+from dtype_tui.state.results import Results
 
 NAMES = [f"model.layers.{layer}.{part}" for layer in range(12) for part in ("self_attn.o_proj", "mlp.down_proj")]
 
 
 def test_a_cut_name_is_no_other_modules() -> None:
-    assert told_apart("model.layers.10.mlp.down_proj", 29, NAMES) == "model.layers.10.mlp.down_proj"
-    assert told_apart("model.layers.10.mlp.down_proj", 20, NAMES) == "…10.mlp.down_proj"
-    assert told_apart("model.layers.10.mlp.down_proj", 17, NAMES) == "…10.mlp.down_proj"
-    assert told_apart("model.layers.10.mlp.down_proj", 16, NAMES) is None
+    assert shortened_uniquely("model.layers.10.mlp.down_proj", 29, NAMES) == "model.layers.10.mlp.down_proj"
+    assert shortened_uniquely("model.layers.10.mlp.down_proj", 20, NAMES) == "…10.mlp.down_proj"
+    assert shortened_uniquely("model.layers.10.mlp.down_proj", 17, NAMES) == "…10.mlp.down_proj"
+    assert shortened_uniquely("model.layers.10.mlp.down_proj", 16, NAMES) is None
     both = ["encoder.layers.1.fc1", "decoder.layers.1.fc1"]
-    assert told_apart(both[0], 19, both) is None
-    assert told_apart("x" * 40, 19, ["x" * 40]) is None
-    assert told_apart("a.b", -3, ["a.b"]) is None, "a pane that is not shown has no width"
+    assert shortened_uniquely(both[0], 19, both) is None
+    assert shortened_uniquely("x" * 40, 19, ["x" * 40]) is None
+    assert shortened_uniquely("a.b", -3, ["a.b"]) is None, "a pane that is not shown has no width"
 
 
 def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
@@ -61,7 +62,7 @@ async def test_a_scrollbar_takes_no_cell_of_a_panes_text() -> None:
         await ready(app, pilot)
         pane = app.main.side.panes[0]
         for failure in ("one line", "many lines " * 100):
-            app.controller.experiment.failure = failure
+            app.controller.experiment.results = Results(failure=failure)
             app.main.show_all()
             await pilot.pause()
             widths.append((pane.show_vertical_scrollbar, pane.columns, pane.query_one(Static).size.width))

@@ -19,12 +19,11 @@ from textual.binding import Binding
 
 from dtype_engine.cli.options import ModelCommand
 from dtype_engine.cli.parallel import workers_option
-from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
+from dtype_engine.cli.program import BAD_INPUT
 from dtype_engine.cli.request import RunRequest
 from dtype_engine.cli.thresholds import threshold_options, thresholds_from
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.input_args import check_files
-from dtype_engine.core.text import printable
 from dtype_engine.recipe import rules_in_doubt
 from dtype_engine.worker.events import Event
 from dtype_engine.worker.opening import refuse_unmatched
@@ -299,45 +298,9 @@ def configured() -> Config:
 
 def _options() -> dict[str, str]:
     """The options by the name that people write, and by the one that click has for them."""
-    return {name: option.name for name, option in _click_options().items() if option.name}
+    return {name: option.name for name, option in click_options().items() if option.name}
 
 
-def _click_options() -> dict[str, click.Option]:
+def click_options() -> dict[str, click.Option]:
+    """The options by the name that people write."""
     return {option.opts[0].lstrip("-"): option for option in command.params if isinstance(option, click.Option)}
-
-
-def _defaults() -> dict[str, Any]:
-    """The options' defaults of the configuration, as click takes them. Raises UserError for what is no value of one."""
-    from dtype_tui.config.config import config_path
-
-    known = _click_options()
-    found: dict[str, Any] = {}
-    for name, value in configured().defaults.items():
-        option = known[name]
-        values = value if isinstance(value, list) else [value]
-        if (isinstance(value, list) and not option.multiple) or not all(
-            isinstance(one, (str, int, float)) for one in values
-        ):
-            takes = "a value or a list of them" if option.multiple else "one value"
-            raise UserError(
-                f"{config_path()}: defaults: {printable(name)} takes {takes}, not {printable(repr(value), 60)}"
-            )
-        texts = [one if isinstance(one, bool) else str(one) for one in values]
-        found[option.name or name] = texts if option.multiple else texts[0]
-    return found
-
-
-def main() -> None:
-    """The `dtype-tui` program."""
-    if sys.argv[1:2] == ["serve"]:
-        from dtype_tui.cli.serve import serve
-
-        sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
-    try:
-        command.context_settings["default_map"] = _defaults()
-    except UserError as error:
-        print(f"dtype-tui: {error}", file=sys.stderr)
-        sys.exit(BAD_INPUT)
-    except Exception as error:
-        sys.exit(told_unexpected("dtype-tui", error))
-    sys.exit(run(command, "dtype-tui"))

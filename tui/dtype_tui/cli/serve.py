@@ -9,6 +9,7 @@ import click
 
 from dtype_engine.checkpoint.source import locate
 from dtype_engine.core.errors import UserError
+from dtype_tui.cli.command import command
 from dtype_tui.process.gc_policy import resume_gc
 from dtype_tui.state.addresses import is_address
 
@@ -26,8 +27,6 @@ def serve(host: str, port: int, arguments: tuple[str, ...]) -> None:
     address and can reach it can use the app, with your rights; nobody else can, other web pages in the same browser included.
     The connection is not encrypted: over a network use a tunnel, not --host.
     """
-    from dtype_tui.cli.command import command
-
     asked = command.make_context("dtype-tui", list(arguments)).params
     if not is_address(asked["model"]) and asked["engine_command"] is None:
         locate(asked["model"], asked["trust_pickle"], asked["download"])

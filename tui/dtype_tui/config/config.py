@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import platformdirs
-
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import config_folder
 
 _LARGEST = 100_000
 ASCII_CHOICES = ("auto", "always", "never")
@@ -37,7 +36,7 @@ class Config:
 
 def config_path() -> Path:
     """Where the file is looked for."""
-    return Path(platformdirs.user_config_path("dtype-tui", appauthor=False)) / "config.yaml"
+    return config_folder() / "config.yaml"
 
 
 def read_config(actions: Iterable[str], themes: Iterable[str], options: Iterable[str]) -> Config:

@@ -5,8 +5,6 @@ from __future__ import annotations
 Entry = tuple[str, tuple[str, ...]]
 """What keys do, and the names of their bindings: of one, or of several that belong together."""
 
-DIGITS_NAME = "cast-node-"
-"""How the names of the keys 1 to 8 begin: they are one line of the help."""
 GROUPS: tuple[tuple[str, tuple[Entry, ...]], ...] = (
     (
         "Look",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 from datetime import UTC, datetime
-from pathlib import Path
 
 from dtype_engine.core.text import printable
+from dtype_engine.core.user_folders import state_folder
 
 
 def recorded(error: BaseException) -> str:
@@ -18,11 +18,9 @@ def recorded(error: BaseException) -> str:
     import traceback
     from importlib.metadata import version
 
-    import platformdirs
-
     with contextlib.suppress(OSError, RuntimeError):
         now = datetime.now(UTC)
-        folder = Path(platformdirs.user_state_path("dtype-tui"))
+        folder = state_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         path = folder / f"error-{now:%Y%m%d-%H%M%S-%f}-{os.getpid()}.log"
         of = f"dtype-tui {version('dtype-tui')}, Python {platform.python_version()}, {platform.platform()}"

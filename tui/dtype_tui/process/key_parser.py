@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from textual._xterm_parser import XTermParser
+from textual.drivers import linux_driver
 from textual.events import Key
 
 _BEGINS_MORE = "[O]PX^_"
@@ -28,3 +29,8 @@ class KeyParser(XTermParser):
             # Alt and a letter are a key of their own; where nothing is bound to it, the app takes it apart.
             return super()._sequence_to_key_events(character, alt=True)
         return (Key("escape", "\x1b"), *super()._sequence_to_key_events(character))
+
+
+def install_key_parser() -> None:
+    """Let Textual's driver for terminals parse with this: it makes its parser by that name, in the thread that reads."""
+    linux_driver.XTermParser = KeyParser  # type: ignore[attr-defined]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _NUMBER_WIDTH = 10
 
 
-def told_apart(name: str, width: int, others: Collection[str]) -> str | None:
+def shortened_uniquely(name: str, width: int, others: Collection[str]) -> str | None:
     """A module's name in `width` cells, its beginning cut off where it has to be, as `…10.mlp.down_proj`; None where what is left
     could be another's.
     """
@@ -40,7 +40,7 @@ def worst_lines(
     lines = []
     for reading, number in zip(readings, numbers, strict=True):
         number = f"{number:>{widest}} "
-        name = told_apart(printable(reading.name, 300), width - len(number), others)
+        name = shortened_uniquely(printable(reading.name, 300), width - len(number), others)
         if name is None:
             return None
         lines.append(_line(reading, number, name))
@@ -54,7 +54,7 @@ def worst_lines_or_longer(readings: Sequence[ModuleDrift], width: int, others: C
     lines = []
     for reading, number in zip(readings, numbers, strict=True):
         name = printable(reading.name, 300)
-        beside = told_apart(name, width - widest - 1, others)
+        beside = shortened_uniquely(name, width - widest - 1, others)
         below = "\n  " + wrap_dotted(name, width - 2).replace("\n", "\n  ")
         lines.append(_line(reading, f"{number:>{widest}} ", below if beside is None else beside))
     return lines

@@ -80,14 +80,14 @@ class CausesScreen(ModalScreen[None]):
 
     def on_mount(self) -> None:
         self.query_one(VerticalScroll).focus()
-        self._refresh_causes()
+        self.show_figures()
 
     def on_resize(self) -> None:
         self.call_after_refresh(self._plot)
 
-    def _refresh_causes(self) -> None:
+    def show_figures(self) -> None:
         """Show the causes once they are measured, and until then the progress."""
-        report = self._experiment.causes
+        report = self._experiment.results.causes
         if report is None:
             what, share = self._activity()
             words = f"{what}…"
@@ -111,8 +111,8 @@ class CausesScreen(ModalScreen[None]):
             self._plot()
 
     def _plot(self) -> None:
-        readings = self._experiment.modules
-        report = self._experiment.causes
+        readings = self._experiment.results.modules
+        report = self._experiment.results.causes
         local = {cause.name: cause.local_sqnr_db for cause in report.causes} if report is not None else {}
         names = [name for name in readings if name in local] if local else self._modules_with_weights()
         legend = Text("SQNR in dB of every module with weights, in order:  ⠒ as measured", style="dim")
@@ -134,10 +134,10 @@ class CausesScreen(ModalScreen[None]):
     def _modules_with_weights(self) -> list[str]:
         """Names of the measured modules that have tensors of their own, in the order of the pass."""
         modules = self._experiment.tree.modules
-        return [name for name in self._experiment.modules if name in modules and modules[name].tensors]
+        return [name for name in self._experiment.results.modules if name in modules and modules[name].tensors]
 
     def action_leave(self) -> None:
-        if self._experiment.causes is None:
+        if self._experiment.results.causes is None:
             self._stop_causes()
         self.dismiss()
 
@@ -145,7 +145,7 @@ class CausesScreen(ModalScreen[None]):
         match message.event:
             case events.Refused(job="causes"):
                 self._refused = True
-        self._refresh_causes()
+                self.show_figures()
 
 
 def _drawn(sqnr_db: float | None) -> float:

@@ -41,9 +41,9 @@ def side_of(experiment: Experiment, entry: MeasuredRecipe, title: str) -> Side:
 
 def side_of_recipe(experiment: Experiment, recipe: Recipe, title: str) -> Side:
     """A recipe with its measurement on the inputs and with the settings in force, where there is one."""
-    now = experiment.inputs, str(experiment.settings)
+    now = experiment.settings, experiment.model.inputs
     for entry in experiment.measured:
-        if entry.recipe == recipe and (entry.inputs, entry.settings) == now:
+        if entry.recipe == recipe and (entry.settings, entry.inputs) == now:
             return side_of(experiment, entry, title)
     return Side(title, recipe, None, None)
 
@@ -94,27 +94,37 @@ def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
         if left is not None and right is not None:
             row(name, left, right)
 
-    both("meaning", lambda entry: meaning(entry).word)
-    both("SQNR", lambda entry: decibels(entry.sqnr_db))
-    both("max |Δ|", lambda entry: f"{entry.max_abs:.4e}")
-    if first.nonfinite or second.nonfinite:
-        both("non-finite", lambda entry: f"{entry.nonfinite:,}")
+    both("meaning", lambda entry: meaning(entry.output).word)
+    both("SQNR", lambda entry: decibels(entry.output.sqnr_db))
+    both("max |Δ|", lambda entry: f"{entry.output.max_abs:.4e}")
+    if first.output.nonfinite or second.output.nonfinite:
+        both("non-finite", lambda entry: f"{entry.output.nonfinite:,}")
     if any(entry.overflowed or entry.vanished for entry in (first, second)):
         both("values lost", lambda entry: loss_mark(entry.overflowed, entry.vanished) or "none")
     both("KL mean", _kl)
-    both("same top", lambda entry: None if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %")
-    both("perplexity", lambda entry: None if entry.perplexity is None else f"{entry.perplexity:.4f}")
+    both("same top", _same_top)
+    both("perplexity", _perplexity)
     both("time", lambda entry: None if entry.seconds is None else seconds_text(entry.seconds))
     both("inputs", lambda entry: printable(entry.inputs, 200))
-    both("settings", lambda entry: printable(entry.settings, 200))
+    both("settings", lambda entry: printable(str(entry.settings), 200))
     return table
 
 
 def _kl(entry: MeasuredRecipe) -> str | None:
-    if entry.kl_mean is None:
+    if entry.output.kl_mean is None:
         return None
-    error = f" ± {entry.kl_mean_se:.0e}" if entry.kl_mean_se is not None else ""
-    return f"{entry.kl_mean:.3e}{error} nats"
+    error = f" ± {entry.kl_error:.0e}" if entry.kl_error is not None else ""
+    return f"{entry.output.kl_mean:.3e}{error} nats"
+
+
+def _same_top(entry: MeasuredRecipe) -> str | None:
+    share = entry.output.top1_agreement
+    return None if share is None else f"{100 * share:.2f} %"
+
+
+def _perplexity(entry: MeasuredRecipe) -> str | None:
+    value = entry.output.perplexity_candidate
+    return None if value is None else f"{value:.4f}"
 
 
 def _rules(one: Side, other: Side) -> Table:

@@ -8,6 +8,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
 from dtype_engine.core.units import decibels, human_bytes
+from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
 from dtype_engine.reports.text_drift import extent_text, modules_extent_text, sqnr_text
@@ -15,6 +16,7 @@ from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.node_rules import effects_on
 
 if TYPE_CHECKING:
     from dtype_engine.results.drift import DriftReport
@@ -42,16 +44,16 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row("planned", f"{_bytes_by_dtype(planned)}")
         if module.keep_in_fp32:
             grid.add_row("keep float32", module.keep_in_fp32)
-        reading = experiment.modules.get(node)
+        reading = experiment.results.modules.get(node)
         if not node and (words := _output_words(experiment)):
             grid.add_row("drift", words)
         elif reading is not None:
             grid.add_row(
                 "drift",
                 f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
-                + _over(experiment.report),
+                + _over(experiment.results.report),
             )
-    tensor = experiment.tensor(node) if module is None else None
+    tensor = experiment.tree.canonical(node) if module is None else None
     if tensor is not None:
         planned_dtype = experiment.plan.dtypes[tensor.name]
         if tensor.aliases:
@@ -60,7 +62,9 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row("shape", " × ".join(map(str, tensor.shape)) or "scalar")
         grid.add_row("elements", f"{tensor.numel:,}")
         grid.add_row("stored", f"{tensor.dtype}, {human_bytes(tensor.nbytes)}")
-        grid.add_row("planned", f"{planned_dtype}, {human_bytes(experiment.planned_bytes(tensor))}")
+        grid.add_row(
+            "planned", f"{planned_dtype}, {human_bytes(tensor_bytes(tensor, experiment.plan.dtypes[tensor.name]))}"
+        )
         row = dtypes.BY_NAME.get(planned_dtype)
         if row is not None and row.kind == "float":
             grid.add_row(
@@ -75,12 +79,12 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
             grid.add_row(
                 "never cast", tensor.uncastable_reason or f"{tensor.dtype} is not a dtype that one computes in"
             )
-        for loss in experiment.lost or ():
+        for loss in experiment.results.losses.values or ():
             if loss.tensor == tensor.name:
                 before = f"; {loss.nonfinite:,} were not finite before" if loss.nonfinite else ""
                 rounding = ", which is rounding" if loss.is_rounding else ""
                 grid.add_row("values lost", f"{loss_words(loss)}{rounding}{before}")
-    effects = experiment.explain(node)
+    effects = effects_on(experiment.tree, experiment.plan, node)
     for effect in effects:
         won, taken = effect.decides, len(effect.tensors)
         verdict = (
@@ -89,12 +93,12 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         grid.add_row(f"rule {effect.index + 1}", f"{printable(str(effect.rule), 500)}  {verdict}")
     if not effects:
         grid.add_row("rules", "none: as stored")
-    return Overlay(printable(node.rpartition(".")[2], 60) or experiment.title, grid)
+    return Overlay(printable(node.rpartition(".")[2], 60) or experiment.model.title, grid)
 
 
 def _output_words(experiment: Experiment) -> str:
     """The drift of the model's output, and over how much of the inputs where not all were run; "" where it is not known."""
-    report, partial = experiment.report, experiment.partial_drift
+    report, partial = experiment.results.report, experiment.results.partial_drift
     if report is not None:
         output, extent = report.output, report.sequences
     elif partial is not None:
@@ -117,7 +121,7 @@ def _bytes_by_dtype(totals: Totals) -> str:
 
 
 def _no_class(experiment: Experiment) -> str:
-    if experiment.no_forward is None and not experiment.live:
+    if experiment.model.no_forward is None and not experiment.model.live:
         return "known when the model is loaded"
     return (
         "none: it only holds others"

@@ -31,6 +31,7 @@ from dtype_tui.screens.scan import ScanScreen
 from dtype_tui.screens.scan_setup import ScanSetup
 from dtype_tui.screens.settings import SettingsScreen
 from dtype_tui.state.experiment import Experiment
+from dtype_tui.state.node_rules import rules_within
 from dtype_tui.widgets.command_line import CommandLine
 from dtype_tui.widgets.line_input import LineInput
 from dtype_tui.widgets.module_tree import ModuleTree
@@ -173,7 +174,7 @@ def keys_here(experiment: Experiment, row: Row) -> list[tuple[str, str]]:
         found.append(("values", "its values"))
     elif row.module.children or row.module.tensors:
         found.append(("open-or-close", "open or close"))
-    if experiment.rules_within(row.name)[0]:
+    if rules_within(experiment.tree, experiment.plan, row.name)[0]:
         found.append(("drop-rules", "drop its rules"))
     return found
 

@@ -12,6 +12,7 @@ from textual.binding import Binding, BindingType
 from textual.containers import Vertical
 from textual.widgets import DataTable, Static
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import decibels, seconds_text
 from dtype_engine.recipe import Recipe
@@ -64,7 +65,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         super().__init__()
         self._experiment = experiment
         self._measure = measure
-        self._seen: list[MeasuredRecipe] = []
+        self._seen: tuple[MeasuredRecipe, ...] = ()
         self._chosen: int | None = None
         self._order: list[int] = []
         self._filled_for = 0
@@ -82,21 +83,21 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.query_one(DataTable).focus()
         self._fill(len(self._experiment.measured) - 1)
 
-    def on_engine_event(self) -> None:
+    def show_figures(self) -> None:
         """Show what was measured meanwhile; the cursor stays."""
-        if self.is_mounted and self._seen != self._entries:
+        if self._seen != self._entries:
             at = self._entries[self._at].key if self._at < len(self._entries) else None
             keys = [entry.key for entry in self._entries]
             self._fill(keys.index(at) if at in keys else len(keys) - 1)
 
     @property
-    def _entries(self) -> list[MeasuredRecipe]:
+    def _entries(self) -> tuple[MeasuredRecipe, ...]:
         return self._experiment.measured
 
     def _fill(self, at: int) -> None:
         """Rebuild the rows, pinned ones first, else newest first; the cursor goes to the measurement with index `at`."""
         entries = self._entries
-        self._seen = list(entries)
+        self._seen = entries
         self._order = sorted(range(len(entries)), key=lambda index: (not entries[index].pinned, -index))
         rows = [self._cells(index) for index in self._order]
         self._filled_for = self._width
@@ -123,24 +124,25 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         entry = self._entries[index]
         mark = _mark(index) + ("*" if entry.pinned else " ") + ("c" if index == self._chosen else "")
         mark += "P" if self._experiment.is_baseline(entry) else ""
-        now = entry.recipe == self._experiment.recipe and entry.settings == str(self._experiment.settings)
-        top1 = "" if entry.top1_agreement is None else f"{100 * entry.top1_agreement:.2f} %"
-        sqnr = "not finite" if entry.nonfinite else decibels(entry.sqnr_db).removesuffix(" dB")
+        now = entry.recipe == self._experiment.recipe and entry.settings == self._experiment.settings
+        output = entry.output
+        top1 = "" if output.top1_agreement is None else f"{100 * output.top1_agreement:.2f} %"
+        sqnr = "not finite" if output.nonfinite else decibels(output.sqnr_db).removesuffix(" dB")
         return {
             "": Text(mark, style="bold" if entry.pinned else ""),
             "bytes": Text(short_bytes(entry.planned_bytes), justify="right"),
             "drift": Text(self._meaning(entry).word),
             "SQNR dB": Text(sqnr, justify="right"),
-            "KL nats": Text(_number(entry.kl_mean, ".3e"), justify="right"),
+            "KL nats": Text(_number(output.kl_mean, ".3e"), justify="right"),
             "same top": Text(top1, justify="right"),
-            "perplexity": Text(_number(entry.perplexity, ".4f"), justify="right"),
+            "perplexity": Text(_number(output.perplexity_candidate, ".4f"), justify="right"),
             "time": Text(_time_or_extent(entry), justify="right", style="dim" if entry.in_part else ""),
             _RULES: Text(("now: " if now else "") + truncate(_rules(entry), 200), style="bold" if now else ""),
         }
 
     def _meaning(self, entry: MeasuredRecipe) -> Meaning:
         """What a measurement means; the floor is known of the inputs in use alone."""
-        return meaning(entry, self._experiment.floor if entry.inputs == self._experiment.inputs else None)
+        return meaning(entry.output, self._experiment.floor if entry.inputs == self._experiment.model.inputs else None)
 
     @property
     def _at(self) -> int:
@@ -154,8 +156,8 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
             words.append(f"\n{printable(entry.inputs, 100)}", style="not bold dim")
             if entry.in_part:
                 words.append(f"; over {_time_or_extent(entry)} sequences", style="not bold dim")
-            if entry.settings != "defaults":
-                words.append(f"; {printable(entry.settings, 100)}", style="not bold dim")
+            if entry.settings != RunSettings():
+                words.append(f"; {printable(str(entry.settings), 100)}", style="not bold dim")
             if lost := loss_mark(entry.overflowed, entry.vanished):
                 words.append(f"  {lost}")
             self.query_one("#rules", Static).update(words)
@@ -176,7 +178,7 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
     def _plot(self) -> None:
         """Bytes against KL, or against the square of relative L2 where the outputs are no distributions."""
         widget = self.query_one("#plot", Static)
-        distribution = any(entry.kl_mean is not None for entry in self._entries)
+        distribution = any(entry.output.kl_mean is not None for entry in self._entries)
         series = []
         for index, entry in enumerate(self._entries):
             drift = entry.drift(distribution)
@@ -196,14 +198,14 @@ class MeasurementsScreen(ModalScreen[MeasuredRecipe | None]):
         self.dismiss(self._entries[self._at])
 
     def action_measure(self) -> None:
-        recipes = without_figures(self._entries, str(self._experiment.settings), self._experiment.inputs)
+        recipes = without_figures(self._entries, self._experiment.settings, self._experiment.model.inputs)
         if not recipes:
             self.notify("all are measured on these inputs, with these settings", severity="information")
         self._measure(recipes)
 
     def action_pin(self) -> None:
         at = self._at
-        toggle_pin(self._entries, at)
+        self._experiment.measured = toggle_pin(self._entries, at)
         self._fill(at)
 
     def action_compare(self) -> None:
@@ -239,7 +241,7 @@ def fitting(rows: Sequence[Mapping[str, Text]], width: int) -> dict[str, int]:
 def _time_or_extent(entry: MeasuredRecipe) -> str:
     """How long the candidate took; `2 of 6` where not all inputs were run."""
     if entry.in_part:
-        return f"{entry.sequences:,} of {entry.all_sequences:,}"
+        return f"{entry.extent.done:,} of {entry.extent.total:,}"
     return "" if entry.seconds is None else seconds_text(entry.seconds)
 
 
@@ -254,4 +256,4 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _rules(entry: MeasuredRecipe) -> str:
-    return printable(", ".join(entry.rules), 400) or "as stored"
+    return printable(str(entry.recipe), 400)

@@ -37,7 +37,7 @@ class JobsScreen(ChoiceScreen[None]):
         activity = self._activity
         return [activity.running, *activity.waiting] if activity.busy else []
 
-    def on_engine_event(self) -> None:
+    def show_figures(self) -> None:
         self.redraw()
 
     def draw(self) -> Text:

@@ -26,7 +26,7 @@ from textual.worker import WorkerError
 Result = TypeVar("Result")
 
 
-def asked_of_a_closed_window(error: Exception, app: App[Any]) -> bool:
+def is_from_closed_window(error: Exception, app: App[Any]) -> bool:
     """Whether an error comes from a query in a window that was closed meanwhile or is not composed yet, or in an app without
     windows. One burst of keys that opens and closes a window does that; the app passes over such errors.
     """
@@ -36,14 +36,14 @@ def asked_of_a_closed_window(error: Exception, app: App[Any]) -> bool:
         return not any(app._screen_stacks.values())  # the app itself is ending
     if not isinstance(error, NoMatches):
         return False
-    nodes = asked_in(error)
+    nodes = nodes_in_traceback(error)
     if not nodes:
         return False
     above = [node for node in nodes[-1].ancestors_with_self if isinstance(node, Screen)]
     return not any(screen in app.screen_stack and screen.is_mounted and screen.children for screen in above)
 
 
-def asked_in(error: Exception) -> list[DOMNode]:
+def nodes_in_traceback(error: Exception) -> list[DOMNode]:
     """The widgets and windows whose methods are in an error's traceback, the outermost first. The message pump alone does not
     name the window where the error arose in a task of the app.
     """
@@ -66,6 +66,9 @@ class ModalScreen(_ModalScreen[Result]):
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
         """Close it with a result, unless it is closed."""
         return _close_once(self, super().dismiss, result)
+
+    def show_figures(self) -> None:
+        """Show what the engine has told meanwhile. The main screen calls this, as often as it draws such figures itself."""
 
     def action_leave(self) -> None:
         self.dismiss()

@@ -97,7 +97,7 @@ class OptimiseScreen(ModalScreen[None]):
     def on_resize(self) -> None:
         self.call_after_refresh(self._draw)
 
-    def on_engine_event(self) -> None:
+    def show_figures(self) -> None:
         """Draw again when the scan's estimates have changed or a point was measured."""
         if self._seen != self.view.version:
             self._make(self.view.limits)
@@ -227,7 +227,7 @@ class OptimiseScreen(ModalScreen[None]):
         """(planned bytes, drift in the scan's unit) of every recipe that was measured on these inputs with these settings."""
         experiment = self.experiment
         distribution = self.view.report is not None and self.view.report.unit != SQUARED
-        now = experiment.inputs, str(experiment.settings)
+        now = experiment.model.inputs, experiment.settings
         entries = [entry for entry in experiment.measured if (entry.inputs, entry.settings) == now]
         drifts = [(entry.planned_bytes, entry.drift(distribution)) for entry in entries]
         return [(size, drift) for size, drift in drifts if drift is not None]

@@ -30,6 +30,7 @@ from dtype_engine.worker.save_requests import (
     ReportRequest,
     SaveRequest,
 )
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.widgets.line_input import LineInput
@@ -103,7 +104,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                 self._asked = None
                 if checked.reason:
                     self.redraw()
-                    self.notify(checked.reason, severity="error", markup=False)
+                    self.notify(with_keys(checked.reason), severity="error", markup=False)
                 else:
                     self._write_to(checked.path, Path(checked.path), checked.taken)
 
@@ -180,7 +181,7 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
         if planned is None:
             return [("What will be written appears when the model is there.", "dim")]
         if planned.plan is None:
-            return [(planned.reason, "bold")]
+            return [(with_keys(planned.reason), "bold")]
         plan = planned.plan
         mix = " · ".join(f"{dtypes.short_name(name)} {human_bytes(size)}" for name, _, size in plan.dtypes)
         tensors = sum(count for _, count, _ in plan.dtypes)

@@ -81,16 +81,13 @@ class ScanScreen(ModalScreen[str | None]):
         yield Static(id="scan-keys", markup=False)
 
     def on_mount(self) -> None:
-        self._refresh()
-
-    def on_engine_event(self) -> None:
-        self._refresh()
+        self.show_figures()
 
     def on_resize(self) -> None:
         self._seen = -1
-        self.call_after_refresh(self._refresh)
+        self.call_after_refresh(self.show_figures)
 
-    def _refresh(self) -> None:
+    def show_figures(self) -> None:
         if self._seen != self.view.version and self.is_mounted:
             self._seen = self.view.version
             self._draw()
@@ -205,7 +202,7 @@ class ScanScreen(ModalScreen[str | None]):
             index = report.dtypes.index(self.view.dtype) + step
             self._all = False
             self.view.show_dtype(self.experiment.tree, report.dtypes[index % len(report.dtypes)])
-            self._refresh()
+            self.show_figures()
 
     def action_sort(self) -> None:
         self._per_byte = not self._per_byte

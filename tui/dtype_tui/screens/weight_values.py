@@ -37,7 +37,7 @@ def weight_screen(experiment: Experiment, name: str, reading: WeightStats) -> Ov
     whole.add_row(Text("fp8 and int8 with their scales; shares are of the tensor's values", style="dim"))
     whole.add_row(Text(""))
     whole.add_row(exponent_histogram(reading))
-    tensor = experiment.tensor(name)
+    tensor = experiment.tree.canonical(name)
     stored = f", stored {dtypes.short_name(tensor.dtype)}" if tensor else ""
     return Overlay(f"Values of {printable(name, 60)}{stored}", whole)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import Command, Generate, InspectWeight, MeasureSpeed, TraceCasts
@@ -24,12 +25,12 @@ class AwaitedResults:
 
     def __init__(self, controller: Controller) -> None:
         self._controller = controller
-        self._asked: set[tuple[Command, Recipe, str]] = set()
+        self._asked: set[tuple[Command, Recipe, RunSettings]] = set()
 
     def ask(self, command: Command) -> None:
         """Ask the engine, unless the same is awaited with the same recipe and the same settings."""
         experiment = self._controller.experiment
-        key = (command, experiment.recipe, str(experiment.settings))
+        key = (command, experiment.recipe, experiment.settings)
         if key in self._asked:
             return
         self._controller.ask(command)

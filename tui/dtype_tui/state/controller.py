@@ -6,9 +6,10 @@ The main screen calls its methods for keys and commands, hands it the engine's e
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Literal
 
-from dtype_engine.core.errors import PatternError, UserError
+from dtype_engine.core.errors import UserError
 from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.worker import events
@@ -24,16 +25,18 @@ from dtype_engine.worker.commands import (
     SetSettings,
 )
 from dtype_engine.worker.engine import Engine
+from dtype_tui.rendering.hint_keys import with_keys
 from dtype_tui.rendering.job_names import stopped_sentence
-from dtype_tui.state import measurement_log
 from dtype_tui.state.activity import Progress
 from dtype_tui.state.engine_life import EngineLife, Severity
+from dtype_tui.state.node_rules import not_kept_in_float32, rules_within
 
 if TYPE_CHECKING:
     from dtype_engine.core.options import RunSettings
     from dtype_engine.worker.save_requests import SaveRequest
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.launch import Launch
+    from dtype_tui.state.measurement_log import MeasuredRecipe
 
 
 class Controller:
@@ -51,7 +54,7 @@ class Controller:
         changed: Callable[[], None],
     ) -> None:
         self.experiment = experiment
-        experiment.host = engine.host
+        experiment.model = replace(experiment.model, host=engine.host)
         self.engine = engine
         self.notify = notify
         self._changed = changed
@@ -62,7 +65,7 @@ class Controller:
         self._preset: str | None = None
         """The preset to begin with, until it is in force."""
         self._after_preset = Recipe()
-        self._told: set[str] = set()
+        self._notified: set[str] = set()
 
     # -- what the engine tells -----------------------------------------------------------------------------------
 
@@ -90,7 +93,7 @@ class Controller:
                 if isinstance(event, events.CastDone) and (words := loss_notice(event.lost or ())):
                     self.notify(words, "warning")
                 if isinstance(event, events.Measured):
-                    self._notify_all([each for each in event.report.notices if each not in self._told], "warning")
+                    self._notify_all([each for each in event.report.notices if each not in self._notified], "warning")
         return True
 
     def _handle_opening(self, event: events.HeadersRead | events.ModelReady | events.OpenFailed) -> None:
@@ -108,8 +111,8 @@ class Controller:
                 self._notify_all(event.notices, "warning")
                 self._warn_unmatched()
             case events.OpenFailed():
-                self.open_error = event.message
-                experiment.no_forward, experiment.partial = event.message, False
+                self.open_error = with_keys(event.message)
+                experiment.model = replace(experiment.model, no_forward=self.open_error, partial=False)
                 if not event.classes_follow:
                     self._start_with_preset()
 
@@ -124,14 +127,14 @@ class Controller:
                 self.activity.saving = self.life.quit_asked = False
                 self._notify_all((event.sentence, *event.notices), "information" if event.done else "warning")
             case events.Failed():
-                self.experiment.failure, self.experiment.failed_module = event.message, event.module
+                self.experiment.take(event)
                 self.notify("the run failed: the Drift pane says why", "error")
             case events.Stopped():
-                self.life.heard_of_end(event.job)
+                self.life.note_stopped(event.job)
                 self.notify(stopped_sentence(event.job, event.dropped), "information")
 
     def _notify_all(self, sentences: Sequence[str], severity: Severity) -> None:
-        self._told.update(sentences)  # a measurement's are not said again
+        self._notified.update(sentences)  # a measurement's are not said again
         for sentence in sentences:
             self.notify(sentence, severity)
 
@@ -144,7 +147,7 @@ class Controller:
         recipe, saved = launch.recipe, launch.saved
         if saved is not None:
             self.experiment.restore(RecipeHistory.of(saved.recipes, saved.at))
-            self.experiment.measured[:] = saved.valid_measurements
+            self.experiment.measured = saved.valid_measurements
             self.experiment.scan.asked = saved.scanned  # the key for the scan goes on with it
             self.engine.request(SetRecipe(self.experiment.recipe))
             recipe = Recipe.of((*saved.recipe.rules, *recipe.rules))
@@ -155,7 +158,7 @@ class Controller:
             return
         from dtype_engine.recipe.presets import PRESETS  # not for the first paint
 
-        tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.has_tree
+        tree_suffices = not PRESETS[self._preset].needs_classes and self.experiment.model.has_tree
         if self.experiment.tree.has_classes or tree_suffices:
             self._start_with_preset()
 
@@ -169,7 +172,7 @@ class Controller:
         try:
             made = PRESETS[name].recipe(self.experiment.tree)
         except UserError as error:
-            self.notify(str(error), "warning")
+            self.notify(error.sentence, "warning")
             return
         if self.experiment.push(Recipe((*made.rules, *self._after_preset.rules))):
             self.engine.request(SetRecipe(self.experiment.recipe))
@@ -196,19 +199,14 @@ class Controller:
     def add_rule(self, rule: Rule) -> None:
         """Put one more rule in force, and say what it takes against the model's declarations; refuse one that takes nothing."""
         experiment = self.experiment
-        try:
-            refusal = experiment.refusal(rule)
-        except PatternError as error:
-            self.notify(str(error), "error")
-            return
-        if refusal is not None:
+        if (refusal := experiment.refusal(rule)) is not None:
             self.notify(refusal, "warning")
             return
         if not self.put_in_force(experiment.recipe.then(rule)):
             self.notify(f"{rule} is in force already", "information")
             return
         self._warn_unmatched()
-        broken = experiment.not_kept_in_fp32(len(experiment.recipe) - 1)
+        broken = list(not_kept_in_float32(experiment.tree, experiment.plan, len(experiment.recipe) - 1))
         if broken:
             more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
@@ -240,7 +238,7 @@ class Controller:
 
     def drop_rules(self, node: str) -> None:
         """Drop the rules of a node: those that take nothing else."""
-        inside, beyond = self.experiment.rules_within(node)
+        inside, beyond = rules_within(self.experiment.tree, self.experiment.plan, node)
         if inside:
             self.put_in_force(self.experiment.recipe.without(inside))
         elif beyond:
@@ -253,7 +251,7 @@ class Controller:
 
     def apply_remedy(self) -> None:
         """Apply the rule that makes an output finite again, if there is one, else those that keep values which casts lose."""
-        nonfinite, losses = self.experiment.nonfinite, self.experiment.loss_remedy
+        nonfinite, losses = self.experiment.results.nonfinite, self.experiment.results.loss_remedy
         if nonfinite is not None and nonfinite.remedy is not None:
             self.add_rule(Rule.parse(nonfinite.remedy))
         elif losses is not None:
@@ -274,13 +272,13 @@ class Controller:
         from dtype_engine.recipe.presets import preset
 
         chosen = preset(name)
-        if not self.experiment.has_tree:
+        if not self.experiment.model.has_tree:
             raise UserError("a preset is made for a model: it is not there yet")
         self.replace_rules(chosen.recipe(self.experiment.tree))
 
-    def go_back_to(self, measured: measurement_log.MeasuredRecipe) -> None:
+    def go_back_to(self, measured: MeasuredRecipe) -> None:
         """Put a recipe in force that was measured before; the settings stay."""
-        if measured.settings != str(self.experiment.settings):
+        if measured.settings != self.experiment.settings:
             self.notify(f"that was measured with {measured.settings}; the current settings stay", "information")
         self.put_in_force(measured.recipe)
 
@@ -295,7 +293,7 @@ class Controller:
         if not self.life.is_there():
             return
         if self.activity.running != "measure":
-            self.experiment.forget_readings()
+            self.experiment.forget_figures()
         self.engine.request(Measure(read_values=True, in_full=True))
         self._changed()
 
@@ -314,8 +312,8 @@ class Controller:
 
     def ask(self, command: Command) -> None:
         """Ask for a job; where it needs forward passes and there are none, say why."""
-        if command.needs_model and self.experiment.no_forward:
-            self.notify(self.experiment.no_forward, "warning")
+        if command.needs_model and self.experiment.model.no_forward:
+            self.notify(self.experiment.model.no_forward, "warning")
             return
         self.engine.request(command)
         self._expect(command.name)
@@ -356,8 +354,8 @@ class Controller:
         goes on.
         """
         experiment, scan = self.experiment, self.experiment.scan
-        if experiment.no_forward:
-            self.notify(experiment.no_forward, "warning")
+        if experiment.model.no_forward:
+            self.notify(experiment.model.no_forward, "warning")
             return "wait"
         if why := experiment.why_scan_is_stale:
             self.notify(f"{why}: scan anew", "information")

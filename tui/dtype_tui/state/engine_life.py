@@ -54,7 +54,7 @@ class EngineLife:
         if isinstance(event, events.Idle) or (isinstance(event, events.Jobs) and event.running != self._stopping):
             self._stopping, self._stop_is_overdue = None, False
 
-    def heard_of_end(self, job: str | None) -> None:
+    def note_stopped(self, job: str | None) -> None:
         """The engine has stopped `job`; None where nothing had begun."""
         if job is not None:
             self._stopping, self._stop_is_overdue = None, False

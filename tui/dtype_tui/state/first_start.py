@@ -2,14 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-
-def state_folder() -> Path:
-    """Where the program keeps what it should find again, for this user."""
-    import platformdirs
-
-    return platformdirs.user_state_path("dtype-tui")
+from dtype_engine.core.user_folders import state_folder
 
 
 def is_first_start() -> bool:

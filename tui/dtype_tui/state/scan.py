@@ -14,6 +14,7 @@ from dtype_tui.rendering.cells import bar
 
 # Searching is not for the first paint: its rooms are imported where they are needed.
 if TYPE_CHECKING:
+    from dtype_engine.core.options import RunSettings
     from dtype_engine.core.tree import Tree
     from dtype_engine.recipe import Plan, Recipe
     from dtype_engine.results.drift import DriftReport
@@ -132,6 +133,24 @@ class ScanState:
                 prediction = None
             self._predicted = (plan, self.version, prediction)
         return self._predicted[2]
+
+    def predicted(self, tree: Tree, plan: Plan) -> str:
+        """`1.2e-03 nats per token`: the prediction in words; "" where there is none, or no rule."""
+        prediction = self.prediction(tree, plan)
+        if prediction is None or not plan.recipe.rules:
+            return ""
+        drift = "not finite" if math.isinf(prediction.value) else figure(prediction.value)
+        return f"{drift} {prediction.unit}" + ("" if self.finished else ", scan under way")
+
+    def why_stale(self, inputs: str, settings: RunSettings) -> str:
+        """Why it says nothing of a run on these inputs with these settings, as the beginning of a sentence; "" where it does."""
+        report = self.report
+        if report is not None and report.inputs != inputs:
+            return "the inputs are others than those of the scan"
+        if report is not None and report.activations != settings.quantize_activations:
+            were = "as they are" if report.activations == "none" else "quantised"
+            return f"activations were {were} in the scan, and are not now"
+        return ""
 
     def front(self, tree: Tree) -> ParetoFront:
         """The Pareto front within the limits. Raises UserError."""

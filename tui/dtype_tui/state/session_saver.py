@@ -28,7 +28,7 @@ class SessionState(Protocol):
 
     history: RecipeHistory
     settings: RunSettings
-    measured: list[MeasuredRecipe]
+    measured: tuple[MeasuredRecipe, ...]
     scan: ScanState
 
 
@@ -53,14 +53,13 @@ class SessionSaver:
         """This is how things stand; called often, and cheap where nothing has changed."""
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)
-        measured = tuple(experiment.measured)
         session = dataclasses.replace(
             self._about,
             options=options,
             recipes=recipes,
             at=at,
             cursor=cursor,
-            measured=measured,
+            measured=experiment.measured,
             scanned=experiment.scan.asked,
         )
         if session == self._now or self._trouble is not None:

@@ -27,14 +27,15 @@ from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.regular_files import read_regular
 from dtype_engine.core.text import printable
 from dtype_engine.core.typed_data import as_plain, as_type, refuse_unknown
+from dtype_engine.core.user_folders import state_folder
 from dtype_engine.recipe import Recipe, Rule
 from dtype_engine.recipe.plan import MATCHING_S
 from dtype_engine.recipe.regexes import time_limit
+from dtype_engine.results.drift import Extent, OutputDrift
 from dtype_tui.state.addresses import is_address
-from dtype_tui.state.first_start import state_folder
 from dtype_tui.state.measurement_log import MeasuredRecipe
 
-VERSION = 1
+VERSION = 2
 MOST_KEPT = 40
 MOST_STEPS = 200
 """Recipes kept on either side of the one in force: how far undo and redo reach in a session that is taken up."""
@@ -42,7 +43,6 @@ NOT_KEPT = frozenset({"trust_pickle", "trust_remote_code", "download"})
 """Options that let code run or fetch it: a file must not say so for the user."""
 _OPTIONS = [option.name for option in dataclasses.fields(Options) if option.name not in {*NOT_KEPT, "settings"}]
 _SETTINGS = [setting.name for setting in dataclasses.fields(RunSettings)]
-_FIGURES = [figure.name for figure in dataclasses.fields(MeasuredRecipe)]
 _LARGEST = 64 << 20
 
 
@@ -245,6 +245,21 @@ def _readable() -> Iterator[SavedSession]:
             continue
 
 
+class _Measurement(msgspec.Struct, kw_only=True):
+    """One `MeasuredRecipe`, its recipe as the rules' text."""
+
+    rules: list[str]
+    settings: RunSettings
+    inputs: str
+    planned_bytes: int
+    output: OutputDrift
+    extent: Extent
+    seconds: float | None
+    overflowed: int
+    vanished: int
+    pinned: bool
+
+
 class _File(msgspec.Struct):
     """What a session file holds, beside its version. Other entries are passed over."""
 
@@ -258,7 +273,7 @@ class _File(msgspec.Struct):
     recipes: list[list[str]]
     at: int
     cursor: str
-    measured: tuple[MeasuredRecipe, ...]
+    measured: list[_Measurement]
     scanned: tuple[str, ...] = ()
 
 
@@ -274,18 +289,15 @@ def _encoded(session: SavedSession) -> dict[str, Any]:
         saved=session.saved,
         options=session.options,
         settings=session.options.settings,
-        recipes=[[str(rule) for rule in recipe.rules] for recipe in kept],
+        recipes=[_rules(recipe) for recipe in kept],
         at=session.at - first,
         cursor=session.cursor,
-        measured=session.measured,
+        measured=[_measurement(each) for each in session.measured],
         scanned=session.scanned,
     )
-    plain = as_plain(file)
-    if not session.scanned:
-        del plain["scanned"]
     return {
         "version": VERSION,
-        **plain,
+        **as_plain(file),
         "saved": session.saved.isoformat(),
         "options": {name: options[name] for name in _OPTIONS},
     }
@@ -296,12 +308,10 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
     refuse_unknown("option", data["options"], _OPTIONS)
     refuse_unknown("setting", data["settings"], _SETTINGS)
     for entry in data["measured"]:
-        refuse_unknown("figure", entry, _FIGURES)
-    recipes = tuple(Recipe(tuple(map(Rule.parse, rules))) for rules in file.recipes)
+        refuse_unknown("figure", entry, _Measurement.__struct_fields__)
+    recipes = tuple(map(_recipe, file.recipes))
     if not 0 <= file.at < len(recipes):
         raise UserError(f"there is no recipe {file.at}")
-    for measured in file.measured:
-        _ = measured.recipe  # rules that can't be read are refused here, and not when somebody goes back to them
     return SavedSession(
         model=file.model,
         title=file.title,
@@ -311,10 +321,29 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         recipes=recipes,
         at=file.at,
         cursor=file.cursor,
-        measured=file.measured,
+        measured=tuple(map(_measured_recipe, file.measured)),
         scanned=_dtypes(file.scanned),
         saved=file.saved,
     )
+
+
+def _rules(recipe: Recipe) -> list[str]:
+    return [str(rule) for rule in recipe.rules]
+
+
+def _recipe(rules: list[str]) -> Recipe:
+    """Raises UserError for a rule that can't be read."""
+    return Recipe.of(map(Rule.parse, rules))
+
+
+def _measurement(entry: MeasuredRecipe) -> _Measurement:
+    fields = {field.name: getattr(entry, field.name) for field in dataclasses.fields(entry)}
+    return _Measurement(rules=_rules(fields.pop("recipe")), **fields)
+
+
+def _measured_recipe(entry: _Measurement) -> MeasuredRecipe:
+    fields = msgspec.structs.asdict(entry)
+    return MeasuredRecipe(recipe=_recipe(fields.pop("rules")), **fields)
 
 
 def _dtypes(names: tuple[str, ...]) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ def _is_cast(experiment: Experiment) -> bool:
 
 
 def _is_measured(experiment: Experiment) -> bool:
-    return experiment.report is not None or experiment.failure is not None
+    return experiment.results.report is not None or experiment.results.failure is not None
 
 
 def _scan_has_begun(experiment: Experiment) -> bool:

@@ -13,7 +13,7 @@ from dtype_engine.core.text import printable
 from dtype_engine.recipe import Rule
 from dtype_tui.state.commands import WITH_PATHS, Command, Completer, parse
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.preview import Preview
+from dtype_tui.state.preview import Preview, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.prompts import preview_words
 
@@ -93,20 +93,20 @@ class CommandLine(BottomPrompt):
 
     def _explain(self, line: str) -> None:
         """What the line would do, or what may come next."""
-        preview: Preview | None = None
+        shown: Preview | None = None
         words = Text(no_wrap=True, overflow="ellipsis")
         try:
             command, arguments = parse(line, self.completer.commands)
             if command.name == "cast":
-                preview = self.experiment.preview(Rule.make(*arguments))
-                words.append(f" {preview_words(preview)}")
+                shown = preview(self.experiment.tree, self.experiment.plan.dtypes, Rule.make(*arguments))
+                words.append(f" {preview_words(shown)}")
         except UserError as error:
             if line.strip() and not self.completer(line):
                 words.append(f" {error}", style="bold")
         if not words:
             self._suggest(words, line)
         self.hint(words)
-        self.post_message(self.Previewed(preview))
+        self.post_message(self.Previewed(shown))
 
     def _suggest(self, words: Text, line: str) -> None:
         typed = line.split(" ")

@@ -21,6 +21,7 @@ from textual.strip import Strip
 from dtype_engine.core.tree import ancestors
 from dtype_tui.config.key_names import with_ids
 from dtype_tui.config.themes import IN_THE_TERMINALS_COLOURS
+from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.tree_drawing import (
     BRIGHT,
     COLUMNS,
@@ -256,7 +257,7 @@ class ModuleTree(ScrollView, can_focus=True):
 
     def action_next_cast(self, step: int) -> None:
         """Through the topmost nodes that are cast as a whole, in the model's order, round and round."""
-        nodes = self.experiment.cast_nodes()
+        nodes = cast_nodes(self.experiment.tree, self.experiment.plan)
         if nodes:
             order = {name: i for i, name in enumerate(self.experiment.tree.names[0])}
             here = order.get(self.current.name, -1)

@@ -16,7 +16,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes, human_count
 from dtype_engine.recipe import Rule, generalisations
 from dtype_tui.state.experiment import Experiment
-from dtype_tui.state.preview import Preview
+from dtype_tui.state.preview import Preview, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.module_tree import MOST_MATCHES
 
@@ -73,7 +73,7 @@ class CastPrompt(BottomPrompt):
         super().close()
 
     def _takes_something(self, pattern: str) -> bool:
-        return bool(self.experiment.preview(Rule(pattern, dtypes.STORED)).tensors)
+        return bool(preview(self.experiment.tree, self.experiment.plan.dtypes, Rule(pattern, dtypes.STORED)).tensors)
 
     @property
     def _rule_text(self) -> str:
@@ -111,17 +111,17 @@ class CastPrompt(BottomPrompt):
     def _preview(self) -> None:
         if not self.is_open:
             return
-        preview: Preview | None = None
+        shown: Preview | None = None
         try:
-            preview = self.experiment.preview(Rule.parse(self.field.value))
+            shown = preview(self.experiment.tree, self.experiment.plan.dtypes, Rule.parse(self.field.value))
         except UserError as error:
             begun = self.field.value.rpartition("=")[2].strip()
             names = dtypes.completions(begun) if begun and not _is_target(begun) else []
             words = f"Tab: {'  '.join(names)}" if names else str(error)
             self.hint(Text(f" {words}", style="" if names else "bold", no_wrap=True, overflow="ellipsis"))
         else:
-            self.hint(Text(f" {preview_words(preview)}"))
-        self.post_message(self.Previewed(preview))
+            self.hint(Text(f" {preview_words(shown)}"))
+        self.post_message(self.Previewed(shown))
 
     def entered(self, line: str) -> None:
         try:

@@ -29,15 +29,15 @@ def next_keys(experiment: Experiment, filtered: bool, working: Activity, ended: 
         keys = "n next match  N previous  Esc clears the filter  c cast  1-8 dtype"
     elif ended:
         keys = "R start the engine  u undo  c cast  1-8 dtype  / filter  Enter details  : command"
-    elif experiment.failure:
+    elif experiment.results.failure:
         keys = "u undo  8 as stored  Enter details  m measure again  : command"
-    elif experiment.loss_remedy is not None and not busy:
+    elif experiment.results.loss_remedy is not None and not busy:
         keys = "a keeps the lost values  w worst module  u undo  c cast  1-8 dtype  Enter details  : command"
     elif not experiment.recipe.rules:
         keys = "2 cast this to bf16  c cast by pattern  / filter  Enter details  : command"
-    elif experiment.report is None and not busy and experiment.no_forward is None:
+    elif experiment.results.report is None and not busy and experiment.model.no_forward is None:
         keys = "m measure  u undo  c cast  1-8 dtype  f dtype flow  : command"
-    elif experiment.report is not None and experiment.report.output.max_abs > 0:
+    elif experiment.results.report is not None and experiment.results.report.output.max_abs > 0:
         keys = "w worst module  u undo  c cast  1-8 dtype  f dtype flow  : command"
     else:
         keys = "u undo  c cast  1-8 dtype  / filter  Enter details  : command"
@@ -62,19 +62,19 @@ def status_line(
         if share is not None:
             line.append(f" {progress_words(working, 12 if width >= 100 else 6)}")
         waits = f" · then: {working.queue}" if working.queue else ""
-        if experiment.partial_drift is not None:
+        if experiment.results.partial_drift is not None:
             left = width - line.cell_len - len(f"  {waits}  {stops} ")
-            line.append(f"  {_so_far(experiment.partial_drift, left, printable(experiment.title, 40))}")
+            line.append(f"  {_so_far(experiment.results.partial_drift, left, printable(experiment.model.title, 40))}")
         line.append(waits)
         line.append(f"  {stops}", style="dim")
     else:
         line.append(idle)
-        if experiment.report is not None:
-            line.append(f" · drift: {meaning(experiment.report.output, experiment.floor).word}")
-    if lost := loss_status(experiment.lost or ()):
+        if experiment.results.report is not None:
+            line.append(f" · drift: {meaning(experiment.results.report.output, experiment.floor).word}")
+    if lost := loss_status(experiment.results.losses.values or ()):
         line.append(f"  {lost}", style="bold")
-    where = printable(experiment.device or experiment.host, 40)
-    parts = [part for part in (printable(experiment.title, 40), experiment.class_name, where) if part]
+    where = printable(experiment.model.device or experiment.model.host, 40)
+    parts = [part for part in (printable(experiment.model.title, 40), experiment.model.class_name, where) if part]
     while parts and line.cell_len + len(" · ".join(parts)) + 2 > width:
         parts.pop(min(1, len(parts) - 1))  # the class goes first, then the device
     about = " · ".join(parts)

@@ -12,13 +12,14 @@ from textual.strip import Strip
 from dtype_engine.core import dtypes
 from dtype_engine.core.dtypes import padded
 from dtype_engine.core.units import human_count
+from dtype_engine.recipe import tensor_bytes
 from dtype_engine.recipe.fused_words import scale_shared_with
 from dtype_engine.reports.text import parameters_text
 from dtype_tui.rendering.cells import colour, drift_cell, mix_cell, name_cell, short_bytes, truncate
 from dtype_tui.widgets.tree_rows import Row
 
 if TYPE_CHECKING:
-    from dtype_engine.results.drift import ModuleDrift
+    from dtype_engine.results.drift import ModuleDrift, OutputDrift
     from dtype_tui.state.experiment import Experiment
 
 COLUMNS = ("params", "bytes", "drift")
@@ -101,7 +102,7 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
     style = _LIT if state.lit else _MATCH if state.match else _BOLD if row.depth == 0 else PLAIN
     segments = [Segment(f"{marker}{indent}{twist}", DIM if not state.lit else _LIT), Segment(label, style)]
     used = 1 + len(indent) + 2 + len(label)
-    mark = experiment.loss_marks.get(row.name) if row.tensor is None else None
+    mark = experiment.results.losses.marks.get(row.name) if row.tensor is None else None
     if mark is not None:
         mark = truncate(mark, max(0, columns.name - used - 2))
         if len(mark) > 2:
@@ -122,8 +123,8 @@ def row_segments(experiment: Experiment, row: Row, columns: Columns, state: RowS
         parameters = (
             "unknown" if tensor.meant == "unknown" else human_count(tensor.parameters) if tensor.parameters else ""
         )
-        size = experiment.planned_bytes(tensor)
-    counted = not row.alias and not (experiment.partial and row.tensor is None)
+        size = tensor_bytes(tensor, experiment.plan.dtypes[tensor.name])
+    counted = not row.alias and not (experiment.model.partial and row.tensor is None)
     if columns.parameters:
         segments.append(Segment(f"{parameters if counted else '':>{columns.parameters}}", PLAIN))
     counted = counted and size > 0
@@ -144,8 +145,8 @@ def _name(experiment: Experiment, row: Row, width: int, state: RowState) -> tupl
     if row.tensor is None:
         expandable = bool(row.module.children or row.module.tensors)
         twist = ("▾ " if state.opened else "▸ ") if expandable else "  "
-        label = name_cell(row.label or experiment.title, width)
-        failed = "failed here" if row.name and row.name == experiment.failed_module else ""
+        label = name_cell(row.label or experiment.model.title, width)
+        failed = "failed here" if row.name and row.name == experiment.results.failed_module else ""
         kept = "keep f32" if row.module.keep_in_fp32 else ""
         totals = experiment.totals[row.name]
         elsewhere = experiment.tree.tied_into(row.name) if totals.tied and not totals.nbytes else []
@@ -177,7 +178,7 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
             pieces.append((" padded", ""))
         if not row.tensor.persistent:
             pieces.append((" not saved", ""))
-        mark = experiment.loss_marks.get(row.tensor.name)
+        mark = experiment.results.losses.marks.get(row.tensor.name)
         if mark is not None:
             left = width - 2 - sum(len(text) for text, _ in pieces)
             pieces.append((f" {mark}" if len(mark) <= left else " ⚠", _LOST_MARK))
@@ -198,12 +199,15 @@ def _dtype_segments(experiment: Experiment, row: Row, width: int) -> list[Segmen
 
 def _reading(experiment: Experiment, row: Row) -> ModuleDrift | None:
     """The drift of a row's module; of the root, that of the output."""
-    if row.tensor is None and not row.name and experiment.report is not None:
-        from dtype_engine.results.drift import ModuleDrift  # there is nothing to show of it at the first paint
+    if row.tensor is None and not row.name and experiment.results.report is not None:
+        return _as_of_module(experiment.results.report.output)
+    return experiment.results.modules.get(row.name) if row.tensor is None else None
 
-        output = experiment.report.output
-        return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
-    return experiment.modules.get(row.name) if row.tensor is None else None
+
+def _as_of_module(output: OutputDrift) -> ModuleDrift:
+    from dtype_engine.results.drift import ModuleDrift  # there is nothing to show of it at the first paint
+
+    return ModuleDrift("", output.sqnr_db, output.max_abs, output.nonfinite)
 
 
 def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
@@ -211,11 +215,11 @@ def _compared_segment(experiment: Experiment, row: Row, width: int) -> Segment:
     baseline = experiment.baseline
     if baseline is None or row.tensor is not None:
         return Segment(" " * width, PLAIN)
-    from dtype_engine.results.drift import ModuleDrift, sqnr_gain
+    from dtype_engine.results.drift import sqnr_gain
 
     other = experiment.baseline_modules.get(row.name)
     if not row.name:
-        other = ModuleDrift("", baseline.sqnr_db, baseline.max_abs, baseline.nonfinite)
+        other = _as_of_module(baseline.output)
     now = _reading(experiment, row)
     gain = sqnr_gain(now, other) if now is not None and other is not None else None
     change = "" if gain is None else f"{gain:+.1f}"

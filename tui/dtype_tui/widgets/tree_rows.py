@@ -98,7 +98,7 @@ def _ordered(experiment: Experiment, node: Module, order: str) -> list[Module]:
     if order == "bytes":
         children.sort(key=lambda child: -experiment.totals[child.name].total_bytes)
     elif order == "drift":
-        children.sort(key=lambda child: _drift_key(experiment.modules.get(child.name)))
+        children.sort(key=lambda child: _drift_key(experiment.results.modules.get(child.name)))
     return children
 
 

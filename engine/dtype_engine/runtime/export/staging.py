@@ -14,6 +14,7 @@ from dtype_engine.checkpoint import resolve_inside
 from dtype_engine.core.atomic_write import fsync_dir, umask
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.export_lock import OLD, PARTIAL, REPLACED, locked, sibling
+from dtype_engine.core.hints import hint
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import human_bytes
 from dtype_engine.runtime.export.ownership import missing_mark
@@ -44,7 +45,7 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
         raise UserError(f"{target} exists and is no folder; name another one")
     if target.is_dir() and any(target.iterdir()):
         if not force:
-            raise UserError(f"{target} exists and is not empty; name another folder, or replace it with --force")
+            raise UserError(f"{target} exists and is not empty; name another folder{hint('replace')}")
         _refuse_to_replace(target, keep)
     if not target.parent.is_dir():
         raise UserError(f"there is no folder {target.parent} to export to")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -57,7 +58,7 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
         if options.audio:
             raise UserError(
                 f"{model.title} has no feature extractor that can be loaded (preprocessor_config.json), so "
-                f"{options.audio[0]} can't be made into its spectrogram; give tensors with --inputs"
+                f"{options.audio[0]} can't be made into its spectrogram; {hint('tensors')}"
             )
         calls = [({argument: synthetic_spectrogram(shape)}, f"a synthetic spectrogram, {' x '.join(map(str, shape))}")]
         how = "of the configuration's size: no feature extractor can be loaded from the folder"
@@ -71,7 +72,7 @@ def sound_inputs(model: LiveModel, options: Options) -> Inputs:
     else:
         raise NoForward(
             f"{model.title}: no inputs can be made: no feature extractor can be loaded from its folder, and the configuration does "
-            "not say the size of a spectrogram; give tensors with --inputs"
+            f"not say the size of a spectrogram; {hint('tensors')}"
         )
     # A call for each sound and each text: the shorter list begins again.
     pairs = [(calls[at % len(calls)], decoders[at % len(decoders)]) for at in range(max(len(calls), len(decoders)))]

@@ -6,6 +6,7 @@ import dataclasses
 
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs.audio import sound_argument, sound_inputs
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values
@@ -40,11 +41,11 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
     if getattr(model.module, "config", None) is None:
         if given:
             raise UserError(
-                f"{model.title} is plain code, so nothing says how a prompt, a picture or a sound becomes its tensors; give "
-                "tensors with --inputs"
+                f"{model.title} is plain code, so nothing says how a prompt, a picture or a sound becomes its tensors; "
+                f"{hint('tensors')}"
             )
         raise NoForward(
-            f"{model.title}: no forward pass: nothing says what to run it on. Give tensors with --inputs, or write a "
+            f"{model.title}: no forward pass: nothing says what to run it on; {hint('tensors')}, or write a "
             "function example_inputs() beside the model that returns a dict or a tuple of tensors"
         )
     return _made(model, options)
@@ -55,10 +56,10 @@ def _made(model: LiveModel, options: Options) -> Inputs:
     main = getattr(model.module, "main_input_name", "input_ids")
     text, picture, sound = "input_ids" in names, "pixel_values" in names, sound_argument(model)
     if options.images and not picture:
-        raise UserError(f"{model.title} takes no pictures: its forward pass has no pixel_values; leave --image out")
+        raise UserError(f"{model.title} takes no pictures: its forward pass has no pixel_values; {hint('no-picture')}")
     if options.audio and sound is None:
         raise UserError(
-            f"{model.title} takes no sounds: its forward pass has no input_features or input_values; leave --audio out"
+            f"{model.title} takes no sounds: its forward pass has no input_features or input_values; {hint('no-sound')}"
         )
     if picture and text and not options.audio:
         return _picture_and_text(model, options)
@@ -71,9 +72,7 @@ def _made(model: LiveModel, options: Options) -> Inputs:
         text_only = text_inputs(model, options)
         without = ("no sound: the model runs on text alone",) if sound is not None else ()
         return dataclasses.replace(text_only, made_of=(*text_only.made_of, *without))
-    raise NoForward(
-        f"{model.title}: no inputs can be made for {main!r}; give tensors with --inputs FILE.safetensors, .npz or .pt"
-    )
+    raise NoForward(f"{model.title}: no inputs can be made for {main!r}; {hint('tensors')}")
 
 
 def _picture_and_text(model: LiveModel, options: Options) -> Inputs:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -170,7 +171,7 @@ def _plain_pixels(image: Image, width: int, height: int, count: int) -> torch.Te
     from PIL import Image
 
     if count not in (1, 3):
-        raise UserError(f"a picture has 3 channels and the model takes {count}; give tensors with --inputs")
+        raise UserError(f"a picture has 3 channels and the model takes {count}; {hint('tensors')}")
     small = image.convert("L" if count == 1 else "RGB").resize((width, height), Image.Resampling.BICUBIC)
     levels = torch.frombuffer(bytearray(small.tobytes()), dtype=torch.uint8).reshape(height, width, count)
     return (levels.permute(2, 0, 1)[None].float() / 127.5 - 1).contiguous()

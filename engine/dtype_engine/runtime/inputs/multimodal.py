@@ -9,6 +9,7 @@ import torch
 
 from dtype_engine.core.errors import NoForward, UserError, one_line
 from dtype_engine.core.exits import exits_as_errors
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
 from dtype_engine.runtime.inputs.batch import Batch, Inputs
@@ -180,7 +181,7 @@ def _features(model: LiveModel, picture: Picture) -> int:
     """How many positions the model itself makes of a picture. Raises NoForward where it can't be asked."""
     ask = getattr(model.module, "get_image_features", None)
     if ask is None:
-        raise NoForward(f"{model.title}: how many tokens a picture takes is not known; give tensors with --inputs")
+        raise NoForward(f"{model.title}: how many tokens a picture takes is not known; {hint('tensors')}")
     names = inspect.signature(ask).parameters
     given = {key: value.to(model.device) for key, value in picture.kwargs.items() if key in names}
     try:

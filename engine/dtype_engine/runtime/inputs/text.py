@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from dtype_engine.core.errors import UserError, one_line
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import Options
 from dtype_engine.core.regular_files import read_text
 from dtype_engine.core.text import printable
@@ -170,7 +171,7 @@ def encoded(tokenizer: Any, sample: TextSample, title: str, chat: bool) -> tuple
 def apply_chat_template(tokenizer: Any, messages: list[dict[str, Any]], title: str, where: str, opens: bool) -> str:
     """A conversation by the tokenizer's chat template. `opens`: with the words that begin an answer. Raises UserError."""
     if not getattr(tokenizer, "chat_template", None):
-        raise UserError(f"{where}: {title} has no chat template; give plain text, without messages or --chat")
+        raise UserError(f"{where}: {title} has no chat template; {hint('no-chat')}")
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=opens))
     except Exception as error:  # a template is a program of the model's: it raises what it likes

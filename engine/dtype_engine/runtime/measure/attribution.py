@@ -20,6 +20,7 @@ import torch
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.dtypes import quantizes_activations
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.hints import hint
 from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
@@ -108,7 +109,7 @@ class Attribution:
         Raises NoForward, KernelError, Cancelled, and UserError under `torch.autocast`, whose casts belong to no weight.
         """
         if self.settings.autocast is not None:
-            raise UserError("causes are told of the weights' dtypes: turn torch.autocast off first")
+            raise UserError(f"causes are those of the weights' dtypes: {hint('no-autocast')}")
         started = time.perf_counter()
         on_progress(0, MOST_PASSES)
         with self._runner(cancelled) as runner:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
+from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.options import Options
 from dtype_engine.core.tree import Tree
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
@@ -92,7 +93,7 @@ class Session:
             try:
                 self.inputs = make_inputs(model, options)
             except NoForward as error:
-                self.no_forward = str(error)
+                self.no_forward = error.sentence
 
     @property
     def tree(self) -> Tree:
@@ -493,7 +494,7 @@ class Session:
             return self.model.weights[name].count_loss(dtype, cancelled)
 
         if report is None or self._meter is None:
-            reason = self.no_forward or "the recipe was not measured"
+            reason = fill_hints(self.no_forward or "the recipe was not measured", ON_THE_COMMAND_LINE)
             return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
         with self.putting_back():
             return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)

@@ -17,7 +17,6 @@ import dtype_engine as de
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.thresholds import Thresholds, verdicts
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
-from dtype_tui.state import measurement_log as history
 
 
 def drift(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -138,20 +137,3 @@ def test_limits_that_are_none_are_refused_in_a_line() -> None:
     for arguments in (("--min-top1", "99"), ("--max-kl", "small"), ("--min-sqnr", "nan")):
         done = drift(*arguments)
         assert (done.returncode, len(done.stderr.splitlines())) == (2, 1), done.stderr
-
-
-def test_the_history_keeps_one_entry_a_recipe_and_its_pin() -> None:
-    session = de.open()
-    kept: list[history.MeasuredRecipe] = []
-    for dtype in ("bfloat16", "float16", "bfloat16"):
-        session.cast("*", dtype)
-        history.remember(kept, history.measured(session.drift(), session.plan.planned_bytes))
-        if len(kept) == 1 and not kept[0].pinned:
-            history.toggle_pin(kept, 0)
-    assert [entry.rules for entry in kept] == [("*=bfloat16",), ("*=float16",)]
-    assert kept[0].pinned
-    assert not kept[1].pinned
-    assert kept[0].recipe == session.recipe
-    assert kept[0].planned_bytes == session.plan.planned_bytes
-    assert kept[0].seconds is not None
-    assert json.loads(json.dumps(dataclasses.asdict(kept[0])))["kl_mean"] == kept[0].kl_mean

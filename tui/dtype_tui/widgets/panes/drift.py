@@ -59,19 +59,21 @@ class DriftPane(Pane):
     )
 
     def draw(self, activity: str, node: str) -> Text | Table:
-        experiment = self.experiment
-        if experiment.failure:
-            return self._with_losses(Text(experiment.failure, style="bold"))
-        if experiment.no_forward:
+        experiment, results = self.experiment, self.experiment.results
+        if results.failure:
+            return self._with_losses(Text(results.failure, style="bold"))
+        if experiment.model.no_forward:
             return self._with_losses(
-                Text(f"No drift: {printable(experiment.no_forward.removeprefix(f'{experiment.title}: '), 500)}")
+                Text(
+                    f"No drift: {printable(experiment.model.no_forward.removeprefix(f'{experiment.model.title}: '), 500)}"
+                )
             )
-        if experiment.report is None:
-            if not experiment.live:
+        if results.report is None:
+            if not experiment.model.live:
                 return self._with_losses(Text("Drift appears when the model is loaded and has run.", style="dim"))
-            if experiment.partial_drift is not None:
-                return self._partial(experiment.partial_drift, under_way=bool(activity))
-            worst = experiment.worst_modules(5)
+            if results.partial_drift is not None:
+                return self._partial(results.partial_drift, under_way=bool(activity))
+            worst = results.worst_modules(5)
             words = activity or ("Stopped before the end: press m." if worst else "Not measured: press m.")
             text = Text(words, style="dim")
             if guess := experiment.predicted():
@@ -83,7 +85,7 @@ class DriftPane(Pane):
                     lines = worst_lines_or_longer(worst, self.columns, experiment.tree.modules)
                 text.append_text(Text("\n").join([Text(), *lines]))
             return self._with_losses(text)
-        return self._report(experiment.report)
+        return self._report(results.report)
 
     def _with_losses(self, text: Text) -> Text:
         """Put the lost values first: they are known before the drift, and also where there will be none."""
@@ -92,8 +94,9 @@ class DriftPane(Pane):
         return text
 
     def _loss_rows(self) -> list[tuple[str, str]]:
-        experiment = self.experiment
-        return loss_rows(experiment.lost, experiment.lost_reason, experiment.loss_remedy, experiment.loss_remedy_next)
+        results = self.experiment.results
+        losses = results.losses
+        return loss_rows(losses.values, losses.reason, results.loss_remedy, results.loss_remedy_next)
 
     def _partial(self, reading: PartialDrift, under_way: bool) -> Table:
         """The figures of a measurement that is under way, or was stopped."""
@@ -116,8 +119,8 @@ class DriftPane(Pane):
             grid.add_row("floor", floor_text(floor))
         for verdict in verdicts(self.experiment.thresholds, output):
             grid.add_row("pass" if verdict.passed else Text("FAIL", style="bold red"), verdict.short)
-        if self.experiment.nonfinite is not None:
-            _add_nonfinite(grid, self.experiment.nonfinite)
+        if self.experiment.results.nonfinite is not None:
+            _add_nonfinite(grid, self.experiment.results.nonfinite)
         self._add_figures(grid, output, report.sequences)
         if report.settings != str(RunSettings()):
             grid.add_row("settings", report.settings)
@@ -136,20 +139,20 @@ class DriftPane(Pane):
         """Add what is known of the output, over all inputs or some, beside the figures of the recipe that is compared with."""
         base = self.experiment.baseline
         if base is not None:
-            grid.add_row(
-                "P", Text(f"{printable(', '.join(base.rules), 200) or 'as stored'}: {meaning(base).word}", style="dim")
-            )
-        grid.add_row("SQNR", _beside(sqnr_text(output, extent), decibels(base.sqnr_db) if base else None, "bold"))
+            grid.add_row("P", Text(f"{printable(str(base.recipe), 200)}: {meaning(base.output).word}", style="dim"))
+        grid.add_row(
+            "SQNR", _beside(sqnr_text(output, extent), decibels(base.output.sqnr_db) if base else None, "bold")
+        )
         for label, words in self._loss_rows():
             grid.add_row(label, Text(words, style="bold"))
         grid.add_row("mean |Δ|", f"{output.mean_abs:.4e}")
-        grid.add_row("max |Δ|", _beside(f"{output.max_abs:.4e}", f"{base.max_abs:.1e}" if base else None))
+        grid.add_row("max |Δ|", _beside(f"{output.max_abs:.4e}", f"{base.output.max_abs:.1e}" if base else None))
         grid.add_row("rel. L2", f"{output.rel_l2:.2e}  cosine {output.cosine:.6f}")
         if output.nonfinite:
             grid.add_row("non-finite", Text(f"{output.nonfinite:,} of {output.elements:,}", style="bold red"))
         if output.kl_mean is not None and not math.isnan(output.kl_mean):
-            if base is not None and base.kl_mean is not None:
-                kl = _beside(f"{output.kl_mean:.3e}", f"{base.kl_mean:.1e} nats", "bold")
+            if base is not None and base.output.kl_mean is not None:
+                kl = _beside(f"{output.kl_mean:.3e}", f"{base.output.kl_mean:.1e} nats", "bold")
             else:
                 kl = Text(f"{kl_text(output, extent)} nats", style="bold")
             grid.add_row("KL mean", kl)
@@ -160,7 +163,7 @@ class DriftPane(Pane):
             grid.add_row("predicted", f"{guess}, sum of singles")
         if output.top1_agreement is not None:
             top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
-            other_top = base.top1_agreement if base is not None else None
+            other_top = base.output.top1_agreement if base is not None else None
             grid.add_row("same top", _beside(top1, f"{100 * other_top:.2f}" if other_top is not None else None))
         if output.perplexity_reference is not None and output.perplexity_candidate is not None:
             grid.add_row("perplexity", f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}")
@@ -169,7 +172,7 @@ class DriftPane(Pane):
         """Add the modules that drift most, beside their label or, where their names need it, over the pane's width; then the rows
         `after` them.
         """
-        worst, others = self.experiment.worst_modules(3), self.experiment.tree.modules
+        worst, others = self.experiment.results.worst_modules(3), self.experiment.tree.modules
         labels, width = ["worst (w)"], self.columns - _LABEL_WIDTH - 1
         lines = worst_lines(worst, width, others)
         if lines is None:

@@ -31,7 +31,7 @@ class MemoryPane(Pane):
     def draw(self, activity: str, node: str) -> Text | Table:
         experiment = self.experiment
         plan, reading = experiment.plan, experiment.memory
-        if experiment.partial:
+        if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
         grid = figures_grid()
         change = change_text(plan.stored_bytes, plan.planned_bytes)

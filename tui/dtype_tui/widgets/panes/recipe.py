@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_tui.rendering.cells import colour, truncate
+from dtype_tui.state.node_rules import effects_on
 from dtype_tui.widgets.panes.base import Pane
-
-if TYPE_CHECKING:
-    pass
 
 
 class RecipePane(Pane):
@@ -49,7 +45,7 @@ class RecipePane(Pane):
             else:
                 text.append(f"  {taken:,}", style="dim")
             text.append("\n")
-        rows = experiment.explain(node)
+        rows = effects_on(experiment.tree, experiment.plan, node)
         label = truncate(printable(node.rpartition(".")[2] or "the model", 200), max(8, self.columns - 14))
         if not rows:
             text.append(f"{label}: as stored", style="dim")

@@ -1,0 +1,32 @@
+"""What a sentence tells the user to do where the command line has an option for it and the app a key.
+
+The sentence holds the hint's name, as in "m takes no sounds; {hint:no-sound}"; where it is shown, `fill_hints` puts the words in.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+HintName = Literal["tensors", "no-picture", "no-sound", "no-chat", "replace", "no-autocast"]
+ON_THE_COMMAND_LINE: Mapping[HintName, str] = {
+    "tensors": "give tensors with --inputs FILE (.safetensors, .npz or .pt)",
+    "no-picture": "leave --image out",
+    "no-sound": "leave --audio out",
+    "no-chat": "give plain text, without messages or --chat",
+    "replace": ", or replace it with --force",
+    "no-autocast": "turn torch.autocast off first",
+}
+_PLACE = re.compile(r"\{hint:([a-z-]+)\}")
+
+
+def hint(name: HintName) -> str:
+    """The place of a hint in a sentence."""
+    return f"{{hint:{name}}}"
+
+
+def fill_hints(sentence: str, words: Mapping[HintName, str]) -> str:
+    """A sentence with its hints in words. Braces that are no hint, such as those in a file's name, stay."""
+    by_name = {str(name): text for name, text in words.items()}
+    return _PLACE.sub(lambda found: by_name.get(found[1], found[0]), sentence)

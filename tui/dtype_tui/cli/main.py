@@ -1,0 +1,47 @@
+"""The `dtype-tui` program: the app's own command, with the defaults of the configuration, or `serve`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dtype_engine.cli.program import BAD_INPUT, run, told_unexpected
+from dtype_engine.core.errors import UserError
+from dtype_engine.core.text import printable
+from dtype_tui.cli.command import click_options, command, configured
+from dtype_tui.config.config import config_path
+
+
+def configured_defaults() -> dict[str, Any]:
+    """The options' defaults of the configuration, as click takes them. Raises UserError for what is no value of one."""
+    known = click_options()
+    found: dict[str, Any] = {}
+    for name, value in configured().defaults.items():
+        option = known[name]
+        values = value if isinstance(value, list) else [value]
+        if (isinstance(value, list) and not option.multiple) or not all(
+            isinstance(one, (str, int, float)) for one in values
+        ):
+            takes = "a value or a list of them" if option.multiple else "one value"
+            raise UserError(
+                f"{config_path()}: defaults: {printable(name)} takes {takes}, not {printable(repr(value), 60)}"
+            )
+        texts = [one if isinstance(one, bool) else str(one) for one in values]
+        found[option.name or name] = texts if option.multiple else texts[0]
+    return found
+
+
+def main() -> None:
+    """The `dtype-tui` program."""
+    if sys.argv[1:2] == ["serve"]:
+        from dtype_tui.cli.serve import serve
+
+        sys.exit(run(serve, "dtype-tui serve", sys.argv[2:]))
+    try:
+        command.context_settings["default_map"] = configured_defaults()
+    except UserError as error:
+        print(f"dtype-tui: {error}", file=sys.stderr)
+        sys.exit(BAD_INPUT)
+    except Exception as error:
+        sys.exit(told_unexpected("dtype-tui", error))
+    sys.exit(run(command, "dtype-tui"))

@@ -1,0 +1,69 @@
+"""How the rules of a plan and a node of the tree belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import Plan, RuleEffect
+
+
+def tensor_names(tree: Tree, node: str) -> set[str]:
+    """Canonical names of the tensors at or below a node."""
+    if node in tree.modules:
+        return {tensor.name for tensor in tree.below(node)}
+    found = tree.canonical(node)
+    return {found.name} if found else set()
+
+
+def rules_within(tree: Tree, plan: Plan, node: str) -> tuple[list[int], list[int]]:
+    """Indices of the rules that take something of a node: those that take nothing else, and those that reach beyond."""
+    inside_node = tensor_names(tree, node)
+    inside: list[int] = []
+    beyond: list[int] = []
+    for index, taken in enumerate(plan.selections):
+        touched = set(taken.tensors)
+        if touched & inside_node:
+            (inside if touched <= inside_node else beyond).append(index)
+    return inside, beyond
+
+
+def effects_on(tree: Tree, plan: Plan, node: str) -> list[RuleEffect]:
+    """What the rules that take something of a node do to that, the last rule first."""
+    effects = plan.effects(tree, tensor_names(tree, node))
+    return [effect for effect in effects if effect.tensors][::-1]
+
+
+def cast_nodes(tree: Tree, plan: Plan) -> list[str]:
+    """The topmost nodes that are cast as a whole: whose every castable tensor is planned in another dtype than stored."""
+    castable, changed = [0], [0]
+    for tensor in tree.order:
+        castable.append(castable[-1] + tensor.castable)
+        changed.append(changed[-1] + (plan.dtypes[tensor.name] != tensor.dtype))
+    found: list[str] = []
+    stack = [tree.root]
+    while stack:
+        node = stack.pop()
+        changed_below = changed[node.end] - changed[node.first]
+        if changed_below and changed_below == castable[node.end] - castable[node.first]:
+            found.append(node.name)
+        elif changed_below:
+            prefix = f"{node.name}." if node.name else ""
+            found += [
+                tensor.name
+                for local, tensor in node.tensors.items()
+                if tensor.name == prefix + local and plan.dtypes[tensor.name] != tensor.dtype
+            ]
+            stack.extend(reversed(node.children.values()))
+    return found
+
+
+def not_kept_in_float32(tree: Tree, plan: Plan, index: int) -> Iterator[str]:
+    """Modules that the model wants kept in float32 and that the rule at `index` now holds in less."""
+    for module in tree.modules.values():
+        if module.keep_in_fp32 and any(
+            plan.decided_by.get(tensor.name) == index
+            and plan.dtypes[tensor.name] not in ("float32", "float64", tensor.dtype)
+            for tensor in module.tensors.values()
+        ):
+            yield module.name
