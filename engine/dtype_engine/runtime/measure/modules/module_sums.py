@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, element_sums
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, chunk_sums, sum_chunks, widen
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+
+_CHUNK_ELEMENTS = 1 << 15
+"""Elements of which two float64 copies stay in the cache of one core."""
+_GPU_CHUNK_ELEMENTS = 1 << 22
+"""On a GPU: 67 MB of such copies."""
 
 
 @dataclass(slots=True)
@@ -34,7 +41,25 @@ class ModuleSums:
 
 
 def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor) -> ModuleSums:
-    """One output of a module against the reference's, over all elements."""
+    """One output of a module against the reference's, over all elements.
+
+    Only the sums are taken that a module's figures need, in float64: with all those of the main output it takes twice as long.
+    """
     if reference.shape != candidate.shape:
         return ModuleSums(comparable=False)
-    return ModuleSums(element_sums(reference, candidate))
+    reference, candidate = reference.detach().reshape(-1), candidate.detach().reshape(-1)
+
+    def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
+        r, delta = buffers
+        widen(reference[chunk], r)
+        widen(candidate[chunk], delta)
+        delta.sub_(r)
+        sums = [torch.dot(delta, delta), torch.dot(r, r), delta.abs_().amax()]
+        noise, energy, max_abs = torch.stack(sums).tolist()
+        if not math.isfinite(noise):
+            c = candidate[chunk].double()
+            return chunk_sums(r, c, c - r)
+        return ElementSums(len(r), max_abs=max_abs, noise=noise, energy=energy)
+
+    step = _CHUNK_ELEMENTS if candidate.device.type == "cpu" else _GPU_CHUNK_ELEMENTS
+    return ModuleSums(sum_chunks(sums_of, candidate, step, 2))
