@@ -7,13 +7,14 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.memory_share import memory_budget
 from dtype_engine.core.options import RunSettings
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.drift import DriftReport, Extent, ModuleDrift, Seconds
+from dtype_engine.results.drift import DriftReport, Extent, Seconds
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.results.memory import MemoryStats
 from dtype_engine.runtime.inputs import Batch, Inputs
@@ -39,10 +40,6 @@ WHOLE_SHARE = 50
 """A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
-
-
-def unheard(modules: tuple[ModuleDrift, ...]) -> None:
-    """Nobody asks for modules before the end."""
 
 
 def all_of_it(extent: Extent) -> float:
@@ -99,7 +96,7 @@ class DriftMeter:
     def measure(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = unheard,
+        on_modules: OnModules = ignore,
         cancelled: IsCancelled = never,
         on_reading: OnReading = lambda reading: None,
         enough: Enough = lambda extent: False,
@@ -169,7 +166,7 @@ class DriftMeter:
     def readings(
         self,
         on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = unheard,
+        on_modules: OnModules = ignore,
         cancelled: IsCancelled = never,
         modules_in_full: InFull = never,
         rest: Rest = all_of_it,
@@ -234,7 +231,7 @@ class DriftMeter:
                     sampled = [other for other in sampled if other != self._sample.first]
                     for kept in (self._records, self._traces):
                         kept.pop(self._sample.first, None)  # they lack these modules
-                if on_modules is not unheard:
+                if on_modules is not ignore:
                     on_modules(module_drifts(reading.modules, reading.left, self._routed))
                 yield reading
                 if number in self._traces:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import RunSettings
@@ -33,7 +34,7 @@ class ExportableModel(CastModel):
         self,
         folder: str | Path,
         max_shard_size: int | str = "5GB",
-        on_bytes: OnProgress = lambda done, total: None,
+        on_bytes: OnProgress = ignore,
         cancelled: IsCancelled = never,
         force: bool = False,
     ) -> ExportReport:

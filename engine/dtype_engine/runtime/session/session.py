@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward
 from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats
 from dtype_engine.results.inputs import InputsSummary
@@ -22,7 +26,7 @@ from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, 
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for, unheard
+from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for
 from dtype_engine.runtime.measure.generation import OnTokens, generate
 from dtype_engine.runtime.measure.implicit_casts import aggregate
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
@@ -36,16 +40,27 @@ from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.session.cast_model import reading_weights
 from dtype_engine.runtime.session.exportable import ExportableModel
+from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import reset_peaks
+from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.pareto import Constraints
 from dtype_engine.search.sensitivity import scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
+
+show_in_notebooks()
 
 
 class Session(ExportableModel):
     """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
 
     Methods that read weights raise UserError where the model's files are no longer those that were opened.
+
+    Example:
+        >>> print(session)
+        Session: demo on cpu
+          rules   none: as stored
+          memory  stored 2.70 MiB → planned 2.70 MiB
+          inputs  1 sequence of your prompts, 27 tokens
     """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
@@ -61,13 +76,28 @@ class Session(ExportableModel):
             except NoForward as error:
                 self.no_forward = str(error)
 
+    def __repr__(self) -> str:
+        return (
+            f"Session: {printable(self.model.title, 100)} on {self.model.device}\n"
+            f"  rules   {printable(str(self.recipe) if self.recipe.rules else 'none: as stored', 300)}\n"
+            f"  memory  stored {human_bytes(self.plan.stored_bytes)} → planned {human_bytes(self.plan.planned_bytes)}\n"
+            f"  inputs  {printable(self._inputs_in_words(), 300)}"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return session_html(self.model.title, self.tree, self.plan, self._inputs_in_words())
+
+    def _inputs_in_words(self) -> str:
+        return self.inputs.description if self.inputs is not None else f"none: {self.no_forward}"
+
     @reading_weights
     def drift(
         self,
-        on_progress: OnProgress = lambda run, done, total: None,
-        on_modules: OnModules = unheard,
+        on_progress: OnProgress = ignore,
+        on_modules: OnModules = ignore,
         cancelled: IsCancelled = never,
-        on_reading: OnReading = lambda reading: None,
+        on_reading: OnReading = ignore,
         precision: Precision | None = None,
         modules_in_full: InFull | None = None,
     ) -> DriftReport:
@@ -106,9 +136,7 @@ class Session(ExportableModel):
         return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
 
     @reading_weights
-    def causes(
-        self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never
-    ) -> AttributionReport:
+    def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
         """Attribute the drift of the recipe in force to modules: each is run as cast by itself, all else as the reference.
 
         Args:
@@ -127,7 +155,7 @@ class Session(ExportableModel):
         return Attribution(self.model, self.need_inputs(), self.settings, rules).report(on_progress, cancelled)
 
     @reading_weights
-    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
+    def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
         """The noise floor: the drift of the reference against itself, for the same sums in another order.
 
         Args:
@@ -148,7 +176,7 @@ class Session(ExportableModel):
 
     @reading_weights
     def nonfinite(
-        self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
+        self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
         """Where values stop being finite, and which rules mend it.
 
@@ -173,7 +201,7 @@ class Session(ExportableModel):
 
     @reading_weights
     def loss_remedy(
-        self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
+        self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
         """The rules that keep the values which the recipe in force loses.
 
@@ -219,7 +247,7 @@ class Session(ExportableModel):
 
     @reading_weights
     def generate(
-        self, tokens: int = 32, on_tokens: OnTokens = lambda run, done, most: None, cancelled: IsCancelled = never
+        self, tokens: int = 32, on_tokens: OnTokens = ignore, cancelled: IsCancelled = never
     ) -> tuple[Generation, ...]:
         """Let reference and candidate continue every input greedily.
 
@@ -241,7 +269,7 @@ class Session(ExportableModel):
     @reading_weights
     def speed(
         self,
-        on_passes: OnPasses = lambda row, done, total: None,
+        on_passes: OnPasses = ignore,
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
@@ -269,8 +297,8 @@ class Session(ExportableModel):
         draws: int | None = None,
         exact: bool = False,
         save: Path | None = None,
-        on_progress: OnStep = lambda step, done, total: None,
-        on_estimate: OnEstimate = lambda report: None,
+        on_progress: OnStep = ignore,
+        on_estimate: OnEstimate = ignore,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
         """How much every weight matters in each of `dtypes`, everything else as in the reference, whatever recipe is in force.
@@ -311,7 +339,7 @@ class Session(ExportableModel):
 
     def search(
         self,
-        budget: int | None = None,
+        budget: int | str | None = None,
         max_drift: float | None = None,
         constraints: Constraints | None = None,
         measure: bool = False,
@@ -320,7 +348,8 @@ class Session(ExportableModel):
         """The best recipe for one limit, by the last scan.
 
         Args:
-            budget: The most bytes of the whole model; the predicted drift is then the lowest.
+            budget: The most bytes of the whole model, as a number or as "12GiB" or "45%" of those stored; the predicted drift is
+                then the lowest.
             max_drift: The most predicted drift; the bytes are then the fewest.
             constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
             measure: Put the recipe in force, and measure it too.
@@ -332,11 +361,12 @@ class Session(ExportableModel):
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> session.search(budget=session.tree.stored_bytes).predicted
+            >>> session.search(budget="100%").predicted
             0.0
         """
         front = self.front(constraints)
-        fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, budget, max_drift)
+        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
+        fixed, solution = fixed_bytes(front, self.tree), solve(front, self.tree, most, max_drift)
         recipe = minimize(self.tree, solution.dtypes)
         if measure:
             self.apply(recipe, cancelled=cancelled)
