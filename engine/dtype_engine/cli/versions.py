@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from dtype_engine.cli.program import answer
 from dtype_engine.core.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy")
@@ -18,7 +19,7 @@ def print_version(context: click.Context, parameter: click.Parameter, wanted: bo
     if not wanted or context.resilient_parsing:
         return
     if not context.params.get("verbose"):
-        click.echo(f"dtype-engine, version {__version__}")
+        answer(f"dtype-engine, version {__version__}")
         context.exit()
     from dtype_engine.runtime.model.hardware import hardware
 
@@ -26,7 +27,7 @@ def print_version(context: click.Context, parameter: click.Parameter, wanted: bo
     named |= {name: _installed(name) for name in _LIBRARIES}
     named |= {"platform": platform.platform(), "processor": f"{_processor()}, {os.cpu_count()} cores"} | hardware()
     for name, value in named.items():
-        click.echo(f"{name:<13} {value}")
+        answer(f"{name:<13} {value}")
     context.exit()
 
 
