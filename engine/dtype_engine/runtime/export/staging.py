@@ -44,9 +44,7 @@ def check_folder(target: Path, force: bool = False, keep: Iterable[Path] = ()) -
         raise UserError(f"{target} exists and is no folder; name another one")
     if target.is_dir() and any(target.iterdir()):
         if not force:
-            raise UserError(
-                f"{target} exists and is not empty; name another folder, or replace it with --force (in Python: force=True)"
-            )
+            raise UserError(f"{target} exists and is not empty; name another folder, or replace it with --force")
         _refuse_to_replace(target, keep)
     if not target.parent.is_dir():
         raise UserError(f"there is no folder {target.parent} to export to")

@@ -44,8 +44,8 @@ def make_inputs(model: LiveModel, options: Options) -> Inputs:
                 "tensors with --inputs"
             )
         raise NoForward(
-            f"{model.title}: no forward pass: nothing says what to run it on. Give tensors with --inputs (in Python: inputs=), "
-            "or write a function example_inputs() beside the model that returns a dict or a tuple of tensors"
+            f"{model.title}: no forward pass: nothing says what to run it on. Give tensors with --inputs, or write a "
+            "function example_inputs() beside the model that returns a dict or a tuple of tensors"
         )
     return _made(model, options)
 
