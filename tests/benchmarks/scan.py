@@ -160,11 +160,11 @@ def cost(check: Checks, name: str, session: Any, draws: int | None = None) -> No
     model, inputs = session.model, session.inputs
     forwards, scans = [], []
     with ForwardRunner(model, RunSettings(), never, watch=False) as passes:
-        batches = [passes.reference_batch(batch) for batch in inputs.batches]
+        calls = [passes.reference_call(batch) for batch in inputs.batches]
         for _ in range(5):
             started = time.perf_counter()
-            for batch in batches:
-                passes.run_reference(lambda batch=batch: model.module(*batch.args, **batch.kwargs))
+            for call in calls:
+                passes.reference(call)
             forwards.append(time.perf_counter() - started)
             scan = Scan(model, inputs, DTYPES, draws=draws)
             started = time.perf_counter()

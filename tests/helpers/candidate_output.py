@@ -14,5 +14,5 @@ def candidate_output(session: de.Session) -> torch.Tensor:
     """The main output as a measurement has it, in the session's settings."""
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
-        output, _, _ = runner.run_candidate(lambda: session.model.module(*batch.args, **batch.kwargs))
+        output = runner.candidate(lambda: session.model.module(*batch.args, **batch.kwargs)).output
     return main_output(output)[1]

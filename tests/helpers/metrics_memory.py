@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     reference = torch.empty(sequence, vocabulary).normal_()
     candidate = reference.bfloat16()
     labels = torch.randint(0, vocabulary, (sequence,))
-    comparison = OutputComparison(True)
+    comparison = OutputMetrics(True)
     comparison.add(reference[:1], candidate[:1], labels[:1])  # what torch itself takes at its first call
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(positions // sequence):

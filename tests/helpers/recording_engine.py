@@ -135,6 +135,7 @@ def report(
     mean_abs: float = 1.25e-3,
     modules: tuple[ModuleDrift, ...] = (),
     settings: str = "defaults",
+    modules_sequences: int = 6,
 ) -> DriftReport:
     output = OutputDrift(
         elements=100, mean_abs=mean_abs, max_abs=0.5, rel_l2=0.01, sqnr_db=40.0, cosine=0.999, nonfinite=0,
@@ -155,4 +156,5 @@ def report(
         MemoryStats(),
         Seconds(0.1, 0.2),
         Extent(done=6, total=6, positions=973, of_tokens=True, kl_error=0.0),
+        modules_sequences,
     )

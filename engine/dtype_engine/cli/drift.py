@@ -80,6 +80,8 @@ def drift(
 
     Exit status 1 when a limit (--max-kl, --min-sqnr, --min-top1) is not kept.
     """
+    from dtype_engine.runtime.measure.listener import MeasurementListener
+
     if save_recipe is not None:
         from dtype_engine.core.atomic_write import check_target
 
@@ -91,7 +93,7 @@ def drift(
         raise UserError("drift --workers goes with --causes: one recipe is measured in one process")
     source = request.locate()
     session = request.open_session(source)
-    report = session.drift(on_progress=say_progress)
+    report = session.drift(MeasurementListener(on_progress=say_progress))
     if save_recipe is not None:
         _save_measured(session, report, save_recipe, force)
     texts = (

@@ -153,8 +153,8 @@ _MEASURING = (
         type=click.Choice(["sampled", "exact"]),
         default="sampled",
         show_default=True,
-        help="Compare modules' outputs in a sample of sequences and rows (tokens), ± one standard error, or in full. The main "
-        "output is always compared in full.",
+        help="Compare modules' outputs in about a quarter of the inputs, or in all of them. The main output is always compared in "
+        "all that are run.",
     ),
     click.Option(
         ["--keep", "reference_bytes"],

@@ -38,6 +38,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
     from dtype_engine.reports.document import build_report
     from dtype_engine.reports.render import check_name, render
     from dtype_engine.reports.versions import versions
+    from dtype_engine.runtime.measure.listener import MeasurementListener
 
     check_name(file)
     check_target(file, force)
@@ -49,7 +50,7 @@ def report(request: RunRequest, file: Path, force: bool, as_object: bool) -> Non
         lost = session.lost_values()
         tree, plan, title, settings = session.tree, session.plan, session.model.title, session.settings
         try:
-            measured = session.drift(on_progress=say_progress)
+            measured = session.drift(MeasurementListener(on_progress=say_progress))
         except NoForward as error:
             reason = str(error)
     except NoForward as error:

@@ -61,8 +61,8 @@ class Options:
             2 GiB at most.
         precision: The relative standard error of the drift at which a measurement ends; None to run all inputs.
         floor: Whether to measure the noise floor: "auto" where a reading is near it, and while nothing else is to be done.
-        modules: Whether modules' outputs are compared in a sample of sequences and rows (tokens), so that the SQNR has an error, or
-            in full. The main output always is.
+        modules: In which sequences modules' outputs are compared: "sampled" for the first and as many more as are a quarter of the
+            inputs, "exact" for all.
         settings: How the candidate is run.
         threads: How many threads torch computes with; None for its own choice.
         workers: Who scans, looks for causes and measures several recipes for the app: so many processes, or the cluster at an

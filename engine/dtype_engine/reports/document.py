@@ -23,7 +23,7 @@ from dtype_engine.core.units import (
 from dtype_engine.recipe import Plan
 from dtype_engine.reports.blocks import BarChart, Identifier, Report, Section, StackedBars, Table
 from dtype_engine.reports.text import WEIGHTS_ONLY, mix_text, parameters_text
-from dtype_engine.reports.text_drift import is_sampled, module_text
+from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import HELP, headline
 from dtype_engine.results.drift import DriftReport, ModuleDrift, worst_modules
 from dtype_engine.results.losses import ValueLoss, severe
@@ -295,7 +295,7 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     rows = tuple(
         (
             Identifier(printable(reading.name, 200)),
-            module_text(reading),
+            decibels(reading.sqnr_db),
             f"{reading.max_abs:.3e}",
             f"{reading.nonfinite:,}",
         )
@@ -309,12 +309,10 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
         for reading in leaves
     )
     chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
-    sample = (
-        "Outputs of modules were compared in a sample of sequences and rows: ± is the standard error of the SQNR, and max |Δ| and "
-        "non-finite are of those. --modules exact compares all."
-    )
+    extent = modules_extent_text(drift)
+    compared = f"Outputs of modules were compared in {extent}. --modules exact compares all."
     table = Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)
-    return Section("Where it drifts", (*((sample,) if is_sampled(worst) else ()), chart, table))
+    return Section("Where it drifts", (*((compared,) if extent else ()), chart, table))
 
 
 def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
@@ -326,7 +324,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
         before, after = stored[module.name], planned[module.name]
         reading = readings.get(module.name)
         figures = (
-            (module_text(reading), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
+            (decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
         )
         rows.append(
             (

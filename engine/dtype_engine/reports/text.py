@@ -19,7 +19,7 @@ from dtype_engine.core.units import (
     share_text,
     with_error,
 )
-from dtype_engine.reports.text_drift import is_sampled, module_text
+from dtype_engine.reports.text_drift import modules_extent_text
 from dtype_engine.reports.text_losses import loss_lines
 from dtype_engine.reports.text_table import table_lines
 
@@ -216,10 +216,11 @@ def drift_text(report: DriftReport) -> str:
             f"seconds    reference {report.seconds.reference:.3f}, candidate {report.seconds.candidate:.3f}{partly}"
         )
     if worst := worst_modules(report.modules)[:8]:
-        how = " (of a sample; --modules exact compares all)" if is_sampled(worst) else ""
+        extent = modules_extent_text(report)
+        how = f" (modules: {extent}; --modules exact compares all)" if extent else ""
         lines.append(f"worst modules by SQNR{how}")
         lines += table_lines(
-            [(printable(each.name), f"{module_text(each)}  max |Δ| {each.max_abs:.3e}") for each in worst],
+            [(printable(each.name), f"{decibels(each.sqnr_db)}  max |Δ| {each.max_abs:.3e}") for each in worst],
             indent="  ",
         )
     return "\n".join(lines)

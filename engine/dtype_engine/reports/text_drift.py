@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dtype_engine.core.text import printable
@@ -13,7 +13,7 @@ from dtype_engine.results.meaning import meaning
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import AttributionReport, Contribution, NoiseFloor, NonFiniteDiagnosis
-    from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, PartialDrift
+    from dtype_engine.results.drift import DriftReport, Extent, OutputDrift, PartialDrift
     from dtype_engine.results.thresholds import Verdict
 
 _CANCELLING = 1.2
@@ -46,17 +46,12 @@ def sqnr_text(output: OutputDrift, extent: Extent) -> str:
     return f"{words} ± {20 / math.log(10) * extent.rel_l2_error:.2f}"
 
 
-def module_text(reading: ModuleDrift) -> str:
-    """`43.17 dB`, and ` ± 0.30` where its output was compared in a sample: one standard error, ` ± ?` where that is not known."""
-    words = decibels(reading.sqnr_db)
-    if reading.sqnr_error_db is None:
-        return f"{words} ± ?"
-    return words if reading.sqnr_error_db < 0.005 else f"{words} ± {reading.sqnr_error_db:.2f}"
-
-
-def is_sampled(modules: Iterable[ModuleDrift]) -> bool:
-    """Whether any of these outputs was compared in a sample of sequences or rows, and not in full."""
-    return any(reading.sqnr_error_db != 0 for reading in modules)
+def modules_extent_text(report: DriftReport) -> str:
+    """`2 of 6 sequences`: how many the modules' figures are over; nothing where that is all of them."""
+    extent = report.sequences
+    if report.modules_sequences >= extent.total:
+        return ""
+    return f"{report.modules_sequences:,} of {plural(extent.total, 'sequence' if extent.of_tokens else 'input')}"
 
 
 def partial_text(reading: PartialDrift) -> str:

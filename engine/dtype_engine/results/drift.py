@@ -23,7 +23,8 @@ class OutputDrift:
     """How far the main output is from the reference, over all its elements, computed in float64.
 
     c is the candidate's output, r the reference's. `_se` is the standard error of a mean over positions; percentiles (`_p999` is
-    the 99.9th, `_p01` the 0.1th) need 100 positions. How each is computed, and by whose definition: `numerics/metrics.py`.
+    the 99.9th, `_p01` the 0.1th) need 100 positions. How each is computed, and by whose definition:
+    `runtime/numerics/compare/metrics.py`.
     """
 
     elements: int
@@ -131,21 +132,17 @@ class Figures(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ModuleDrift:
-    """The same for one module's output. `nonfinite` counts elements that are not finite here but were there.
-
-    `sqnr_db` is infinity where nothing differs, and None where outputs can't be compared element by element (an
-    expert that was given other tokens).
-
-    sqnr_error_db: its standard error where a sample of sequences and rows was compared, whose `max_abs` and `nonfinite` these are;
-    0.0 where all were, or nothing differed in those that were; None where it is not known: a model that sends tokens to experts
-    drifts in rare rows, which a sample has or has not.
+    """The same for one module's output, over all its elements in the sequences in which modules were compared
+    (`DriftReport.modules_sequences`).
     """
 
     name: str
     sqnr_db: float | None
+    """Infinity where nothing differs; None where outputs can't be compared element by element (an expert that was given other
+    tokens)."""
     max_abs: float
     nonfinite: int
-    sqnr_error_db: float | None = 0.0
+    """Elements that are not finite here and not the same in the reference."""
 
 
 def sqnr_gain(one: ModuleDrift, other: ModuleDrift) -> float | None:
@@ -217,7 +214,7 @@ class Extent:
     """How much of the inputs figures are over: `done` of `total` sequences, `positions` rows of the main output.
 
     rel_l2_error, kl_error: how far the relative L2 error and the mean KL over all sequences may be from those so far: one standard
-    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be told.
+    error, over the figure itself (`runtime/measure/sampling_error.py`). 0.0 once all were run; None where that can't be known.
     of_tokens: positions are tokens of a text.
     """
 
@@ -264,9 +261,7 @@ class PartialDrift:
 
 @dataclass(frozen=True, slots=True)
 class DriftReport:
-    """One measurement: a recipe against the reference. `lost`: the weights whose cast loses values; `sequences`: how much of
-    the inputs it is over; `activations`: the setting `quantize_activations`.
-    """
+    """One measurement: a recipe against the reference."""
 
     model: str
     device: str
@@ -276,13 +271,21 @@ class DriftReport:
     inputs: str
     output_name: str
     output: OutputDrift
+    """Over all sequences that were run."""
     modules: tuple[ModuleDrift, ...]
+    """In the order in which they were first called."""
     memory: MemoryStats
     seconds: Seconds
     sequences: Extent
+    """How much of the inputs `output` is over."""
+    modules_sequences: int
+    """How many sequences the figures of `modules` are over: the first that was run and as many more as are a quarter of the inputs,
+    or all."""
     notices: tuple[str, ...] = ()
     lost: tuple[ValueLoss, ...] = ()
+    """The weights whose cast loses values."""
     activations: Literal["none", "weights"] = "none"
+    """The setting `quantize_activations`."""
 
     def __repr__(self) -> str:
         output, memory = self.output, self.memory

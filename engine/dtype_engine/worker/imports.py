@@ -31,9 +31,7 @@ def finish_imports() -> None:
 
 def _import() -> None:
     with contextlib.suppress(ImportError):
-        from dtype_engine.runtime.session.opening import import_loaders, prepare_code
+        from dtype_engine.runtime.session.opening import import_loaders
 
-        # Beside the imports that follow, of which Python does one step at a time.
-        threading.Thread(target=prepare_code, name="dtype-engine-code").start()
         if _with_transformers.is_set():
             import_loaders()

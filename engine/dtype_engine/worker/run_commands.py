@@ -39,7 +39,7 @@ from dtype_engine.worker.save_requests import ConvertRequest, RecipeRequest
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NoiseFloor
     from dtype_engine.results.drift import DriftReport, ModuleDrift
-    from dtype_engine.runtime.measure.running_totals import Reading
+    from dtype_engine.runtime.measure.running_totals import RunningTotals
     from dtype_engine.runtime.session.session import Session
 
 Emit = Callable[[events.Event], None]
@@ -146,6 +146,8 @@ class CommandRunner:
     ) -> Iterable[Command]:
         if session is None:
             return (CountStoredLosses(command.read_values),)
+        from dtype_engine.runtime.measure.listener import MeasurementListener
+
         identities, throttle = session.model.identities, Throttle()
 
         def on_cast(done: int, total: int) -> None:
@@ -156,11 +158,11 @@ class CommandRunner:
             refuse_unreadable(identities)  # no figure of weights that are not there any more
             self._emit(events.ModulesMeasured(recipe, modules))
 
-        readings = Throttle()
+        sequences = Throttle()
 
-        def on_reading(reading: Reading) -> None:
-            if not reading.extent().whole and readings.due():
-                self._emit(events.OutputMeasured(recipe, str(session.settings), reading.partial()))
+        def on_sequence(totals: RunningTotals) -> None:
+            if not totals.extent.whole and sequences.due():
+                self._emit(events.OutputMeasured(recipe, str(session.settings), totals.partial()))
 
         session.use_recipe(recipe, on_progress=on_cast, cancelled=token)
         self._emit_memory()
@@ -168,12 +170,14 @@ class CommandRunner:
         if session.no_forward is not None:
             return (FindLossRemedy(None),)
         report: DriftReport = session.drift(
-            on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
-            on_modules=on_modules,
-            cancelled=token,
-            on_reading=on_reading,
-            precision=lambda: None if self._in_full() else session.options.precision,
-            modules_in_full=lambda: self._in_full() or session.options.modules == "exact",
+            MeasurementListener(
+                on_progress=lambda run, done, total: self._emit(events.MeasuringProgress(recipe, run, done, total)),
+                on_modules=on_modules,
+                on_sequence=on_sequence,
+                cancelled=token,
+                precision=lambda: None if self._in_full() else session.options.precision,
+                all_modules=lambda: self._in_full() or session.options.modules == "exact",
+            )
         )
         self._emit(events.Measured(recipe, report))
         floor = () if session.options.floor == "never" else (MeasureFloor(),)

@@ -86,14 +86,14 @@ def test_a_reading_of_weights_alone_says_so() -> None:
         assert "weights only" not in drift_text(dataclasses.replace(found, activations="weights"))
 
 
-def test_a_sample_is_told_and_a_full_comparison_not() -> None:
+def test_over_how_many_sequences_modules_were_compared_is_told_where_it_was_not_all() -> None:
     from tests.helpers.recording_engine import report
 
     from dtype_engine.recipe import Recipe
     from dtype_engine.reports.text import drift_text
 
-    whole = ModuleDrift("model.norm", 30.0, 0.5, 0)
-    for module, told in ((whole, False), (dataclasses.replace(whole, sqnr_error_db=0.2), True)):
-        found = dataclasses.replace(report(Recipe()), modules=(module,))
-        assert ("of a sample;" in drift_text(found)) == told
-        assert ("30.00 dB ± 0.20" in drift_text(found)) == told
+    modules = (ModuleDrift("model.norm", 30.0, 0.5, 0),)
+    for count, told in ((2, True), (6, False)):
+        text = drift_text(report(Recipe(), modules=modules, modules_sequences=count))
+        assert ("worst modules by SQNR (modules: 2 of 6 sequences; --modules exact compares all)" in text) == told
+        assert "30.00 dB  max" in text

@@ -34,11 +34,10 @@ def test_a_name_that_fits_no_line_stands_below_its_figure_in_full() -> None:
 
 
 @pytest.mark.parametrize("size", [(120, 36), (80, 24), (200, 50)])
-@pytest.mark.parametrize("error", [0.0, 0.21])
-async def test_names_are_told_apart_at_every_size(size: tuple[int, int], error: float) -> None:
+async def test_names_are_told_apart_at_every_size(size: tuple[int, int]) -> None:
     app = make_app(Tree(tuple(TensorInfo(f"{name}.weight", (8, 8), "float32") for name in NAMES)))
     worst = ["model.layers.10.self_attn.o_proj", "model.layers.0.self_attn.o_proj", "model.layers.1.mlp.down_proj"]
-    modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0, error) for place, name in enumerate(worst))
+    modules = tuple(ModuleDrift(name, 34.5 + place, 1e-3, 0) for place, name in enumerate(worst))
     async with running(app, size) as pilot:
         await ready(app, pilot)
         app.controller.put_in_force(MIXED)
@@ -52,7 +51,6 @@ async def test_names_are_told_apart_at_every_size(size: tuple[int, int], error: 
             shown = [next(line for line in lines(app) if f" {figure} " in line) for figure in figures]
             for line, end in zip(shown, ("10.self_attn.o_proj", "0.self_attn.o_proj", "1.mlp.down_proj"), strict=True):
                 assert f"…{end}" in line or f".{end}" in line, screen(app)
-                assert ("± 0.21" in line) == bool(error)
             assert "dB" in screen(app)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from dtype_engine.core.text import printable
-from dtype_engine.reports.text_drift import module_text
+from dtype_engine.core.units import decibels
 from dtype_tui.rendering.cells import wrap_dotted
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def worst_lines_or_longer(readings: Sequence[ModuleDrift], width: int, others: C
 
 
 def _numbers(readings: Sequence[ModuleDrift], unit: bool) -> list[str]:
-    words = ["not finite" if reading.nonfinite else module_text(reading) for reading in readings]
+    words = ["not finite" if reading.nonfinite else decibels(reading.sqnr_db) for reading in readings]
     return words if unit else [number.replace(" dB", "") for number in words]
 
 

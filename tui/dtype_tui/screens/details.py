@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Totals
-from dtype_engine.core.units import human_bytes
+from dtype_engine.core.units import decibels, human_bytes
 from dtype_engine.recipe.fused_words import fused_with
 from dtype_engine.reports.text import mix_text, parameters_text
-from dtype_engine.reports.text_drift import extent_text, is_sampled, module_text, sqnr_text
+from dtype_engine.reports.text_drift import extent_text, modules_extent_text, sqnr_text
 from dtype_engine.reports.text_losses import loss_words
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.overlay import Overlay
 from dtype_tui.state.experiment import Experiment
+
+if TYPE_CHECKING:
+    from dtype_engine.results.drift import DriftReport
 
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
@@ -43,8 +48,8 @@ def details_screen(experiment: Experiment, node: str) -> Overlay:
         elif reading is not None:
             grid.add_row(
                 "drift",
-                f"SQNR {module_text(reading)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
-                + (" in the sample that was compared" if is_sampled((reading,)) else ""),
+                f"SQNR {decibels(reading.sqnr_db)}, max |Δ| {reading.max_abs:.4e}, non-finite {reading.nonfinite:,}"
+                + _over(experiment.report),
             )
     tensor = experiment.tensor(node) if module is None else None
     if tensor is not None:
@@ -98,6 +103,12 @@ def _output_words(experiment: Experiment) -> str:
         return ""
     words = f"SQNR {sqnr_text(output, extent)}, max |Δ| {output.max_abs:.4e}, non-finite {output.nonfinite:,}"
     return words if extent.whole else f"{words}, over {extent_text(extent)}"
+
+
+def _over(report: DriftReport | None) -> str:
+    """Over how many sequences the modules' figures are, where that is known and not all."""
+    extent = modules_extent_text(report) if report is not None else ""
+    return f", over {extent}" if extent else ""
 
 
 def _bytes_by_dtype(totals: Totals) -> str:

@@ -13,11 +13,6 @@ from typing import Protocol, TypeVar, overload
 import torch
 
 _BLOCKS_WORTH_A_THREAD = 4
-_CHUNK_ELEMENTS = 1 << 17
-"""Elements of a chunk at least, and on the CPU `_THREAD_ELEMENTS` for each thread: three times that in float64 stay in the cache of
-a core, or where that is small in the one that cores share, and of half as many the calls cost more.
-"""
-_THREAD_ELEMENTS = 1 << 16
 
 T = TypeVar("T")
 
@@ -104,11 +99,3 @@ def as_rows(tensor: torch.Tensor | Values) -> Rows:
     if len(tensor.shape) >= 2:
         return tensor.reshape(tensor.shape[0], math.prod(tensor.shape[1:]))
     return tensor.reshape(1, tensor.numel())
-
-
-def rows_in_cache(count: int, width: int, times: int = 1, on_cpu: bool = True) -> Iterator[slice]:
-    """Slices of `count` rows of `width` values, as many at a time as some arithmetic keeps in a core's cache."""
-    most = max(_CHUNK_ELEMENTS, _THREAD_ELEMENTS * torch.get_num_threads()) if on_cpu else _CHUNK_ELEMENTS
-    step = max(1, round(times * most / max(1, width)))
-    for start in range(0, count, step):
-        yield slice(start, min(start + step, count))

@@ -14,11 +14,17 @@ from dtype_engine.runtime.formats.quantize_blocks import finite_amax
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def input_ranges(
-    model: LiveModel, inputs: Inputs, settings: RunSettings, weights: Sequence[str], cancelled: IsCancelled
+    model: LiveModel,
+    inputs: Inputs,
+    settings: RunSettings,
+    weights: Sequence[str],
+    cancelled: IsCancelled,
+    behavior: ModelBehavior,
 ) -> dict[str, float]:
     """The largest finite |value| that the linear layers of these weights are called with, by weight: of the candidate, as it is
     cast now and run in `settings`, before anything is rounded. Layers that are not called are left out.
@@ -41,10 +47,9 @@ def input_ranges(
         for weight in weights:
             layer = model.module.get_submodule(weight.rpartition(".")[0])
             handles.append(layer.register_forward_pre_hook(look(weight), with_kwargs=True))
-        with ForwardRunner(model, settings, cancelled, watch=False) as runner:
+        with ForwardRunner(model, settings, cancelled, watch=False, behavior=behavior) as runner:
             for batch in inputs.batches:
-                given = runner.candidate_batch(batch)
-                runner.run_candidate(lambda given=given: given.run(model.module))  # type: ignore[misc]
+                runner.candidate(runner.candidate_call(batch))
     finally:
         for handle in handles:
             handle.remove()

@@ -4,7 +4,7 @@ A part is a module that has weighted operations of its own (a Linear, a norm, an
 of those to run each, a subtree. Its drift is that of the main output in a pass where only its weighted operations
 compute on the weights as cast; its local error is that of its own output in that pass, where it is given the reference's
 inputs. Errors need not add up, and the rounding of operations without weights between modules (sums, activations) belongs
-to no part, so the parts' sum stands beside the whole.
+to no part, so the parts' sum is shown next to the whole.
 """
 
 from __future__ import annotations
@@ -24,13 +24,15 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import AttributionReport, Contribution
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.modules.comparison import OutputRecorder, compare_output, is_distribution
-from dtype_engine.runtime.measure.modules.module_rows import KeptRows
-from dtype_engine.runtime.measure.modules.row_comparison import ModuleSums
+from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
+from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
+from dtype_engine.runtime.measure.progress import NoProgress
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison, sqnr_db
-from dtype_engine.runtime.passes.output_cache import ForwardTrace
-from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.one_pass import PassOptions
+from dtype_engine.runtime.passes.output_cache import OutputCache
+from dtype_engine.runtime.passes.outputs import is_distribution, main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
@@ -74,8 +76,8 @@ class _Base:
     batch: Batch
     name: str
     output: torch.Tensor
-    modules: dict[tuple[str, int], KeptRows]
-    trace: ForwardTrace
+    modules: dict[tuple[str, int], torch.Tensor]
+    cache: OutputCache | None
     uses: Mapping[str, int]
 
 
@@ -89,6 +91,8 @@ class Attribution:
     inputs: Inputs
     settings: RunSettings
     rules: tuple[str, ...] = ()
+    behavior: ModelBehavior = field(default_factory=ModelBehavior)
+    """What is known of the model."""
     _bases: list[_Base] = field(default_factory=list)
     _passes: int = 0
     _done: int = 0
@@ -138,7 +142,7 @@ class Attribution:
             return self._part(runner, part)
 
     def _runner(self, cancelled: IsCancelled) -> ForwardRunner:
-        return ForwardRunner(self.model, self.settings.of_weights(), cancelled)
+        return ForwardRunner(self.model, self.settings.of_weights(), cancelled, behavior=self.behavior)
 
     @property
     def _drifting(self) -> frozenset[int]:
@@ -152,19 +156,17 @@ class Attribution:
         )
 
     def _run_reference(self, runner: ForwardRunner) -> None:
-        budget, written = _BUDGET, set[str]()
-        positions = 0
+        budget, positions = _BUDGET, 0
         for batch in self.inputs.batches:
-            while True:
-                trace = ForwardTrace({}, "reference", budget // 2)
-                recorder = OutputRecorder(budget // 2, written, in_full=True)
-                output, mode = runner.run_partial(batch, self._drifting, lambda name: False, recorder, trace)
-                if recorder.finish():
-                    break
-            name, tensor = main_output(output)
-            kept = {key: entry for key, entry in recorder.kept.items() if key[0] in mode.uses}
-            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, trace, mode.uses))
-            budget = max(0, budget - trace.nbytes - sum(each.rows.nbytes for each in kept.values()))
+            recorder = ModuleRecorder(budget // 2, NoProgress())
+            options = PassOptions(learns=True, cache_bytes=budget // 2)
+            call = runner.reference_call(batch)
+            ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
+            name, tensor = main_output(ran.output)
+            kept = {key: output for key, output in recorder.outputs.items() if key[0] in uses}
+            self._bases.append(_Base(batch, name, tensor.detach().clone(), kept, ran.cache, uses))
+            cached = ran.cache.nbytes if ran.cache is not None else 0
+            budget = max(0, budget - cached - sum({id(each): each.nbytes for each in kept.values()}.values()))
             positions += _rows(tensor)
             if positions >= ENOUGH_POSITIONS:
                 break
@@ -215,19 +217,20 @@ class Attribution:
 
     def _alone(self, runner: ForwardRunner, part: Part | None = None) -> tuple[str, float, float | None]:
         """Unit and drift of the main output with only one part as cast, or everything, and a single module's own SQNR."""
-        comparison: OutputComparison | None = None
+        comparison: OutputMetrics | None = None
         inside: Callable[[str], bool] = (lambda name: True) if part is None else frozenset(part.modules).__contains__
         local = _LocalError(part.modules[0] if part is not None and len(part.modules) == 1 else None)
         for base in self._bases:
             local.reference = base.modules
             prefix = 0
-            if part is not None and base.trace.calls:
+            if part is not None and base.cache is not None and base.cache.calls:
                 # A module that this batch's pass does not call is run in no place of it.
-                prefix = min(base.uses.get(name, len(base.trace.names)) for name in part.modules)
-            output, _ = runner.run_partial(base.batch, self._drifting, inside, local, None, base.trace, prefix)
-            name, candidate = main_output(output)
+                prefix = min(base.uses.get(name, len(base.cache.names)) for name in part.modules)
+            options = PassOptions(earlier=base.cache, prefix=prefix)
+            ran, _ = runner.partial(runner.reference_call(base.batch), self._drifting, inside, options, local)
+            name, candidate = main_output(ran.output)
             if comparison is None:
-                comparison = OutputComparison(is_distribution(name, candidate))
+                comparison = OutputMetrics(is_distribution(name, candidate))
             comparison.add(base.output, candidate, None)
         assert comparison is not None
         unit = unit_for(comparison.distribution, candidate.ndim)
@@ -239,24 +242,27 @@ class _LocalError:
 
     def __init__(self, module: str | None) -> None:
         self.module = module
-        self.reference: dict[tuple[str, int], KeptRows] = {}
+        self.reference: dict[tuple[str, int], torch.Tensor] = {}
         self._sums: ModuleSums | None = None
 
     @property
     def sqnr_db(self) -> float | None:
         """In dB, over all calls that could be compared; None where there was none."""
-        return None if self._sums is None else sqnr_db(self._sums.energy, self._sums.noise)
+        return None if self._sums is None else sqnr_db(self._sums.sums.energy, self._sums.sums.noise)
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         kept = self.reference.get((module, call)) if module == self.module else None
         if kept is not None:
-            sums = compare_output(kept, output)
+            sums = compare_outputs(kept, output)
             if sums.comparable:
                 self._sums = self._sums or ModuleSums()
                 self._sums.add(sums)
 
-    def replay(self, module: str, reading: object) -> None:
+    def replay(self, module: str, observed: object) -> None:
         """Only calls before the part are replayed: they are as in the reference."""
+
+    def restart(self) -> None:
+        """Never called: such a pass always runs under a mode."""
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:

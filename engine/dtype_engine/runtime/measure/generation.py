@@ -104,12 +104,9 @@ def _write(
         )
         return written
 
-    if run == "reference":
-        sequences, seconds = runner.run_reference(call)
-    else:
-        sequences, seconds, _ = runner.run_candidate(call)
-    ids = sequences[0, began[0] if began else 0 :].tolist()
-    return Written(tuple(ids), pieces(tokenizer, ids), seconds)
+    ran = runner.reference(call) if run == "reference" else runner.candidate(call)
+    ids = ran.output[0, began[0] if began else 0 :].tolist()
+    return Written(tuple(ids), pieces(tokenizer, ids), ran.seconds)
 
 
 def _greedy(model: LiveModel, tokens: int) -> dict[str, Any]:

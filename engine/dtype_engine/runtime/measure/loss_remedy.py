@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -17,6 +18,7 @@ from dtype_engine.results.attribution import LossRemedy
 from dtype_engine.results.drift import DriftReport, drifts_less
 from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.measure.drift import DriftMeter
+from dtype_engine.runtime.measure.listener import MeasurementListener
 
 Count = Callable[[str, str], ValueLoss | None]
 """What a cast of a tensor (by its canonical name) to a dtype loses."""
@@ -124,7 +126,8 @@ def _tried(
     meter.model.apply(make_plan(tree, recipe).dtypes, cancelled=cancelled)
     before, sequences = report.output, report.sequences.done
     try:
-        measured = meter.measure(cancelled=cancelled, enough=lambda extent: extent.done >= sequences)
-        return dataclasses.replace(remedy, before=before, after=measured.output)
+        with closing(meter.readings(MeasurementListener(cancelled=cancelled))) as readings:
+            totals = next(totals for totals in readings if totals.extent.done >= sequences)
+        return dataclasses.replace(remedy, before=before, after=totals.output)
     except (KernelError, NoForward) as error:
         return dataclasses.replace(remedy, before=before, reason=str(error))

@@ -6,6 +6,7 @@ no more than that can't be distinguished from the reference, whatever its figure
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,11 +19,11 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.results.attribution import NoiseFloor
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.inputs import Batch, Inputs
-from dtype_engine.runtime.measure.modules.comparison import is_distribution
 from dtype_engine.runtime.model.hf_private import other_attention
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
-from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
+from dtype_engine.runtime.passes.outputs import is_distribution, main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 ENOUGH_POSITIONS = 256
@@ -35,6 +36,7 @@ _RUNS = 4
 def measure_noise_floor(
     model: LiveModel,
     inputs: Inputs,
+    behavior: ModelBehavior,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     cancelled: IsCancelled = never,
 ) -> NoiseFloor:
@@ -42,23 +44,22 @@ def measure_noise_floor(
     one batch, and compare. Variants that the model does not have are left out. `on_progress(done, total)` counts runs of one
     input, as many as there seem to be. Raises NoForward when the reference fails.
     """
-    comparisons: dict[str, OutputComparison] = {}
+    comparisons: dict[str, OutputMetrics] = {}
     positions = 0
-    with ForwardRunner(model, RunSettings(), cancelled, watch=False) as runner:
+    with ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=behavior) as runner:
         for number, batch in enumerate(inputs.batches):
             expected = _expected(number, positions, len(inputs.batches))
             on_progress(_RUNS * number, _RUNS * expected)
             name, reference = main_output(_run(runner, batch))
             reference = reference.detach().clone()
             on_progress(_RUNS * number + 1, _RUNS * expected)
-            needed_rules = set(model.requires_mixed_mode)
-            for run, (variant, again) in enumerate(_variants(runner, batch, reference), start=1):
+            # A variant that fails says nothing about the reference itself.
+            other = ForwardRunner(model, RunSettings(), cancelled, watch=False, behavior=copy.deepcopy(behavior))
+            for run, (variant, again) in enumerate(_variants(other, batch, reference), start=1):
                 on_progress(_RUNS * number + run + 1, _RUNS * expected)
                 if again is not None:
-                    comparison = comparisons.setdefault(variant, OutputComparison(is_distribution(name, reference)))
+                    comparison = comparisons.setdefault(variant, OutputMetrics(is_distribution(name, reference)))
                     comparison.add(reference, again)
-            # A variant that failed says nothing about the reference itself.
-            model.requires_mixed_mode &= needed_rules
             positions += reference[..., 0].numel() if reference.ndim else 1
             if positions >= ENOUGH_POSITIONS:
                 break
@@ -87,8 +88,7 @@ def _worst(drifts: dict[str, OutputDrift], positions: int) -> NoiseFloor:
 
 
 def _run(runner: ForwardRunner, batch: Batch) -> Any:
-    given = runner.reference_batch(batch)
-    return runner.run_reference(lambda: given.run(runner.model.module))[0]
+    return runner.reference(runner.reference_call(batch)).output
 
 
 def _variants(

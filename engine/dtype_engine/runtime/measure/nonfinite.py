@@ -29,6 +29,7 @@ from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 OnTrial = Callable[[int, int], None]
@@ -113,8 +114,11 @@ class _FinishedModules:
         if not bool(torch.isfinite(output).all()):
             self.names.add(module)
 
-    def replay(self, module: str, reading: object) -> None:
-        return None
+    def replay(self, module: str, observed: object) -> None:
+        """Never called: nothing is reused."""
+
+    def restart(self) -> None:
+        """Never called: the pass runs under a mode."""
 
 
 def diagnose_nonfinite(
@@ -128,11 +132,11 @@ def diagnose_nonfinite(
 ) -> NonFiniteDiagnosis:
     """Find the operation to blame and a remedy, for a model that is cast by `recipe` and was measured so.
 
-    modules: the readings of that measurement, in the order of the pass. reference_bad: the reference is not finite itself. Trials
+    modules: the figures of that measurement, in the order of the pass. reference_bad: the reference is not finite itself. Trials
     leave the model cast in their own way: the caller puts the recipe back. Raises NoForward, KernelError, Cancelled.
     """
-    first = next((reading.name for reading in modules if reading.nonfinite), "")
-    with ForwardRunner(meter.model, meter.settings, cancelled) as runner:
+    first = next((each.name for each in modules if each.nonfinite), "")
+    with ForwardRunner(meter.model, meter.settings, cancelled, behavior=meter.behavior) as runner:
         culprit, largest_reference, first_module = _find_culprit(runner, meter.inputs, first, reference_bad)
     if reference_bad:
         stored = tuple(
@@ -145,7 +149,7 @@ def diagnose_nonfinite(
             else "its own float32 values overflow or are NaN"
         )
         reason = f"the reference is not finite itself ({why}), so no dtype mends it"
-        diagnosis = _reading("reference", first_module, culprit, None, None, reason)
+        diagnosis = _diagnosis("reference", first_module, culprit, None, None, reason)
         return dataclasses.replace(diagnosis, weights=stored[:_MOST_WEIGHTS])
     remedy, reason = None, ""
     scopes = list(_scopes(tree, culprit))
@@ -163,10 +167,10 @@ def diagnose_nonfinite(
     kind: Literal["weight", "activation", "unknown"] = "unknown"
     if culprit is not None:
         kind = "weight" if culprit.weights else "activation"
-    return _reading(kind, first_module or first, culprit, largest_reference, remedy, reason)
+    return _diagnosis(kind, first_module or first, culprit, largest_reference, remedy, reason)
 
 
-def _reading(
+def _diagnosis(
     kind: Literal["weight", "activation", "reference", "unknown"],
     first: str,
     culprit: _NonFiniteOp | None,
@@ -199,7 +203,7 @@ def _find_culprit(
     for batch in inputs.batches:
         plain = _OpObserver(runner.model.by_id, runner.model.device)
         came_out = _FinishedModules(plain)
-        runner.run_observed(batch, plain.observing, came_out, reference=True)
+        runner.reference(runner.reference_call(batch), PassOptions(around=plain.observing), came_out)
         if reference_bad:
             events = [event for event in plain.events if isinstance(event, _NonFiniteOp)]
             if events or came_out.names:
@@ -210,8 +214,8 @@ def _find_culprit(
         always = came_out.names
         operations = _OpObserver(runner.model.by_id, runner.model.device)
         came_out = _FinishedModules(operations)
-        runner.run_observed(batch, operations.observing, came_out)
-        # A measurement that compares a sample of rows may have missed the first.
+        runner.candidate(runner.candidate_call(batch), PassOptions(around=operations.observing), came_out)
+        # A measurement that compares modules in some sequences may have missed the first.
         lost = {first, *(came_out.names - always)} - {""}
         first = next((event for event in operations.events if isinstance(event, str) and event in lost), first)
         before: _NonFiniteOp | None = None

@@ -11,9 +11,9 @@ prior; Gelman et al., Bayesian Data Analysis, 3rd edition, 2.6), and more where 
 do: the error of its mean by batch means comes on top, since positions next to each other are alike.
 
 `make benchmarks` prints how often the value over all sequences then lies within two errors. Limits: the sequences are taken for
-draws from one kind of text, so they have to be run in an order that is spread over it (`drift.running_order`); the next chapter
+draws from one kind of text, so they have to be run in an order that is spread over it (`plan.running_order`); the next chapter
 alone says little of a book. Where one position in a thousand carries most of the KL, as in a mixture of experts whose router
-changes its mind, no estimate from a few sequences holds (half of the first readings did), and none is given.
+changes its mind, no estimate from a few sequences holds (half of the first figures did), and none is given.
 """
 
 from __future__ import annotations

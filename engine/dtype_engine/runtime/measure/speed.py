@@ -30,7 +30,7 @@ def measure_speed(
     the median, the fastest and the slowest. Notices name a row that had to be left out.
 
     The float32 row is the model really cast to float32, as a user would run it, not the reference's way of widening each
-    weight as it is used. Afterwards the model is cast as planned. `passes` must not be watching. Raises NoForward,
+    weight as it is used. Afterwards the model is cast as planned. `runner` must not be watching. Raises NoForward,
     KernelError, Cancelled.
     """
     model, planned = runner.model, plan.dtypes
@@ -48,8 +48,8 @@ def measure_speed(
                 )
                 continue
             model.apply(casts, cancelled=runner.cancelled)
-            told = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
-            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", told, repeats))
+            on_row_passes = part_of(on_passes, label, number * (repeats + 1), len(wanted) * (repeats + 1))
+            rows.append(_timed(runner, inputs, label, _mix(model, casts), label == "candidate", on_row_passes, repeats))
     finally:
         model.apply(planned)
     return SpeedReport(
@@ -74,15 +74,12 @@ def _timed(
 ) -> SpeedRow:
     """One row; `on_passes(done)` counts its own. The reference and the stored model run without the candidate's settings."""
     timed = runner if candidate else runner.without_settings()
-    batches = [timed.candidate_batch(batch) if candidate else runner.reference_batch(batch) for batch in inputs.batches]
+    make_call = timed.candidate_call if candidate else runner.reference_call
+    calls = [make_call(batch) for batch in inputs.batches]
 
     def all_inputs() -> tuple[float, bool]:
-        seconds, by_rules = 0.0, False
-        for batch in batches:
-            _, took, ruled = timed.run_candidate(lambda batch=batch: batch.run(timed.model.module))  # type: ignore[misc]
-            seconds += took
-            by_rules = by_rules or ruled
-        return seconds, by_rules
+        passes = [timed.candidate(call) for call in calls]
+        return sum(each.seconds for each in passes), not all(each.plain for each in passes)
 
     on_passes(0)
     all_inputs()
@@ -93,7 +90,7 @@ def _timed(
         on_passes(len(times) + 1)
         seconds, under_rules = all_inputs()
         times.append(seconds)
-    tokens = sum(_tokens(batch) for batch in batches)
+    tokens = sum(_tokens(batch) for batch in inputs.batches)
     middle = statistics.median(times)
     settings = str(runner.settings) if candidate and runner.settings.autocast else None
     return SpeedRow(
@@ -139,7 +136,7 @@ def _missing_bytes(model: LiveModel, casts: Mapping[str, str]) -> int:
 
 
 def _mix(model: LiveModel, casts: Mapping[str, str]) -> str:
-    """The dtypes of the weights that have a say, by badge, those with the most bytes first."""
+    """The dtypes of the weights, by badge, those with the most bytes first."""
     sizes: dict[str, int] = {}
     for name, weight in model.weights.items():
         if weight.info.castable and weight.info.persistent:

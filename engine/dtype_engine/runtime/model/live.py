@@ -133,20 +133,6 @@ class LiveModel:
     trust_remote_code: bool = False
     identities: tuple[FileIdentity, ...] = ()
     by_id: dict[int, Weight] = field(default_factory=dict)
-    requires_mixed_mode: set[object] = field(default_factory=set)
-    """Dtypes in which plain torch fails on this model ("reference": the reference does)."""
-    mixed_mode_is_noop: set[object] = field(default_factory=set)
-    """Kinds of plain runs, each with the order of its calls, in which the rules have nothing to do: they give the same."""
-    mixed_mode_differs: set[object] = field(default_factory=set)
-    """Those in which the rules differ from plain torch on this model."""
-    writers: set[str] = field(default_factory=set)
-    """Modules that change what they are given: what they returned once does not stand for calling them."""
-    stateful: bool = False
-    """Whether calls of modules depend on more than what they are given: tensors that the model keeps, random numbers."""
-    overwritten: list[str] = field(default_factory=list)
-    """The weights that the model's own code writes to in a pass."""
-    going_on: list[str] = field(default_factory=list)
-    """Classes of modules that keep tensors from one pass for the next, which can't be put back."""
 
     @classmethod
     def wrap(

@@ -1,1 +1,1 @@
-"""Forward passes: calls of modules, traces, what need not run again."""
+"""Forward passes: calls of modules, their outputs, what need not run again."""

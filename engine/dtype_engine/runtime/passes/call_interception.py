@@ -1,4 +1,4 @@
-"""How a pass is told of every call of a module, and stopped between two of them."""
+"""How a pass notices every call of a module, and is stopped between two of them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Call = Callable[..., Any]
 
 
 class ModuleCalls:
-    """What tells `under_way` of the calls of the modules below one, from `watch` or `only_stop` to `remove`.
+    """Reports the calls of the modules below one to the pass that is `under_way`, from `watch` or `only_stop` to `remove`.
 
     It is a function that torch calls in place of a module, and that calls it as torch would: what hooks make of its output is the
     output. As hooks of its own it would take 25 µs a call right after a large product, when nothing is in a cache any more (Intel
     Xeon with AMX). Where a model's code calls `forward` by itself, no module is called.
 
     Attributes:
-        under_way: the pass that is told, None between passes.
-        modules: those that are told of, and the one that they are below.
+        under_way: the pass that the calls are reported to, None between passes.
+        modules: those whose calls are reported, and the one that they are below.
 
     autocast_on: the type of the device for which torch.autocast is on in a pass, if it is.
     """
@@ -42,11 +42,11 @@ class ModuleCalls:
         self._undo: list[Callable[[], None]] = []
 
     def watch(self) -> None:
-        """Tell of the calls of all modules."""
-        self._put_everywhere(self._telling)
+        """Report the calls of all modules."""
+        self._put_everywhere(self._reporting)
 
     def only_stop(self) -> None:
-        """Tell of nothing; a pass can be stopped before every module."""
+        """Report nothing; a pass can be stopped before every module."""
         self._put_everywhere(self._stopping)
 
     def remove(self) -> None:
@@ -70,14 +70,14 @@ class ModuleCalls:
 
         return call
 
-    def _telling(self, name: str) -> Call:
+    def _reporting(self, name: str) -> Call:
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             run = self.under_way
             if run is None:
                 return as_called(module, *args, **kwargs)
             if self._cancelled():
                 raise Cancelled
-            if run.hears_of_begin:
+            if run.notes_begin:
                 return self._call_of(run, name, module, args, kwargs)
             began = len(run.finished)
             try:
@@ -94,7 +94,7 @@ class ModuleCalls:
         return call
 
     def _call_of(self, run: ForwardPass, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """A call that the pass is told of when it begins, and for which it may have an earlier output."""
+        """A call whose begin the pass notes, and for which it may have an earlier output."""
         given = run.begin(name, module, args, kwargs)
         if given is not None:
             args, kwargs = given

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dtype_engine.runtime.modes.weight_mode import WeightMode
-from dtype_engine.runtime.passes.output_cache import ForwardTrace, ModuleCall, record_call
+from dtype_engine.runtime.passes.output_cache import ModuleCall, OutputCache, record_call
 from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
 
@@ -19,10 +19,15 @@ class ModuleObserver(Protocol):
     """Gets every module's output as the pass goes by."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
-        """Take a module's first float tensor, in any shape; `call` counts that module's calls from 0. Returns its reading."""
+        """Take a module's first float tensor, in any shape; `call` counts that module's calls from 0. What it returns is kept
+        with the output.
+        """
 
-    def replay(self, module: str, reading: Any) -> None:
-        """Take the reading of an earlier pass, for a call whose output that pass's output replaced."""
+    def replay(self, module: str, observed: Any) -> None:
+        """Take what an earlier pass's observer returned, for a call whose output is reused from that pass."""
+
+    def restart(self) -> None:
+        """Forget what was observed: the pass failed on the way, or reused too much, and runs again from its beginning."""
 
 
 class NullObserver:
@@ -31,7 +36,10 @@ class NullObserver:
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         return None
 
-    def replay(self, module: str, reading: Any) -> None:
+    def replay(self, module: str, observed: Any) -> None:
+        return None
+
+    def restart(self) -> None:
         return None
 
 
@@ -48,33 +56,33 @@ class ForwardPass:
         observing_seconds: seconds spent on observing, which do not belong to the pass.
 
     weights: the model's, by `id`. watched: the modules whose outputs are observed, None for all.
-    hears_of_begin: whether it is told of calls when they begin: a mode has to know which module is running, and an earlier output
-    stands for a call before that is made.
+    notes_begin: whether calls are reported when they begin, too: a mode has to know which module is running, and an earlier output
+    replaces a call before that is made.
     """
 
     def __init__(
         self,
         mode: WeightMode | None,
         observer: ModuleObserver,
-        trace: ForwardTrace | None,
+        cache: OutputCache | None,
         reusable_calls: dict[tuple[str, int], int],
-        earlier: ForwardTrace | None,
+        earlier: OutputCache | None,
         weights: Container[int],
         watched: Container[str] | None = None,
     ) -> None:
         self.mode = mode
         self.observer = observer
-        self.trace = trace
+        self.cache = cache
         self.reusable_calls = reusable_calls
         self.earlier = earlier
         self.weights = weights
         self.watched = watched
-        self.hears_of_begin = mode is not None or bool(reusable_calls)
+        self.notes_begin = mode is not None or bool(reusable_calls)
         self.effects: SideEffects | None = None
         self.calls: defaultdict[str, int] = defaultdict(int)
         self.inside: list[str] = []
         self.began: list[int] = []
-        self.finished: list[str] = [] if trace is None else trace.names
+        self.finished: list[str] = [] if cache is None else cache.names
         self.spans: list[int] = []
         self.observing_seconds = 0.0
 
@@ -90,12 +98,12 @@ class ForwardPass:
         return (self.mode.inputs_of(module, args), kwargs) if isinstance(module, nn.RNNBase) else None
 
     def note_failure(self, name: str) -> None:
-        """A module raised, of whose begin nothing was heard: the innermost is the first that is told of."""
+        """A module raised whose begin was not noted: the innermost is the first of which this is called."""
         if not self.inside:
             self.inside.append(name)
 
     def earlier_call(self, name: str) -> ModuleCall | None:
-        """The call of an earlier pass whose output stands for what the module would return now."""
+        """The call of an earlier pass whose output is what the module would return now."""
         index = self.reusable_calls.get((name, self.calls[name])) if self.reusable_calls else None
         return None if index is None or self.earlier is None else self.earlier.calls[index]
 
@@ -115,30 +123,30 @@ class ForwardPass:
             self.mode.finished = len(self.finished)
 
     def observe(self, name: str, output: Any, began: int) -> None:
-        """Take in what a watched module returned, or all that an earlier output stands for. began: how many calls had finished when
+        """Take in what a watched module returned, or all that an earlier output replaces. began: how many calls had finished when
         it began.
         """
         call = self.calls[name]
         index = self.reusable_calls.get((name, call)) if self.reusable_calls else None
         if index is None or self.earlier is None:
             tensor = first_tensor(output)
-            reading = self.observer(name, call, tensor) if tensor is not None else None
-            trace = self.trace
-            if trace is not None:
+            observed = self.observer(name, call, tensor) if tensor is not None else None
+            cache = self.cache
+            if cache is not None:
                 span = began, len(self.finished)
-                if trace.only is None or name in trace.only:
-                    trace.add(record_call(name, call, span, output, reading, self.weights))
+                if cache.only is None or name in cache.only:
+                    cache.add(record_call(name, call, span, output, observed, self.weights))
                 else:
-                    trace.count(name, call, span, reading)
+                    cache.count(name, call, span, observed)
             self.calls[name] = call + 1
             self.finished.append(name)
             self.spans.append(began)
             return
-        # Everything that had finished inside it counts as finished again, with the readings it had.
+        # Everything that had finished inside it counts as finished again, with what was observed of it.
         for same in self.earlier.within(index):
-            self.observer.replay(same.module, same.reading)
+            self.observer.replay(same.module, same.observed)
             self.calls[same.module] += 1
-            if self.trace is not None:
-                self.trace.add(same)
+            if self.cache is not None:
+                self.cache.add(same)
         whole = self.earlier.calls[index]
         self.finished += self.earlier.names[whole.began_after : whole.ended_after + 1]

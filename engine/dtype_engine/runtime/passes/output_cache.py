@@ -1,6 +1,6 @@
 """Unchanged prefixes are not run twice.
 
-A trace has the modules of a pass's calls in the order in which they finished, and of those that were watched what they returned.
+A cache has the modules of a pass's calls in the order in which they finished, and of those that were watched what they returned.
 When a later recipe changes only weights that were first used after some calls had finished, those calls would return the very
 same again: their stored outputs are returned instead, and only the outermost of them need to be called at all.
 
@@ -24,8 +24,8 @@ from dtype_engine.runtime.model.torch_private import base_of, version_of
 
 @dataclass(slots=True)
 class ModuleCall:
-    """One call of a module: how many calls had finished when it began and before it finished, what it returned, and what was read
-    off it.
+    """One call of a module: how many calls had finished when it began and before it finished, what it returned, and what the
+    observer made of that.
     """
 
     module: str
@@ -33,7 +33,7 @@ class ModuleCall:
     began_after: int
     ended_after: int
     output: Any
-    reading: Any
+    observed: Any
     versions: tuple[tuple[torch.Tensor, int], ...] = ()
 
     @property
@@ -46,24 +46,24 @@ _OPAQUE = object()
 
 
 def record_call(
-    module: str, call: int, span: tuple[int, int], output: Any, reading: Any, weights: Container[int] = ()
+    module: str, call: int, span: tuple[int, int], output: Any, observed: Any, weights: Container[int] = ()
 ) -> ModuleCall:
     """Note a call. span: how many had finished when it began and before it finished.
 
     What can't be reused: an output with anything but tensors and plain values in it (a cache, say), one of the `weights` (by `id`)
-    or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients, one that nobody
-    counts what is written to it, and a nested one.
+    or a view of it, whose dtype decides in which an operation computes, a tensor with a history of gradients, one without a count
+    of what was written to it, and a nested one.
     """
     if isinstance(output, torch.Tensor):
         if not _can_be_reused(output, weights):
-            return ModuleCall(module, call, *span, _OPAQUE, reading)
-        return ModuleCall(module, call, *span, output, reading, ((output, version_of(output)),))
+            return ModuleCall(module, call, *span, _OPAQUE, observed)
+        return ModuleCall(module, call, *span, output, observed, ((output, version_of(output)),))
     tensors: list[torch.Tensor] = []
     if not _tensors_of(output, tensors) or not all(_can_be_reused(tensor, weights) for tensor in tensors):
-        return ModuleCall(module, call, *span, _OPAQUE, reading)
+        return ModuleCall(module, call, *span, _OPAQUE, observed)
     # Containers of its own: models write into the outputs of their parts (CLIP puts the projected text there).
     kept = _rebuilt(output, lambda tensor: tensor)
-    return ModuleCall(module, call, *span, kept, reading, tuple((t, version_of(t)) for t in tensors))
+    return ModuleCall(module, call, *span, kept, observed, tuple((t, version_of(t)) for t in tensors))
 
 
 def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
@@ -77,12 +77,13 @@ def _can_be_reused(tensor: torch.Tensor, weights: Container[int]) -> bool:
 
 
 @dataclass(slots=True)
-class ForwardTrace:
-    """A whole pass: the calls that were watched, in the order they finished, the dtypes of the weights, and the kind of run.
+class OutputCache:
+    """The outputs of one pass: the calls that were watched, in the order they finished, the dtypes of the weights, and the kind of
+    pass (see `PassResult`).
 
     only: the modules whose outputs it keeps, None for all.
-    names: the modules of all its calls, one after another, and `order` a hash of them. first_use: how many calls had finished when
-    each weight was first used; None for a plain pass, which notes nothing.
+    names: the modules of all calls of the pass, one after another, and `order` a hash of them. first_use: how many calls had
+    finished when each weight was first used; None for a plain pass, which notes nothing.
 
     Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
     called within a module of up to `whole` calls is released as soon as that module returns: running so few again takes no
@@ -121,10 +122,10 @@ class ForwardTrace:
             self.calls.clear()
             self._uses.clear()
 
-    def count(self, module: str, call: int, span: tuple[int, int], reading: Any) -> None:
+    def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
         """Append a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
         if self.budget >= 0:
-            self.calls.append(ModuleCall(module, call, *span, _OPAQUE, reading))
+            self.calls.append(ModuleCall(module, call, *span, _OPAQUE, observed))
 
     def release(self) -> None:
         """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""

@@ -1,4 +1,4 @@
-"""What the calls of a pass do beside returning their outputs, which no stored output does in their place."""
+"""What the calls of a pass do apart from returning their outputs, which reusing an output would leave out."""
 
 from __future__ import annotations
 
@@ -64,9 +64,9 @@ class SideEffects:
         seen: set[int] = set()
         return [each for module in self._modules for each in _tensors_of(module, _MODULES, seen)]
 
-    def going_on(self) -> Iterator[str]:
-        """The pass is over, and what can be is put back: the classes of modules that keep other tensors beside their parameters
-        and buffers than before, or have written to one.
+    def carried_over(self) -> Iterator[str]:
+        """The pass is over, and what can be is put back: the classes of modules that hold other tensors than before outside their
+        parameters and buffers, or have written to one.
         """
         for module, before, after in zip(
             self._modules, self._in_attributes, self._tensors_in_attributes(), strict=True

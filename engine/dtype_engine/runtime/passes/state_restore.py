@@ -18,6 +18,7 @@ from torch import nn
 from dtype_engine.core.errors import NoForward
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.torch_private import slots_of
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 
 _CONTAINERS = (list, dict, set, deque)
 _OF_TORCH = frozenset(nn.Module().__dict__)
@@ -60,11 +61,13 @@ def keeping_codes(model: LiveModel) -> Iterator[None]:
 
 
 @contextmanager
-def as_every_pass(model: LiveModel, modules: Collection[nn.Module], trusted: bool) -> Iterator[None]:
+def as_every_pass(
+    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], trusted: bool
+) -> Iterator[None]:
     """For a pass: it begins as every other does, and leaves the model as it found it. trusted: the model is known to keep what it
     holds. Raises NoForward as `keeping_codes` does.
     """
-    left = nullcontext() if trusted else left_as_found(model, modules)
+    left = nullcontext() if trusted else left_as_found(behavior, modules)
     with same_random_numbers(model.device), left, keeping_codes(model), uncompiled():
         yield
 
@@ -78,7 +81,7 @@ def uncompiled() -> AbstractContextManager[None]:
 
 @contextmanager
 def same_random_numbers(device: torch.device) -> Iterator[None]:
-    """For a pass: it draws the numbers that every other draws, and whoever called it goes on with theirs."""
+    """For a pass: it draws the random numbers that every other draws, and leaves the generators as it found them."""
     on_cuda = device.type == "cuda"
     with torch.random.fork_rng(devices=[device] if on_cuda else []):
         # Not torch.manual_seed: where CUDA was not started yet, that keeps a call for each pass to be made then.
@@ -90,9 +93,9 @@ def same_random_numbers(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[None]:
+def left_as_found(behavior: ModelBehavior, modules: Collection[nn.Module]) -> Iterator[None]:
     """For a pass: where a module has another tensor than before as a parameter, a buffer or an attribute, it gets back what it had,
-    and the numbers that it keeps beside it; so it does where it has another number, or other things in a list, a dict or a set. So
+    and the numbers that it keeps with it; so it does where it has another number, or other things in a list, a dict or a set. So
     every pass begins with the same, and a cast reaches the tensor that it casts. Such a model is `stateful` from then on.
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
@@ -107,11 +110,11 @@ def left_as_found(model: LiveModel, modules: Collection[nn.Module]) -> Iterator[
         if not _are_same(all_kept, [*chain.from_iterable(found)]):
             for (module, kept), before in zip(held, found, strict=True):
                 if not _are_same(kept, before):
-                    model.stateful |= _put_back(module, before)
+                    behavior.stateful |= _put_back(module, before)
         for container, had in contents:
             if not _has_same(container, had):
                 _refill(container, had)
-                model.stateful = True
+                behavior.stateful = True
 
 
 def _are_same(kept: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> bool:

@@ -147,7 +147,7 @@ class ExactScan:
             self.model.apply(self._base, cancelled=cancelled)
             first = meter.measure(cancelled=cancelled)
             self.unit = unit_for(first.output.kl_mean is not None, first.dimensions)
-            self.forward_seconds = first.candidate_seconds
+            self.forward_seconds = first.seconds.candidate or 0.0
             self._meter = meter
         return self._meter
 

@@ -199,7 +199,7 @@ class Scan:
             started = time.perf_counter()
             seconds = None
             if self._pace is None or index % TIMED == 0:
-                _, seconds = runner.run_reference(partial(batch.run, self.model.module))
+                seconds = runner.reference(partial(batch.run, self.model.module)).seconds
             one = SequenceScan(
                 self.model,
                 self.wanted,

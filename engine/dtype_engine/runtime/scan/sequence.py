@@ -18,10 +18,9 @@ from dtype_engine.core.errors import Cancelled, NoForward, UserError
 from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch
-from dtype_engine.runtime.measure.modules.comparison import is_distribution
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import ReferenceMode
-from dtype_engine.runtime.passes.outputs import main_output
+from dtype_engine.runtime.passes.outputs import is_distribution, main_output
 from dtype_engine.runtime.scan.dtype_dependent_weights import SingleWeightCastMode, weights_to_measure
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.probes import OutputProbes

@@ -17,22 +17,12 @@ from dtype_engine.core.options import Options
 from dtype_engine.runtime.inputs import from_values
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import OnStep, load, pick_device
-from dtype_engine.runtime.numerics.reference_kernel import ReferenceKernel
-from dtype_engine.runtime.numerics.row_kernel import RowKernel
 from dtype_engine.runtime.session.session import Session
 
 
 def import_loaders() -> None:
     """Import what most checkpoints are loaded with, ahead of `open_session`."""
     from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
-
-
-def prepare_code() -> None:
-    """Make what compares outputs, ahead of the first that are compared: the first code takes three times as long as others."""
-    if RowKernel.is_available():
-        ReferenceKernel.of(torch.float32, True)
-        for distribution in (True, False):
-            RowKernel.of(torch.float32, torch.bfloat16, distribution)
 
 
 def threads_each(threads: int | None, processes: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import sys
 from collections.abc import Iterable
@@ -10,6 +11,10 @@ from pathlib import Path
 
 import psutil
 import torch
+
+from dtype_engine.recipe import Plan
+from dtype_engine.results.memory import MemoryStats
+from dtype_engine.runtime.model.live import LiveModel
 
 _KIB = 1024
 
@@ -49,6 +54,36 @@ def reset_peaks(device: torch.device) -> None:
     reset_peak_rss()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_stats(model: LiveModel, plan: Plan, kept_outputs: tuple[int, int] | None) -> MemoryStats:
+    """Bytes of a model's weights under a plan, of the process and of the model's device now.
+
+    kept_outputs: bytes of outputs kept for the next measurement, and the most that may be; None where nothing is measured.
+    """
+    process = process_memory(model.files)
+    kept, budget = kept_outputs or (None, None)
+    stats = MemoryStats(
+        stored_bytes=plan.stored_bytes,
+        planned_bytes=plan.planned_bytes,
+        resident_bytes=model.resident_bytes,
+        resident_by_device=tuple(model.resident_by_device().items()),
+        rss_bytes=process.rss,
+        anonymous_bytes=process.anonymous,
+        mapped_bytes=process.mapped,
+        peak_rss_bytes=process.peak_rss,
+        kept_bytes=kept,
+        kept_budget_bytes=budget,
+    )
+    device = model.device
+    if device.type != "cuda":
+        return stats
+    return dataclasses.replace(
+        stats,
+        device_allocated_bytes=torch.cuda.memory_allocated(device),
+        device_reserved_bytes=torch.cuda.memory_reserved(device),
+        device_peak_bytes=torch.cuda.max_memory_allocated(device),
+    )
 
 
 def _status() -> dict[str, int]:

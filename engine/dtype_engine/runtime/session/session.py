@@ -3,54 +3,78 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from contextlib import nullcontext
+import functools
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
+from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
-from dtype_engine.core.errors import NoForward
+from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.options import Options
 from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
 from dtype_engine.core.units import human_bytes
-from dtype_engine.recipe import make_plan
+from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
 from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats
+from dtype_engine.results.export import ExportReport
 from dtype_engine.results.inputs import InputsSummary
 from dtype_engine.results.losses import ValueLoss
+from dtype_engine.results.memory import MemoryStats
 from dtype_engine.results.runs import Generation, SpeedReport
-from dtype_engine.results.scan import ScanReport, SearchReport
+from dtype_engine.results.scan import Prediction, ScanReport, SearchReport
 from dtype_engine.runtime.inputs import Inputs, make_inputs, one_of_each_shape, summarize
 from dtype_engine.runtime.inputs.text import with_next_tokens
 from dtype_engine.runtime.measure.attribution import Attribution
 from dtype_engine.runtime.measure.attribution import OnProgress as OnParts
-from dtype_engine.runtime.measure.drift import DriftMeter, InFull, OnProgress, OnReading, Precision, budget_for
+from dtype_engine.runtime.measure.drift import DriftMeter, budget_for
 from dtype_engine.runtime.measure.generation import OnTokens, generate
-from dtype_engine.runtime.measure.implicit_casts import aggregate
+from dtype_engine.runtime.measure.implicit_casts import implicit_casts
+from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.loss_remedy import tried_remedy, untried_remedy
-from dtype_engine.runtime.measure.modules.comparison import OnModules
 from dtype_engine.runtime.measure.noise_floor import measure_noise_floor
 from dtype_engine.runtime.measure.nonfinite import diagnose_nonfinite
 from dtype_engine.runtime.measure.speed import REPEATS, OnPasses, measure_speed
 from dtype_engine.runtime.model.live import LiveModel
+from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
-from dtype_engine.runtime.session.cast_model import reading_weights
-from dtype_engine.runtime.session.exportable import ExportableModel
+from dtype_engine.runtime.session.casting import Casting
+from dtype_engine.runtime.session.casting import OnProgress as OnCast
 from dtype_engine.runtime.session.notebook import show_in_notebooks
-from dtype_engine.runtime.session.process_memory import reset_peaks
+from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
 from dtype_engine.search.constraints import parse_bytes
-from dtype_engine.search.pareto import Constraints
-from dtype_engine.search.sensitivity import scalar_drift
+from dtype_engine.search.pareto import Constraints, ParetoFront, make_items
+from dtype_engine.search.sensitivity import predict, scalar_drift
 from dtype_engine.search.solve import fixed_bytes, solve
+
+if TYPE_CHECKING:
+    from dtype_engine.runtime.export import Contents
 
 show_in_notebooks()
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-class Session(ExportableModel):
+
+def reading_weights(method: Callable[Concatenate[Session, P], T]) -> Callable[Concatenate[Session, P], T]:
+    """A method that reads weights: it raises UserError where their files are not, or no longer, those that were opened."""
+
+    @functools.wraps(method)
+    def reads(self: Session, /, *arguments: P.args, **named: P.kwargs) -> T:
+        with unchanged(self.model.identities):
+            return method(self, *arguments, **named)
+
+    return reads
+
+
+class Session:
     """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
 
     Methods that read weights raise UserError where the model's files are no longer those that were opened.
@@ -64,9 +88,18 @@ class Session(ExportableModel):
     """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
-        super().__init__(model, options.settings)
+        self.model = model
         self.options = options
+        self.settings = options.settings
+        """How it is run. May be replaced between measurements."""
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
+        """What it is run on; None where it can't be run."""
+        self.no_forward: str | None = None
+        """Why it can't be run, as a sentence."""
+        self.scanned: ScanReport | None = None
+        """The last scan, which `predict` and `search` go by."""
+        self._casting = Casting(model)
+        self._behavior = ModelBehavior()
         self._meter: DriftMeter | None = None
         self._floor: tuple[Inputs, NoiseFloor] | None = None
         self._scan = LastScan()
@@ -91,25 +124,285 @@ class Session(ExportableModel):
     def _inputs_in_words(self) -> str:
         return self.inputs.description if self.inputs is not None else f"none: {self.no_forward}"
 
+    @property
+    def tree(self) -> Tree:
+        """Modules and tensors, with classes, ties and buffers.
+
+        Example:
+            >>> session.tree.stored_bytes
+            2831232
+        """
+        return self.model.tree
+
+    @property
+    def recipe(self) -> Recipe:
+        """The recipe in force.
+
+        Example:
+            >>> session.recipe
+            Recipe(rules=())
+        """
+        return self.plan.recipe
+
+    @property
+    def plan(self) -> Plan:
+        """The dtype of every tensor under the recipe in force.
+
+        Example:
+            >>> set(session.plan.dtypes.values())
+            {'float32'}
+        """
+        return self._casting.plan
+
     @reading_weights
-    def drift(
+    def cast(self, pattern: str, dtype: str) -> Plan:
+        """Add a rule and cast what it takes, in place.
+
+        Args:
+            pattern: Names of modules or tensors, with wildcards; or `type:Class`, or `re:` and a regular expression.
+            dtype: What to cast to: a name or short name, or "stored".
+
+        Returns:
+            The plan of all rules, the new one last.
+
+        Raises:
+            PatternError: The pattern can't be read, or takes too long to match.
+            UserError: The dtype is unknown, or the pattern takes nothing.
+
+        Example:
+            >>> plan = session.cast("*.mlp", "bfloat16")
+            >>> plan.planned_bytes < plan.stored_bytes
+            True
+        """
+        self._casting.add(Rule.make(pattern, dtype))
+        return self.plan
+
+    @reading_weights
+    def apply(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
+        """Put a whole recipe in force, as a step that `undo` takes back.
+
+        Rules that take nothing have no effect; `plan.unmatched` names them.
+
+        Args:
+            recipe: The rules; the last that takes a tensor decides.
+            on_progress: Called with the tensors cast and how many are to be.
+            cancelled: Asked between tensors.
+
+        Raises:
+            TooSlow: A pattern takes too long to match; nothing is changed.
+            Cancelled: `cancelled()` was true; the next recipe completes the cast.
+
+        Example:
+            >>> session.apply(de.Recipe.of([de.Rule.parse("*=float16"), de.Rule.parse("*norm*=float32")]))
+            >>> len(session.recipe)
+            2
+        """
+        self._casting.push(recipe, on_progress, cancelled)
+
+    @reading_weights
+    def use_recipe(self, recipe: Recipe, on_progress: OnCast | None = None, cancelled: IsCancelled = never) -> None:
+        """Put a whole recipe in force without a step to undo, for callers with a history of their own; else as `apply`.
+
+        Args:
+            recipe: The rules; the last that takes a tensor decides.
+            on_progress: Called with the tensors cast and how many are to be.
+            cancelled: Asked between tensors.
+
+        Raises:
+            TooSlow: A pattern takes too long to match; nothing is changed.
+            Cancelled: `cancelled()` was true; the next recipe completes the cast.
+
+        Example:
+            >>> session.use_recipe(de.Recipe.of([de.Rule.parse("*=bf16")]))
+            >>> str(session.recipe)
+            '*=bfloat16'
+        """
+        self._casting.use(recipe, on_progress, cancelled)
+
+    @reading_weights
+    def undo(self) -> bool:
+        """Go back to the recipe before.
+
+        Returns:
+            False when there is nothing left to undo.
+
+        Example:
+            >>> _ = session.cast("*", "float16")
+            >>> session.undo(), session.redo()
+            (True, True)
+        """
+        return self._casting.undo()
+
+    @reading_weights
+    def redo(self) -> bool:
+        """Go forward again to what `undo` took back.
+
+        Returns:
+            False when nothing was undone.
+
+        Example:
+            >>> session.redo()
+            False
+        """
+        return self._casting.redo()
+
+    def putting_back(self) -> AbstractContextManager[None]:
+        """Casts made meanwhile are undone: the recipe in force is cast again at the end.
+
+        Example:
+            >>> name = next(iter(session.model.weights))
+            >>> with session.putting_back():
+            ...     session.model.apply(session.plan.dtypes | {name: "bfloat16"})
+            >>> session.model.weights[name].dtype
+            'float32'
+        """
+        return self._casting.putting_back()
+
+    @reading_weights
+    def lost_values(self, cancelled: IsCancelled = never, plan: Plan | None = None) -> tuple[ValueLoss, ...]:
+        """The weights of which a cast makes values infinite or zero; rounding is no loss.
+
+        Args:
+            cancelled: Asked between tensors.
+            plan: Count for this plan; by default for the recipe in force.
+
+        Returns:
+            One entry a weight that loses values, with their numbers.
+
+        Raises:
+            Cancelled: `cancelled()` was true.
+
+        Example:
+            >>> _ = session.cast("*", "bfloat16")
+            >>> session.lost_values()
+            ()
+        """
+        return self.model.lost_values(None if plan is None else plan.dtypes, cancelled)
+
+    def predict(self, recipe: Recipe | None = None) -> Prediction:
+        """Predict the drift of a recipe by the last scan: the sum of its weights' scores.
+
+        Args:
+            recipe: By default the one in force.
+
+        Returns:
+            The drift in the scan's unit. Raises UserError when nothing was scanned, or not in a dtype of the recipe.
+
+        Example:
+            >>> _ = session.scan(["bfloat16"], draws=1)
+            >>> session.predict(de.Recipe.of([de.Rule.parse("*=bf16")])).value > 0
+            True
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so no drift can be predicted")
+        plan = self.plan if recipe is None else make_plan(self.tree, recipe)
+        return predict(self.tree, plan, self.scanned, self.scanned.scores())
+
+    def front(self, constraints: Constraints | None = None) -> ParetoFront:
+        """The Pareto front of bytes against predicted drift, by the last scan.
+
+        Args:
+            constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
+
+        Returns:
+            The points, the largest model first. Raises UserError when nothing was scanned.
+
+        Example:
+            >>> _ = session.scan(["bfloat16"], draws=1)
+            >>> len(session.front().points) > 1
+            True
+        """
+        if self.scanned is None:
+            raise UserError("nothing was scanned yet, so there is nothing to search in")
+        return ParetoFront(make_items(self.tree, self.scanned.scores(), constraints or Constraints()))
+
+    def memory(self) -> MemoryStats:
+        """Bytes of the weights and of the process now.
+
+        Returns:
+            `peak_rss_bytes` counts since the last measurement began; a figure that the system does not have is None.
+
+        Example:
+            >>> session.memory().stored_bytes
+            2831232
+        """
+        return memory_stats(self.model, self.plan, self.kept_outputs)
+
+    def export(
         self,
-        on_progress: OnProgress = ignore,
-        on_modules: OnModules = ignore,
+        folder: str | Path,
+        max_shard_size: int | str = "5GB",
+        on_bytes: OnCast = ignore,
         cancelled: IsCancelled = never,
-        on_reading: OnReading = ignore,
-        precision: Precision | None = None,
-        modules_in_full: InFull | None = None,
-    ) -> DriftReport:
+        force: bool = False,
+    ) -> ExportReport:
+        """Write a checkpoint in the dtypes of the recipe in force; the source is not changed.
+
+        Under `quantize_activations="weights"` the checkpoint says so, for the formats that runtimes quantise them in. In NVFP4 the
+        inputs are run for it first: their largest values are kept.
+
+        Args:
+            folder: A new folder.
+            max_shard_size: The most bytes in one file of weights, as a number or as "5GB".
+            on_bytes: Called with the bytes written and all there are.
+            cancelled: Asked between pieces; nothing is left behind then.
+            force: Replace a folder that holds something, when all is written.
+
+        Returns:
+            What was written, in bytes and seconds.
+
+        Raises:
+            UserError: The folder can't be written, holds something, or there is no room.
+            NoForward: Inputs have to be run, and can't be.
+            Cancelled: `cancelled()` was true.
+
+        Example:
+            >>> report = session.export(folder / "export")
+            >>> model = de.load_pretrained(folder / "export")
+        """
+        from dtype_engine.runtime.export import export
+
+        contents = self.export_contents(cancelled)
+        return export(contents, Path(folder), max_shard_size, on_bytes, cancelled, force, self.lost_values(cancelled))
+
+    @reading_weights
+    def export_contents(self, cancelled: IsCancelled = never) -> Contents:
+        """What `export` writes. Inputs are run where a format keeps a scale of theirs. Raises as `export` does.
+
+        Example:
+            >>> session.export_contents().nbytes == session.plan.planned_bytes
+            True
+        """
+        from dtype_engine.runtime.export import of_live
+        from dtype_engine.runtime.export.input_scales import needs_calibration
+        from dtype_engine.runtime.measure.activation_ranges import input_ranges
+
+        planned = self.plan.dtypes
+        contents = of_live(self.model, self.recipe, planned, self.settings)
+        if not needs_calibration(contents):
+            return contents
+        names = [item.name for item in contents.items if item.input_scale is not None]
+        ranges = input_ranges(self.model, self.need_inputs(), self.settings, names, cancelled, self._behavior)
+        return of_live(self.model, self.recipe, planned, self.settings, ranges)
+
+    def need_inputs(self) -> Inputs:
+        """The inputs. Raises NoForward where there are none.
+
+        Example:
+            >>> len(session.need_inputs().batches)
+            1
+        """
+        if self.inputs is None:
+            raise NoForward(self.no_forward or "the model can't be run")
+        return self.inputs
+
+    @reading_weights
+    def drift(self, listener: MeasurementListener | None = None, cancelled: IsCancelled = never) -> DriftReport:
         """Run reference and candidate over the inputs and compare their outputs.
 
         Args:
-            on_progress: Called with the run ("reference", "candidate"), and how much of all passes is done, in inputs' elements.
-            on_modules: Called with the drift of the modules compared so far.
-            cancelled: Asked between module calls.
-            on_reading: Called after every sequence: its `measurement()` has the figures so far.
-            precision: Asked after every sequence for the relative error that is enough; None: all inputs. By default the options'.
-            modules_in_full: Asked as often whether all rows of modules are compared, not a sample; by default as in the options.
+            listener: Is called while the measurement runs, and asked how precise it has to be.
+            cancelled: Asked between module calls, where there is no listener.
 
         Returns:
             Figures of the main output and of every module, memory in bytes, times in seconds; `sequences` says over how much.
@@ -125,15 +418,19 @@ class Session(ExportableModel):
             True
         """
         if self._meter is None:
-            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget_for(self.options.reference_bytes))
-        meter, wanted = self._meter, precision or (lambda: self.options.precision)
-        in_full = modules_in_full or (lambda: self.options.modules == "exact")
-        meter.settings, told = self.settings, (on_progress, on_modules, cancelled, on_reading)
-        reset_peaks(self.model.device)
-        measurement = meter.measure(
-            *told, lambda extent: extent.is_within(wanted()), in_full, lambda extent: extent.rest_for(wanted())
+            budget = budget_for(self.options.reference_bytes)
+            self._meter = DriftMeter(self.model, self.need_inputs(), budget=budget, behavior=self._behavior)
+        self._meter.settings = self.settings
+        if listener is None:
+            listener = MeasurementListener(cancelled=cancelled)
+        listener = dataclasses.replace(
+            listener,
+            precision=listener.precision or (lambda: self.options.precision),
+            all_modules=listener.all_modules or (lambda: self.options.modules == "exact"),
         )
-        return meter.report(measurement, self.recipe, self.memory(), self.lost_values(cancelled))
+        reset_peaks(self.model.device)
+        totals = self._meter.measure(listener)
+        return self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
 
     @reading_weights
     def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
@@ -152,7 +449,9 @@ class Session(ExportableModel):
             ['mlp', 'mlp', 'mlp']
         """
         rules = tuple(map(str, self.recipe.rules))
-        return Attribution(self.model, self.need_inputs(), self.settings, rules).report(on_progress, cancelled)
+        return Attribution(self.model, self.need_inputs(), self.settings, rules, self._behavior).report(
+            on_progress, cancelled
+        )
 
     @reading_weights
     def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
@@ -171,7 +470,7 @@ class Session(ExportableModel):
         """
         inputs = self.need_inputs()
         if self._floor is None or self._floor[0] is not inputs:
-            self._floor = inputs, measure_noise_floor(self.model, inputs, on_progress, cancelled)
+            self._floor = inputs, measure_noise_floor(self.model, inputs, self._behavior, on_progress, cancelled)
         return self._floor[1]
 
     @reading_weights
@@ -242,8 +541,8 @@ class Session(ExportableModel):
             >>> len(session.flow()) > 0
             True
         """
-        with ForwardRunner(self.model, self.settings, cancelled) as runner:
-            return aggregate(runner.implicit_casts(self.need_inputs().batches[0]))
+        with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
+            return implicit_casts(runner, self.need_inputs().batches[0])
 
     @reading_weights
     def generate(
@@ -263,7 +562,7 @@ class Session(ExportableModel):
             >>> session.generate(2)[0].differs  # nothing is cast
             False
         """
-        with ForwardRunner(self.model, self.settings, cancelled) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, behavior=self._behavior) as runner:
             return generate(runner, self.need_inputs(), tokens, on_tokens)
 
     @reading_weights
@@ -287,7 +586,7 @@ class Session(ExportableModel):
             >>> [row.what for row in session.speed(repeats=3).rows]
             ['reference', 'candidate']
         """
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             return measure_speed(runner, self.need_inputs(), self.plan, on_passes, repeats)
 
     @reading_weights
@@ -400,9 +699,9 @@ class Session(ExportableModel):
             >>> session.use_inputs(de.Options(prompts=("one short prompt",)))
         """
         inputs = make_inputs(self.model, options)
-        with ForwardRunner(self.model, self.settings, cancelled, watch=False) as runner:
+        with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             for tried in one_of_each_shape(inputs):
-                runner.dry_run(tried)
+                runner.reference(runner.reference_call(tried))
         self.inputs, self.options, self.no_forward = inputs, options, None
         self._meter = self.scanned = None
         self._scan = LastScan()

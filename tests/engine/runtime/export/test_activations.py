@@ -173,7 +173,7 @@ def test_nvfp4_has_the_largest_input_of_all_and_of_fused_siblings(
             )
     for batch in session.need_inputs().batches:
         with ForwardRunner(session.model, QUANTISED, never, watch=False) as runner:
-            runner.run_candidate(lambda batch=batch: session.model.module(*batch.args, **batch.kwargs))  # type: ignore[misc]
+            runner.candidate(runner.candidate_call(batch))
     assert len(session.need_inputs().batches) == 2
     for name, largest in seen.items():
         assert float(written[f"{name}.input_global_scale"]) == pytest.approx(448 * 6 / largest, rel=1e-6)

@@ -16,7 +16,7 @@ from torch import nn
 import dtype_engine as de
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.results.thresholds import Thresholds, verdicts
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_tui.state import measurement_log as history
 
 
@@ -39,7 +39,7 @@ def test_the_floor_is_that_of_the_reference_run_in_other_ways_by_hand() -> None:
     ways = (lambda ids: eager(ids).logits, lambda ids: sdpa(torch.cat([ids, ids])).logits[:1])
     with torch.no_grad():
         for way in ways:
-            comparison = OutputComparison(True)
+            comparison = OutputMetrics(True)
             for batch in session.inputs.batches:
                 ids = batch.kwargs["input_ids"]
                 comparison.add(sdpa(ids).logits, way(ids))

@@ -116,8 +116,7 @@ def candidate(session: de.Session) -> torch.Tensor:
     assert session.inputs is not None
     with ForwardRunner(session.model, session.settings, never) as runner:
         batch = session.inputs.batches[0]
-        output, _, _ = runner.run_candidate(lambda: session.model.module(*batch.args, **batch.kwargs))
-        return main_output(output)[1]
+        return main_output(runner.candidate(runner.candidate_call(batch)).output)[1]
 
 
 @pytest.mark.parametrize("dtype", THEIRS)

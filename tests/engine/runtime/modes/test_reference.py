@@ -12,8 +12,9 @@ import dtype_engine as de
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
+from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.outputs import main_output
-from dtype_engine.runtime.passes.runner import ForwardRunner, NullObserver
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 WIDTH = 640
 """A weight of so many rows and columns has 1.6 MiB in float32."""
@@ -63,7 +64,10 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: list[int]) -> None:
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
-        found = [main_output(runner.reference(batch, NullObserver())[0])[1].clone() for _ in range(2)]
+        options = PassOptions(another_follows=True)
+        found = [
+            main_output(runner.reference(runner.reference_call(batch), options).output)[1].clone() for _ in range(2)
+        ]
         assert taken[5] == taken[6], "first in the memory of second, which is larger"
         assert taken[7] == taken[3], "conv, the largest, is still there"
     module = session.model.module

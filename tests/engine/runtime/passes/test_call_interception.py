@@ -15,7 +15,7 @@ import dtype_engine as de
 from dtype_engine.core.errors import Cancelled, NoForward
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
 from dtype_engine.runtime.passes.forward_pass import ForwardPass
-from dtype_engine.runtime.passes.output_cache import ForwardTrace
+from dtype_engine.runtime.passes.output_cache import OutputCache
 
 
 class Adds(nn.Module):
@@ -57,8 +57,11 @@ class Seen:
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         self.outputs.append((module, call, float(output)))
 
-    def replay(self, module: str, reading: Any) -> None:
+    def replay(self, module: str, observed: Any) -> None:
         raise AssertionError("nothing is reused")
+
+    def restart(self) -> None:
+        raise AssertionError("nothing fails")
 
 
 OUTPUTS = [("parent.one", 0, 1.0), ("parent.two", 0, 5.0), ("parent.three", 0, 11.0), ("parent", 0, 11.0)]
@@ -75,8 +78,8 @@ def run(
     hears: the pass is told when calls begin.
     """
     calls, seen = ModuleCalls(model, cancelled), Seen()
-    under_way = ForwardPass(None, seen, ForwardTrace({}, "plain", 0), {}, None, {}, watched)
-    under_way.hears_of_begin = hears
+    under_way = ForwardPass(None, seen, OutputCache({}, "plain", 0), {}, None, {}, watched)
+    under_way.notes_begin = hears
     calls.watch()
     calls.under_way = under_way
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
@@ -16,9 +16,10 @@ import dtype_engine as de
 from dtype_engine import Recipe, Rule
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.numerics.compare.metrics import OutputComparison
-from dtype_engine.runtime.passes.output_cache import ForwardTrace, record_call
-from dtype_engine.runtime.passes.runner import ForwardRunner, NullObserver
+from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
+from dtype_engine.runtime.passes.one_pass import PassOptions
+from dtype_engine.runtime.passes.output_cache import OutputCache, record_call
+from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
 def meter(session: Any, reuse: bool) -> DriftMeter:
@@ -29,13 +30,13 @@ def meter(session: Any, reuse: bool) -> DriftMeter:
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """Every candidate output that was compared with a reference."""
     outputs: list[torch.Tensor] = []
-    add = OutputComparison.add
+    add = OutputMetrics.add
 
-    def noting(self: OutputComparison, reference: torch.Tensor, candidate: torch.Tensor, *more: Any) -> None:
+    def noting(self: OutputMetrics, reference: torch.Tensor, candidate: torch.Tensor, *more: Any) -> None:
         outputs.append(candidate.clone())
         add(self, reference, candidate, *more)
 
-    monkeypatch.setattr(OutputComparison, "add", noting)
+    monkeypatch.setattr(OutputMetrics, "add", noting)
     return outputs
 
 
@@ -134,7 +135,7 @@ def test_passes_over_other_tokens_have_other_calls() -> None:
         session.apply(Recipe((Rule(pattern, "bfloat16"),)))
         with_stand_ins = quick.measure()
         assert with_stand_ins.output == full.measure().output
-    assert with_stand_ins.reused
+    assert with_stand_ins.seconds.reused
 
 
 def test_what_was_called_before_is_not_run_in_passes_that_come_there_another_way() -> None:
@@ -395,19 +396,19 @@ def test_nothing_is_left_on_the_modules() -> None:
 
 
 def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
-    trace = ForwardTrace({}, "plain", budget=1 << 20, whole=3)
+    cache = OutputCache({}, "plain", budget=1 << 20, whole=3)
     shared = torch.zeros(100)
-    trace.add(record_call("block.up", 0, (0, 0), torch.zeros(400), None))
-    trace.add(record_call("block.down", 0, (1, 1), shared, None))
-    assert trace.nbytes == 2000
-    trace.add(record_call("block", 0, (0, 2), shared, None))
-    assert trace.nbytes == 400  # what the module returned is still there
-    assert [call.usable for call in trace.calls] == [False, False, True]
-    trace.add(record_call("head", 0, (3, 3), torch.zeros(10), None))
-    trace.add(record_call("", 0, (0, 4), torch.zeros(10), None))
-    trace.names += ["block.up", "block.down", "block", "head", ""]
-    assert trace.nbytes == 480  # more than three calls: what it called stays
-    assert trace.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
+    cache.add(record_call("block.up", 0, (0, 0), torch.zeros(400), None))
+    cache.add(record_call("block.down", 0, (1, 1), shared, None))
+    assert cache.nbytes == 2000
+    cache.add(record_call("block", 0, (0, 2), shared, None))
+    assert cache.nbytes == 400  # what the module returned is still there
+    assert [call.usable for call in cache.calls] == [False, False, True]
+    cache.add(record_call("head", 0, (3, 3), torch.zeros(10), None))
+    cache.add(record_call("", 0, (0, 4), torch.zeros(10), None))
+    cache.names += ["block.up", "block.down", "block", "head", ""]
+    assert cache.nbytes == 480  # more than three calls: what it called stays
+    assert cache.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
 
 
 class Listened(nn.Module):
@@ -456,8 +457,8 @@ def test_what_somebody_else_listens_to_is_called_again() -> None:
         assert fresh.drift().output == found
 
 
-def test_a_trace_keeps_the_outputs_of_some_modules_alone() -> None:
-    """Of the others a pass has that they ran and what was read off them, which is read again where the kept one stands in."""
+def test_a_cache_keeps_the_outputs_of_some_modules_alone() -> None:
+    """Of the others it has that they ran and what was observed, which is given to the observer again."""
     module = nn.Sequential(nn.Sequential(Counting(8, 8), nn.ReLU()), Counting(8, 8), nn.Linear(8, 8))
     session = de.open(module, inputs=(torch.randn(2, 8),))
     (batch,) = session.need_inputs().batches
@@ -470,26 +471,28 @@ def test_a_trace_keeps_the_outputs_of_some_modules_alone() -> None:
             self.found.append((module, f"read of {module}"))
             return f"read of {module}"
 
-        def replay(self, module: str, reading: object) -> None:
-            self.found.append((module, reading))
+        def replay(self, module: str, observed: object) -> None:
+            self.found.append((module, observed))
+
+        def restart(self) -> None:
+            raise AssertionError("nothing fails")
 
     with ForwardRunner(session.model, session.settings, never) as runner:
-        runner.reference(batch, NullObserver())
-        runner.kept = frozenset({"0"})
-        first = runner.candidate(batch, before := Reads(), 1 << 20)
-        runner.settle_kind(batch, first)
-        assert first.trace.names == ["0.0", "0.1", "0", "1", "2"]
-        assert [call.module for call in first.trace.calls if call.usable] == ["0"]
+        call, options = runner.candidate_call(batch), PassOptions(cached=frozenset({"0"}), cache_bytes=1 << 20)
+        runner.reference(runner.reference_call(batch), PassOptions(learns=True))
+        first = runner.candidate(call, options, before := Reads())
+        runner.settle_kind(call, first)
+        assert first.cache is not None
+        assert first.finished == ["0.0", "0.1", "0", "1", "2"]
+        assert [each.module for each in first.cache.calls if each.usable] == ["0"]
         session.cast("2", "float16")
         Counting.runs = 0
-        runner.candidate(batch, after := Reads(), 1 << 20, first.trace)
+        runner.candidate(call, replace(options, earlier=first.cache), after := Reads())
         assert Counting.runs == 1  # "1", whose output was not kept
-        other = runner.candidate(batch, NullObserver(), 1 << 20)
-        assert other.trace.nbytes > 0
+        other = runner.candidate(call, options).cache
+        assert other is not None
+        assert other.nbytes > 0
         session.cast("0", "float16")
-        runner.candidate(batch, NullObserver(), 1 << 20, other.trace)
-        assert (other.trace.nbytes, other.trace.calls) == (
-            0,
-            [],
-        )  # nothing before "0": its memory is free for this pass
+        runner.candidate(call, replace(options, earlier=other))
+        assert (other.nbytes, other.calls) == (0, [])  # nothing before "0": its memory is free for this pass
     assert after.found == before.found

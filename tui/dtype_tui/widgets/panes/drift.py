@@ -20,6 +20,7 @@ from dtype_engine.reports.text_drift import (
     first_sentence,
     floor_text,
     kl_text,
+    modules_extent_text,
     sqnr_text,
     value_sentence,
 )
@@ -47,7 +48,7 @@ class DriftPane(Pane):
         "mean |Δ|, max |Δ|, relative L2, SQNR and cosine compare the main output with the float32 reference. "
         "KL is nats per position, ± its standard error; so far: how far that over all inputs may be. "
         "Same top: share of positions whose likeliest token is the same. "
-        "Modules are compared in a sample of sequences, ± one standard error; m compares all. "
+        "Modules are compared in about a quarter of the sequences; m compares them in all. "
         "Floor: the drift of the reference against itself, under another attention implementation and as one of a batch of "
         "two; a drift no larger is noise. "
         + HELP_MEANING
@@ -127,6 +128,8 @@ class DriftPane(Pane):
             partly = "the changed part: " if report.seconds.reused else ""
             words = f"{partly}{report.seconds.candidate:.2f} s (reference {report.seconds.reference:.2f} s)"
             after.append(("time", words))
+        if extent := modules_extent_text(report):
+            after.insert(0, ("modules", extent))
         return self._with_worst(grid, after)
 
     def _add_figures(self, grid: Table, output: OutputDrift, extent: Extent) -> None:

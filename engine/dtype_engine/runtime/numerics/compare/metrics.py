@@ -15,8 +15,8 @@ The distribution figures are all those of llama.cpp's `llama-perplexity --kl-div
 definitions; a mean's standard error is s / √n, and that of a function of means is carried on to first order: exp(m) has
 exp(m) times that of m, RMS Δp that of the mean square over 2 RMS, and PPL(c) - PPL(r) takes their covariance off. What differs:
 KL and top-1 are over all positions, also the last, which has no next token; all of p counts, where llama.cpp leaves out
-p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. The arithmetic is
-in float64, or for wide outputs on the CPU in float32, where figures have seven digits or nearly so (`rows_in_float32`).
+p < e^-16; and no value is rounded before it is compared, where llama.cpp keeps the reference in 16 bits a value. All arithmetic is
+in float64.
 
 Where values of the reference are NaN or infinity, figures of Δ are of the other values, and those of distributions NaN.
 """
@@ -30,9 +30,7 @@ import torch
 
 from dtype_engine.results.drift import OutputDrift
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
-from dtype_engine.runtime.numerics.compare.position_figures import PositionFigures
-from dtype_engine.runtime.numerics.compare.reference_rows import ReferenceRows
-from dtype_engine.runtime.numerics.compare.sequence_comparison import SequenceComparison, compare_sequence
+from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures, sequence_figures
 
 FEWEST_FOR_PERCENTILES = 100
 _KL_PERCENTILES = {
@@ -41,17 +39,16 @@ _KL_PERCENTILES = {
 _DP_PERCENTILES = {**_KL_PERCENTILES, "p75": 0.75, "p25": 0.25}
 
 
-class OutputComparison:
-    """Compares outputs sequence by sequence, in chunks, so that no second copy of the logits is needed.
+class OutputMetrics:
+    """The figures of the main output over all sequences, which are added one by one.
 
-    The figures do not depend on the order in which sequences are added: sums are taken in the order of their numbers.
-
-    distribution: whether the last dimension holds the logits of a distribution.
+    They do not depend on the order in which sequences are added: sums are taken in the order of their numbers.
     """
 
     def __init__(self, distribution: bool) -> None:
+        """distribution: whether the last dimension holds the logits of a distribution."""
         self.distribution = distribution
-        self.sequences: dict[int, SequenceComparison] = {}
+        self.sequences: dict[int, SequenceFigures] = {}
         """What was added, by its number."""
 
     def add(
@@ -60,37 +57,27 @@ class OutputComparison:
         candidate: torch.Tensor,
         next_tokens: torch.Tensor | None = None,
         number: int | None = None,
-        of_reference: ReferenceRows | None = None,
     ) -> None:
-        """One sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
-        none). number: its place among all; by default after those that were added. of_reference: `reference_rows` of the first.
+        """Add one sequence: two outputs of the same shape; for distributions [..., classes] and next_tokens [...] (-100:
+        none). number: its place among all; by default after those that were added.
+
+        Raises:
+            ValueError: The shapes differ.
         """
         if reference.shape != candidate.shape:
             raise ValueError(
                 f"reference {tuple(reference.shape)} and candidate {tuple(candidate.shape)} differ in shape"
             )
-        rows_r, rows_c = _rows(reference), _rows(candidate)
-        labels = next_tokens.reshape(-1).to(reference.device) if next_tokens is not None else None
-        # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
-        # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
-        positions = PositionFigures.of(rows_r.shape[0], labels) if self.distribution else None
-        sequence = SequenceComparison(rows_r.shape[0], positions)
-        compare_sequence(rows_r, rows_c, sequence, of_reference)
-        if positions is not None:
-            positions.keep_scored()
-        self.sequences[len(self.sequences) if number is None else number] = sequence
-
-    def reference_rows(self, output: torch.Tensor) -> ReferenceRows | None:
-        """What every comparison with this reference output needs, None where none needs it."""
-        return ReferenceRows(_rows(output), self.distribution) if output.device.type == "cpu" else None
+        labels = next_tokens.reshape(-1) if next_tokens is not None else None
+        figures = sequence_figures(_rows(reference), _rows(candidate), self.distribution, labels)
+        self.sequences[len(self.sequences) if number is None else number] = figures
 
     def result(self) -> OutputDrift:
         """The figures over everything added so far."""
         sequences = [sequence for _, sequence in sorted(self.sequences.items())]
         sums = ElementSums()
         for sequence in sequences:
-            for chunk in sequence.chunks:
-                sums.add(chunk)
+            sums.add(sequence.sums)
         count = max(1, sums.elements - sums.nonfinite_reference)
         identical = sums.noise == 0.0
         norms = math.sqrt(sums.energy) * math.sqrt(sums.energy_candidate)
@@ -121,10 +108,9 @@ class OutputComparison:
                 if len(same) > 1
                 else None,
             }
-        scored = [positions for positions in of_positions if positions.labels is not None]
-        if sum(len(positions.log_p) for positions in scored):
-            log_p = torch.cat([positions.log_p for positions in scored])
-            log_q = torch.cat([positions.log_q for positions in scored])
+        if sum(len(positions.log_p) for positions in of_positions):
+            log_p = torch.cat([positions.log_p for positions in of_positions])
+            log_q = torch.cat([positions.log_q for positions in of_positions])
             if sums.nonfinite_reference:
                 log_p = log_q = torch.full_like(log_p, math.nan)
             dp = log_q.exp() - log_p.exp()

@@ -1,0 +1,61 @@
+"""The module outputs of a reference pass, kept to compare a candidate's with.
+
+An output is the first floating tensor that a module's call returned, of any shape; calls of a module are counted from 0.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dtype_engine.runtime.measure.modules.same_output import SeenOutput
+from dtype_engine.runtime.measure.progress import CallProgress
+
+
+class ModuleRecorder:
+    """Observes a reference pass: keeps a copy of every module output, up to `budget` bytes.
+
+    A copy at once, since a model may write to an output after the module returned it. Modules that returned the very same tensor,
+    as a parent and the last module it called, share one.
+    """
+
+    def __init__(self, budget: int, progress: CallProgress) -> None:
+        self.outputs: dict[tuple[str, int], torch.Tensor] = {}
+        """By (module, call)."""
+        self.left_out: set[str] = set()
+        """The modules with an output that did not fit."""
+        self._budget = self._left = budget
+        self._progress = progress
+        self._last: tuple[SeenOutput, torch.Tensor | None] | None = None
+
+    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
+        if self._last is None or not self._last[0].is_same(output):
+            copied: torch.Tensor | None = None
+            if output.nbytes <= self._left:
+                copied = output.detach().clone()
+                self._left -= copied.nbytes
+            self._last = SeenOutput(output), copied
+        copied = self._last[1]
+        if copied is None:
+            self.left_out.add(module)
+        else:
+            self.outputs[module, call] = copied
+        self._progress.call_finished()
+
+    def replay(self, module: str, observed: object) -> None:
+        """Never called: the reference reuses no earlier pass's outputs."""
+        raise AssertionError("the reference reuses nothing")
+
+    def restart(self) -> None:
+        """Forget all that was kept."""
+        self.outputs.clear()
+        self.left_out.clear()
+        self._left, self._last = self._budget, None
+        self._progress.restart()
+
+    def copy_of(self, output: torch.Tensor) -> torch.Tensor:
+        """A copy of the main output: the one that is kept of the last module's, where it is the very same. Logits mostly are, and
+        are the largest output of a model with a large vocabulary.
+        """
+        if self._last is not None and self._last[1] is not None and self._last[0].is_same(output):
+            return self._last[1]
+        return output.detach().clone()

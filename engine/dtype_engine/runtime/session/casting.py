@@ -1,0 +1,65 @@
+"""The recipe in force on a live model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from dtype_engine.core.cancellation import IsCancelled, never
+from dtype_engine.core.errors import UserError
+from dtype_engine.recipe import Recipe, RecipeHistory, Rule, explain_no_match, make_plan
+from dtype_engine.runtime.model.live import LiveModel
+
+OnProgress = Callable[[int, int], None]
+
+
+class Casting:
+    """A live model, the recipe that its weights are cast by, and the recipes before and after it."""
+
+    def __init__(self, model: LiveModel) -> None:
+        self._model = model
+        self._history = RecipeHistory()
+        self.plan = make_plan(model.tree, Recipe())
+        """The dtype of every tensor under the recipe in force."""
+
+    def use(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
+        """Put a recipe in force without a step to undo. Raises TooSlow, with nothing changed, and Cancelled."""
+        plan = make_plan(self._model.tree, recipe)
+        plan.refuse_too_slow()
+        self.plan = plan
+        self._model.apply(plan.dtypes, on_progress, cancelled)
+
+    def push(self, recipe: Recipe, on_progress: OnProgress | None = None, cancelled: IsCancelled = never) -> None:
+        """Put a recipe in force as a step that `undo` takes back. Raises as `use` does."""
+        make_plan(self._model.tree, recipe).refuse_too_slow()
+        self._history.push(recipe)
+        self.use(recipe, on_progress, cancelled)
+
+    def add(self, rule: Rule) -> None:
+        """Push the recipe in force with one more rule. Raises as `use` does, and UserError where the rule matches nothing."""
+        recipe = self.plan.recipe.then(rule)
+        plan = make_plan(self._model.tree, recipe)
+        plan.refuse_too_slow()
+        if not plan.selections[-1]:
+            raise UserError(explain_no_match(self._model.tree, rule.pattern, plan.selections[-1]))
+        self.push(recipe)
+
+    def undo(self) -> bool:
+        """Go back to the recipe before; False when there is none."""
+        moved = self._history.undo()
+        self.use(self._history.recipe)
+        return moved
+
+    def redo(self) -> bool:
+        """Go forward to what `undo` took back; False when nothing was."""
+        moved = self._history.redo()
+        self.use(self._history.recipe)
+        return moved
+
+    @contextmanager
+    def putting_back(self) -> Iterator[None]:
+        """Undo casts made meanwhile: the recipe in force is cast again at the end."""
+        try:
+            yield
+        finally:
+            self._model.apply(self.plan.dtypes)
