@@ -12,7 +12,7 @@ from tests.helpers.paths import ROOT
 PACKAGES = (ROOT / "engine" / "dtype_engine", ROOT / "tui" / "dtype_tui")
 FILES = sorted(file for package in PACKAGES for file in package.rglob("*.py"))
 PAGES = [
-    *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *(ROOT / "engine" / "docs").rglob("*.md"), *(ROOT / ".github").rglob("*.md"),
+    *ROOT.glob("*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("*/docs/**/*.md"), *(ROOT / ".github").rglob("*.md"),
 ]  # fmt: skip
 
 

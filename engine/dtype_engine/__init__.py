@@ -13,7 +13,6 @@ Importing this package does not import torch; opening a model does.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dtype_engine.core.errors import Cancelled, KernelError, NoForward, PatternError, UserError
@@ -22,6 +21,8 @@ from dtype_engine.core.version import __version__
 from dtype_engine.recipe import Recipe, Rule
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from dtype_engine.checkpoint.source import Source
@@ -36,6 +37,7 @@ __all__ = [
     "Recipe",
     "Rule",
     "RunSettings",
+    "Session",
     "UserError",
     "__version__",
     "load_pretrained",
@@ -94,6 +96,21 @@ def load_pretrained(
         >>> sorted({str(weight.dtype) for weight in model.parameters()})
         ['torch.bfloat16', 'torch.float32']
     """
+    from pathlib import Path
+
     from dtype_engine.runtime.model.load import load_pretrained
 
     return load_pretrained(Path(folder), module, options)
+
+
+def __getattr__(name: str) -> Any:
+    """`Session`, whose import takes torch with it."""
+    if name == "Session":
+        from dtype_engine.runtime.session.session import Session
+
+        return Session
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -201,11 +201,12 @@ def _refused(path: Path, error: Exception) -> str:
             name = printable(text.partition(marker)[2].split()[0], 100)
             return (
                 f"{path} holds Python objects beside tensors (first: {name}); loading them can run any code, so it is "
-                "done only with --trust-pickle"
+                "done only with --trust-pickle (in Python: Options(trust_pickle=True))"
             )
     if "Weights only load failed" in text:
         return (
-            f"{path} holds something that is not plain tensors; loading it can run any code: only with --trust-pickle"
+            f"{path} holds something that is not plain tensors; loading it can run any code: only with --trust-pickle "
+            "(in Python: Options(trust_pickle=True))"
         )
     return f"{path} is no PyTorch file, or it is damaged"
 

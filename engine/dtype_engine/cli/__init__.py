@@ -13,6 +13,7 @@ from importlib import import_module
 import click
 
 from dtype_engine.cli.program import BAD_INPUT, run
+from dtype_engine.cli.versions import print_version
 
 _PLACES = {
     "inspect": "inspect", "drift": "drift", "flow": "drift", "speed": "drift", "weights": "inspect", "scan": "scan",
@@ -37,13 +38,18 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="dtype-tui")
-def cli() -> None:
+@click.option(
+    "--verbose", is_flag=True, is_eager=True, expose_value=True, help="With --version: libraries and hardware as well."
+)
+@click.option("--version", is_flag=True, expose_value=False, callback=print_version, help="Show the version and exit.")
+def cli(verbose: bool) -> None:
     """What happens if these layers are in another dtype?
 
     MODEL is a checkpoint folder or file, a Hugging Face id in the local cache, file.py:Name, package.module:Name, or
     nothing for the built-in demo.
     """
+    if verbose:
+        raise click.UsageError("--verbose goes with --version")
 
 
 def main() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+from dtype_engine.core.callbacks import Fixed
+
 _POLL_S = 0.05
 
 IsCancelled = Callable[[], bool]
 """Whether to stop. Called often; must be quick."""
 
 
-def never() -> bool:
-    """The default: work that nobody can cancel."""
-    return False
+never = Fixed("never", False)
+"""The default of `cancelled`: the work runs to its end."""
 
 
 class CancelToken:

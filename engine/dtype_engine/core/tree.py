@@ -18,6 +18,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import fused_groups
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes, human_count, percent, plural
 
 MOST_PARTS = 200
 """Parts between dots of a module's name: names that lie deeper would take memory with the square of that."""
@@ -234,6 +235,14 @@ class Tree:
                 if len(module.children) > 1 and all(is_number(label) and len(label) < 19 for label in module.children):
                     module.children = dict(sorted(module.children.items(), key=lambda child: int(child[0])))
         self._put_in_order()
+
+    def __repr__(self) -> str:
+        totals = self.totals()[""]
+        mix = ", ".join(f"{dtypes.short_name(name)} {percent(share)} %" for name, share in totals.mix())
+        return (
+            f"Tree: {plural(len(self.modules) - 1, 'module')}, {plural(len(self.tensors), 'tensor')}, "
+            f"{human_count(totals.parameters)} parameters, {human_bytes(totals.total_bytes)} stored ({mix})"
+        )
 
     def _put_in_order(self) -> None:
         """Note the distinct tensors as they are shown, depth first, and where in that order each module's are."""

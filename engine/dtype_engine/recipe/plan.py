@@ -9,7 +9,9 @@ from weakref import WeakKeyDictionary
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import TooSlow, UserError
 from dtype_engine.core.suggest import nearest
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Module, TensorInfo, Tree
+from dtype_engine.core.units import human_bytes, plural
 from dtype_engine.recipe.pattern import Pattern, compile_pattern
 from dtype_engine.recipe.regexes import shortened, time_limit
 from dtype_engine.recipe.rules import Recipe, Rule
@@ -116,6 +118,14 @@ class Plan:
     planned_bytes: int
     pending_classes: tuple[int, ...] = field(default=())
     too_slow: tuple[int, ...] = field(default=())
+
+    def __repr__(self) -> str:
+        rules = plural(len(self.recipe), "rule")
+        return (
+            f"Plan: {len(self.decided_by):,} of {plural(len(self.dtypes), 'tensor')} decided by {rules}\n"
+            f"  rules   {printable(str(self.recipe), 300)}\n"
+            f"  memory  stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}"
+        )
 
     def effects(self, tree: Tree, among: Collection[str] | None = None) -> Iterator[RuleEffect]:
         """What each rule does, in the recipe's order; of the tensors `among` (canonical names) alone where those are given."""

@@ -50,8 +50,13 @@ def build_report(
     weights whose cast loses values, None where nobody looked.
     """
     losses = drift.lost if drift is not None else lost
-    sections = [_rules(tree, plan), _memory(tree, plan, drift), _drift(drift, no_drift), *_lost(plan, losses)]
-    sections.append(_tree(tree, plan))
+    sections = [
+        rules_section(tree, plan),
+        _memory(tree, plan, drift),
+        drift_section(drift, no_drift),
+        *_lost(plan, losses),
+    ]
+    sections.append(tree_section(tree, plan))
     if drift is not None:
         sections.append(_where(tree, drift))
     sections += [_modules(tree, plan, drift), _made_with(settings, drift, versions)]
@@ -101,7 +106,8 @@ def _sqnr(value: float | None) -> str:
     return "exact" if value == math.inf else f"SQNR {decibels(value)}"
 
 
-def _rules(tree: Tree, plan: Plan) -> Section:
+def rules_section(tree: Tree, plan: Plan) -> Section:
+    """Every rule of a plan, what it takes, and how many tensors it decides."""
     if not plan.recipe.rules:
         return Section("Rules", ("None: every tensor as stored.",))
     rows = tuple(
@@ -168,7 +174,8 @@ def _pieces(totals: Totals) -> tuple[tuple[str, float, str], ...]:
     )
 
 
-def _drift(drift: DriftReport | None, no_drift: str) -> Section:
+def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
+    """The figures of one measurement, or why there is none."""
     if drift is None:
         return Section("Drift", (f"Not measured: {printable(no_drift, 1000) or 'no forward pass was run'}.",))
     output = drift.output
@@ -215,7 +222,8 @@ def _drift(drift: DriftReport | None, no_drift: str) -> Section:
     return Section("Drift", (words, Table(("figure", "value", "what it is"), tuple(rows)), MEANING_HELP))
 
 
-def _tree(tree: Tree, plan: Plan) -> Section:
+def tree_section(tree: Tree, plan: Plan) -> Section:
+    """The model from the root down, as deep as some forty rows reach."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
     for name, class_name, modules in _outline(tree):

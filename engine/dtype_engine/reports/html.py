@@ -15,11 +15,16 @@ if TYPE_CHECKING:
 
 def as_html(report: Report) -> str:
     """The whole document, by `page.html.jinja`. A policy in it forbids scripts and every fetch, whatever came into it."""
-    return _page().render(report=report)
+    return _page("page.html.jinja").render(report=report)
+
+
+def as_fragment(report: Report) -> str:
+    """The title, the summary and the sections alone, for a notebook's cell."""
+    return f"<div>{_page('body.html.jinja').render(report=report)}</div>"
 
 
 @cache
-def _page() -> Template:
+def _page(name: str) -> Template:
     import jinja2  # only who writes a report waits for it
     from markupsafe import Markup
 
@@ -43,4 +48,4 @@ def _page() -> Template:
         "stacked_bars": lambda chart: Markup(stacked_bars_svg(chart)),
         "bar_chart": lambda chart: Markup(bar_chart_svg(chart)),
     }
-    return environment.get_template("page.html.jinja")
+    return environment.get_template(name)

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.units import human_bytes, plural, with_error
 from dtype_engine.results.losses import ValueLoss
 
 
@@ -48,6 +51,22 @@ class ScanReport:
     weights: tuple[WeightScore, ...]
     notices: tuple[str, ...] = ()
     activations: Literal["none", "weights"] = "none"
+
+    def __repr__(self) -> str:
+        names = {weight.name for weight in self.weights}
+        lines = [
+            f"ScanReport: {printable(self.model, 100)} on {self.device} against {self.reference}",
+            f"  weights {len(names):,} in {', '.join(map(dtypes.short_name, self.dtypes))}, "
+            + ("each measured alone" if self.exact else f"estimated, {self.draws} backward passes a sequence"),
+            f"  inputs  {self.sequences} of {plural(self.all_sequences, 'sequence')}: {printable(self.inputs, 200)}",
+        ]
+        if self.weights:
+            most = max(self.weights, key=lambda weight: weight.score)
+            lines.append(
+                f"  most    {printable(most.name, 200)} in {dtypes.short_name(most.dtype)}: "
+                f"{with_error(most.score, most.error)} {self.unit}"
+            )
+        return "\n".join(lines)
 
     def scores(self) -> dict[tuple[str, str], float]:
         """Scores by (weight, dtype)."""
@@ -98,3 +117,13 @@ class SearchReport:
     lost: tuple[ValueLoss, ...] = ()
     candidates: tuple[Candidate, ...] = ()
     held_out: str | None = None
+
+    def __repr__(self) -> str:
+        measured = "" if self.measured is None else f", measured {self.measured:.4e}"
+        rules = ", ".join(self.rules) or "none: as stored"
+        return (
+            f"SearchReport: {printable(self.model, 100)}, the best of {plural(len(self.front), 'point')} of the Pareto front\n"
+            f"  rules   {printable(rules, 300)}\n"
+            f"  memory  stored {human_bytes(self.stored_bytes)} → planned {human_bytes(self.planned_bytes)}\n"
+            f"  drift   predicted {self.predicted:.4e}{measured} {self.unit}"
+        )

@@ -175,3 +175,23 @@ def test_an_interrupt_that_a_lock_makes_another_error_of_is_an_interrupt(capsys:
 
     assert run(stopped, "dtype-engine", []) == 130
     assert capsys.readouterr().err == "dtype-engine: interrupted\n"
+
+
+def test_versions_name_what_a_figure_depends_on(capsys: pytest.CaptureFixture[str]) -> None:
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    assert run(cli, "dtype-engine", ["--version"]) == 0
+    assert capsys.readouterr().out == f"dtype-engine, version {metadata.version('dtype-tui')}\n"
+    for order in (["--version", "--verbose"], ["--verbose", "--version"]):
+        assert run(cli, "dtype-engine", order) == 0
+        found = dict(line.split(None, 1) for line in capsys.readouterr().out.splitlines())
+        assert found["torch"] == metadata.version("torch")
+        assert found["textual"] == metadata.version("textual")
+        assert found["python"] == platform.python_version()
+        assert found["threads"] == str(torch.get_num_threads())
+        assert {"transformers", "safetensors", "platform", "processor", "kernels", "GPU"} <= found.keys()
+    assert run(cli, "dtype-engine", ["--verbose", "inspect"]) == 2
+    assert "--version" in capsys.readouterr().err

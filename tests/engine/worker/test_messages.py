@@ -88,6 +88,18 @@ def described(tree: Tree) -> list[object]:
     ]
 
 
+def _plain(value: Any) -> object:
+    """A value with every field of the dataclasses in it, also of those whose `repr` is a summary."""
+    if dataclasses.is_dataclass(value):
+        fields = [(field.name, _plain(getattr(value, field.name))) for field in dataclasses.fields(value)]
+        return type(value).__name__, fields
+    if isinstance(value, dict):
+        return [(_plain(key), _plain(item)) for key, item in value.items()]
+    if isinstance(value, (list, tuple)):
+        return type(value).__name__, [_plain(item) for item in value]
+    return value
+
+
 def assert_same(arrived: Any, sent: Any) -> None:
     assert type(arrived) is type(sent)
     for name in sent.__struct_fields__:
@@ -95,7 +107,7 @@ def assert_same(arrived: Any, sent: Any) -> None:
         if isinstance(value, Tree):
             assert described(got) == described(value)
         else:
-            assert repr(got) == repr(value), name  # nan is not equal to itself
+            assert repr(_plain(got)) == repr(_plain(value)), name  # nan is not equal to itself
 
 
 def test_every_event_of_a_real_worker_arrives_as_it_was_sent() -> None:

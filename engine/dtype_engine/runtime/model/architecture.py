@@ -126,7 +126,8 @@ def _model_class(
     auto_map = config.get("auto_map")
     if auto_map and not options.trust_remote_code and not known:
         raise NoForward(
-            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code"
+            f"{folder}: this model brings its own Python code, which is not run unless you pass --trust-remote-code "
+            "(in Python: Options(trust_remote_code=True))"
         )
     named, notices = _named(config)
     for name in named:

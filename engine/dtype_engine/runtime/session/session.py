@@ -10,13 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeVar
 
 from dtype_engine.checkpoint import unchanged
+from dtype_engine.core.callbacks import ignore
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.core.hints import ON_THE_COMMAND_LINE, fill_hints
 from dtype_engine.core.options import Options
+from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import human_bytes
 from dtype_engine.recipe import Plan, Recipe, Rule, make_plan
 from dtype_engine.recipe.minimize import minimize
+from dtype_engine.reports.notebook import session_html
 from dtype_engine.results.attribution import AttributionReport, LossRemedy, NoiseFloor, NonFiniteDiagnosis
 from dtype_engine.results.drift import DriftReport, ImplicitCastStats
 from dtype_engine.results.export import ExportReport
@@ -44,13 +48,17 @@ from dtype_engine.runtime.scan.last_scan import LastScan, ScanTask
 from dtype_engine.runtime.scan.scan import DEFAULT_DTYPES, OnEstimate, OnStep
 from dtype_engine.runtime.session.casting import Casting
 from dtype_engine.runtime.session.casting import OnProgress as OnCast
+from dtype_engine.runtime.session.notebook import show_in_notebooks
 from dtype_engine.runtime.session.process_memory import memory_stats, reset_peaks
+from dtype_engine.search.constraints import parse_bytes
 from dtype_engine.search.pareto import Constraints, ParetoFront, make_front
 from dtype_engine.search.sensitivity import predict, scalar_drift
 from dtype_engine.search.solve import solve
 
 if TYPE_CHECKING:
     from dtype_engine.runtime.export import Contents
+
+show_in_notebooks()
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -71,6 +79,13 @@ class Session:
     """A live model, the recipe in force, and its measurements. Make one with `dtype_engine.open`.
 
     Methods that read weights raise UserError where the model's files are no longer those that were opened.
+
+    Example:
+        >>> print(session)
+        Session: demo on cpu
+          rules   none: as stored
+          memory  stored 2.70 MiB → planned 2.70 MiB
+          inputs  1 sequence of your prompts, 27 tokens
     """
 
     def __init__(self, model: LiveModel, options: Options, inputs: Inputs | None = None) -> None:
@@ -94,6 +109,23 @@ class Session:
                 self.inputs = make_inputs(model, options)
             except NoForward as error:
                 self.no_forward = error.sentence
+
+    def __repr__(self) -> str:
+        return (
+            f"Session: {printable(self.model.title, 100)} on {self.model.device}\n"
+            f"  rules   {printable(str(self.recipe) if self.recipe.rules else 'none: as stored', 300)}\n"
+            f"  memory  stored {human_bytes(self.plan.stored_bytes)} → planned {human_bytes(self.plan.planned_bytes)}\n"
+            f"  inputs  {printable(self._inputs_in_words(), 300)}"
+        )
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows."""
+        return session_html(self.model.title, self.tree, self.plan, self._inputs_in_words())
+
+    def _inputs_in_words(self) -> str:
+        if self.inputs is not None:
+            return self.inputs.description
+        return fill_hints(f"none: {self.no_forward}", ON_THE_COMMAND_LINE)
 
     @property
     def tree(self) -> Tree:
@@ -303,7 +335,7 @@ class Session:
         self,
         folder: str | Path,
         max_shard_size: int | str = "5GB",
-        on_bytes: OnCast = lambda done, total: None,
+        on_bytes: OnCast = ignore,
         cancelled: IsCancelled = never,
         force: bool = False,
     ) -> ExportReport:
@@ -404,9 +436,7 @@ class Session:
         return self._meter.report(totals, self.recipe, self.memory(), self.lost_values(listener.cancelled))
 
     @reading_weights
-    def causes(
-        self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never
-    ) -> AttributionReport:
+    def causes(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> AttributionReport:
         """Attribute the drift of the recipe in force to modules: each is run as cast by itself, all else as the reference.
 
         Args:
@@ -427,7 +457,7 @@ class Session:
         )
 
     @reading_weights
-    def floor(self, on_progress: OnParts = lambda done, total: None, cancelled: IsCancelled = never) -> NoiseFloor:
+    def floor(self, on_progress: OnParts = ignore, cancelled: IsCancelled = never) -> NoiseFloor:
         """The noise floor: the drift of the reference against itself, for the same sums in another order.
 
         Args:
@@ -448,7 +478,7 @@ class Session:
 
     @reading_weights
     def nonfinite(
-        self, report: DriftReport, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
+        self, report: DriftReport, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> NonFiniteDiagnosis | None:
         """Where values stop being finite, and which rules mend it.
 
@@ -473,7 +503,7 @@ class Session:
 
     @reading_weights
     def loss_remedy(
-        self, report: DriftReport | None, on_trial: OnParts = lambda done, total: None, cancelled: IsCancelled = never
+        self, report: DriftReport | None, on_trial: OnParts = ignore, cancelled: IsCancelled = never
     ) -> LossRemedy | None:
         """The rules that keep the values which the recipe in force loses.
 
@@ -519,7 +549,7 @@ class Session:
 
     @reading_weights
     def generate(
-        self, tokens: int = 32, on_tokens: OnTokens = lambda run, done, most: None, cancelled: IsCancelled = never
+        self, tokens: int = 32, on_tokens: OnTokens = ignore, cancelled: IsCancelled = never
     ) -> tuple[Generation, ...]:
         """Let reference and candidate continue every input greedily.
 
@@ -541,7 +571,7 @@ class Session:
     @reading_weights
     def speed(
         self,
-        on_passes: OnPasses = lambda row, done, total: None,
+        on_passes: OnPasses = ignore,
         cancelled: IsCancelled = never,
         repeats: int = REPEATS,
     ) -> SpeedReport:
@@ -569,8 +599,8 @@ class Session:
         draws: int | None = None,
         exact: bool = False,
         save: Path | None = None,
-        on_progress: OnStep = lambda step, done, total: None,
-        on_estimate: OnEstimate = lambda report: None,
+        on_progress: OnStep = ignore,
+        on_estimate: OnEstimate = ignore,
         cancelled: IsCancelled = never,
     ) -> ScanReport:
         """How much every weight matters in each of `dtypes`, everything else as in the reference, whatever recipe is in force.
@@ -611,7 +641,7 @@ class Session:
 
     def search(
         self,
-        budget: int | None = None,
+        budget: int | str | None = None,
         max_drift: float | None = None,
         constraints: Constraints | None = None,
         measure: bool = False,
@@ -620,7 +650,8 @@ class Session:
         """The best recipe for one limit, by the last scan.
 
         Args:
-            budget: The most bytes of the whole model; the predicted drift is then the lowest.
+            budget: The most bytes of the whole model, as a number or as "12GiB" or "45%" of those stored; the predicted drift is
+                then the lowest.
             max_drift: The most predicted drift; the bytes are then the fewest.
             constraints: Which weights stay as stored, share a dtype, or may have some dtypes only.
             measure: Put the recipe in force, and measure it too.
@@ -632,11 +663,12 @@ class Session:
 
         Example:
             >>> _ = session.scan(["bfloat16"], draws=1)
-            >>> session.search(budget=session.tree.stored_bytes).predicted
+            >>> session.search(budget="100%").predicted
             0.0
         """
         front = self.front(constraints)
-        solution = solve(front, budget, max_drift)
+        most = parse_bytes(budget, self.tree.stored_bytes) if isinstance(budget, str) else budget
+        solution = solve(front, most, max_drift)
         recipe = minimize(self.tree, solution.dtypes)
         if measure:
             self.apply(recipe, cancelled=cancelled)

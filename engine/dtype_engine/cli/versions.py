@@ -1,0 +1,50 @@
+"""`dtype-engine --version`, and with `--verbose` everything that a figure may depend on."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import click
+
+from dtype_engine.cli.program import answer
+from dtype_engine.core.version import __version__
+
+_LIBRARIES = ("torch", "transformers", "safetensors", "textual", "gguf", "numpy")
+
+
+def print_version(context: click.Context, parameter: click.Parameter, wanted: bool) -> None:
+    """Print the version, or with `--verbose` all of them, and end."""
+    if not wanted or context.resilient_parsing:
+        return
+    if not context.params.get("verbose"):
+        answer(f"dtype-engine, version {__version__}")
+        context.exit()
+    from dtype_engine.runtime.model.hardware import hardware
+
+    named = {"dtype-tui": __version__, "python": platform.python_version()}
+    named |= {name: _installed(name) for name in _LIBRARIES}
+    named |= {"platform": platform.platform(), "processor": f"{_processor()}, {os.cpu_count()} cores"} | hardware()
+    for name, value in named.items():
+        answer(f"{name:<13} {value}")
+    context.exit()
+
+
+def _installed(name: str) -> str:
+    from importlib import metadata  # no other command needs it
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    """The processor's name; Linux has it in a file, where `platform` knows only its kind."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

@@ -1,0 +1,78 @@
+"""What a notebook shows of a session and its results: the sections of a report, as HTML that is part of a page."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from dtype_engine.core import dtypes
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
+from dtype_engine.core.units import decibels, human_bytes, with_error
+from dtype_engine.recipe import Plan, Recipe, make_plan
+from dtype_engine.reports.blocks import Identifier, Report, Section, Table
+from dtype_engine.reports.document import drift_section, rules_section, tree_section
+from dtype_engine.reports.html import as_fragment
+from dtype_engine.results.drift import DriftReport, worst_modules
+from dtype_engine.results.scan import ScanReport
+
+_ROWS = 12
+"""Modules and weights that a cell lists, the worst first."""
+
+
+def session_html(title: str, tree: Tree, plan: Plan, inputs: str) -> str:
+    """An open model: its rules, and its modules with their dtypes and bytes."""
+    sections = (rules_section(tree, plan), tree_section(tree, plan))
+    size = (
+        f"{human_bytes(plan.stored_bytes)} stored, {human_bytes(plan.planned_bytes)} planned; {printable(inputs, 300)}."
+    )
+    return as_fragment(Report(f"Session: {printable(title, 200)}", size, sections))
+
+
+def tree_html(tree: Tree) -> str:
+    """The modules of a model as it is stored."""
+    return as_fragment(Report("Tree", repr(tree), (tree_section(tree, make_plan(tree, Recipe())),)))
+
+
+def drift_html(report: DriftReport) -> str:
+    """The figures of a measurement, and the modules that drift most."""
+    rows = tuple(
+        (Identifier(printable(each.name, 200)), decibels(each.sqnr_db), f"{each.max_abs:.3e}", f"{each.nonfinite:,}")
+        for each in worst_modules(report.modules)[:_ROWS]
+    )
+    sections = [drift_section(report)]
+    if rows:
+        sections.append(Section("Where it drifts", (Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1),)))
+    title = f"Drift: {printable(report.model, 200)}"
+    rules = ", ".join(report.rules) or "none: as stored"
+    return as_fragment(
+        Report(title, f"Rules: {printable(rules, 1000)}. {printable(report.inputs_run, 300)}.", tuple(sections))
+    )
+
+
+def scan_html(report: ScanReport) -> str:
+    """The sums of the scores by dtype, and the weights that matter most."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for weight in report.weights:
+        scores[weight.dtype].append(weight.score)
+    sums = sorted((math.fsum(scores[dtype]), dtype) for dtype in report.dtypes if dtype in scores)
+    most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
+    rows = tuple(
+        (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
+        for each in most
+    )
+    sections = (
+        Section(
+            "All weights in one dtype",
+            (
+                Table(
+                    ("dtype", "sum of the scores"),
+                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in sums),
+                    1,
+                ),
+            ),
+        ),
+        Section("What matters most", (Table(("weight", "dtype", "bytes", "score"), rows, 2),)),
+    )
+    title = f"Scan: {printable(report.model, 200)}"
+    return as_fragment(Report(title, f"Scores in {report.unit}; {printable(report.inputs, 300)}.", sections))
