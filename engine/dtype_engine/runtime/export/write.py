@@ -6,7 +6,6 @@ first; the safetensors library would need all the tensors of a file at once.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -271,17 +270,18 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Out, at: int) -> None:
-    """A tensor's bytes as they are, from file to file: inside the kernel where the two file systems can."""
+    """A tensor's bytes as they are, from file to file."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
         start, left = source.start, source.nbytes
         while left:
-            copied = _copy_block(file.fileno(), start, out.file, at, min(left, _BLOCK))
-            if not copied:
+            data = os.pread(file.fileno(), min(left, _BLOCK), start)
+            if not data:
                 raise UserError(f"{source.file} was cut short while it was read")
-            start, at, left = start + copied, at + copied, left - copied
-            out.progress.wrote(copied)
+            _write(out.file, data, at)
+            start, at, left = start + len(data), at + len(data), left - len(data)
+            out.progress.wrote(len(data))
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
@@ -289,19 +289,6 @@ def copy_file(source: Path, target: Path, progress: Progress) -> None:
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Out(out.fileno(), progress), 0)
-
-
-def _copy_block(source: int, start: int, out: int, at: int, size: int) -> int:
-    if hasattr(os, "copy_file_range"):
-        try:
-            if copied := os.copy_file_range(source, out, size, start, at):
-                return copied
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
-                raise
-    data = os.pread(source, size, start)
-    _write(out, data, at)
-    return len(data)
 
 
 def _write(out: int, data: bytes | memoryview, at: int) -> None:
