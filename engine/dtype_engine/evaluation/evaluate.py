@@ -132,8 +132,8 @@ def _opened(wanted: Opened) -> Session:
             session = open_session(source, wanted.options)
         except UserError as error:
             raise UserError(f"{here} can't open the model: {error}") from None
-        for what, found, expected in zip(("weights", "inputs"), describe(session), _prints(wanted), strict=True):
-            if found != expected:
+        for what, found in zip(("weights", "inputs"), describe(session), strict=True):
+            if found != getattr(wanted, what):
                 raise UserError(
                     f"{here} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
                 )
@@ -169,7 +169,3 @@ def _forget() -> None:
 
 def _here() -> str:
     return f"process {os.getpid()} on {platform.node()}"
-
-
-def _prints(opened: Opened) -> tuple[str, str]:
-    return opened.weights, opened.inputs
