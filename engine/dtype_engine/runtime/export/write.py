@@ -180,36 +180,17 @@ def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Out, at: int, counter: LossCounter | None = None
 ) -> None:
     """The values in `dtype`, cast block by block: a cast is of each element alone, so this gives what the whole would."""
-    if isinstance(values, FileValues):
-        _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, counter)
+    if isinstance(values, torch.Tensor) and values.dtype == dtype:
+        _write_bytes(values, out, at)
         return
     flat = values.reshape(-1)
-    if flat.dtype == dtype:
-        _write_bytes(flat, out, at)
-        return
-
-    def elements(start: int, count: int) -> torch.Tensor:
-        return flat[start : start + count]
-
-    _write_cast(elements, flat.numel(), flat.dtype, dtype, out, at, counter)
-
-
-def _write_cast(
-    elements: Callable[[int, int], torch.Tensor],
-    count: int,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    out: _Out,
-    at: int,
-    counter: LossCounter | None,
-) -> None:
-    """`count` values of dtype `stored`, which `elements(start, count)` gives, cast to `dtype`."""
+    count, stored = values.numel(), values.dtype
     step = max(1, min(count, _BLOCK // max(stored.itemsize, dtype.itemsize)))
     # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
     wide = torch.empty(step) if stored == torch.bfloat16 and dtype == torch.float16 else None
     cast = torch.empty(step, dtype=dtype)
     for start in range(0, count, step):
-        block = elements(start, min(step, count - start))
+        block = flat[start : start + step]
         if wide is not None:
             block = wide[: len(block)].copy_(block)
         done = cast[: len(block)].copy_(block)
