@@ -145,8 +145,8 @@ def _opened(wanted: Opened) -> Session:
             session = open_session(source, wanted.options)
         except UserError as error:
             raise UserError(f"{here} can't open the model: {error}") from None
-        for what, found, expected in zip(("weights", "inputs"), describe(session), _prints(wanted), strict=True):
-            if found != expected:
+        for what, found in zip(("weights", "inputs"), describe(session), strict=True):
+            if found != getattr(wanted, what):
                 raise UserError(
                     f"{here} has other {what} for {wanted.model or 'demo'}: give every worker the same files"
                 )
@@ -175,7 +175,3 @@ def _opened_export(wanted: Exported) -> OpenExport:
 
 def _here() -> str:
     return f"process {os.getpid()} on {platform.node()}"
-
-
-def _prints(opened: Opened) -> tuple[str, str]:
-    return opened.weights, opened.inputs

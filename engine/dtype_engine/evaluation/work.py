@@ -84,7 +84,11 @@ def scan(
     from dtype_engine.runtime.scan.exact import ExactScan, MeasuredWeight
     from dtype_engine.runtime.scan.scan import ScannedSequence
 
-    tasks = _tasks(task)
+    tasks: list[Task]
+    if isinstance(task, ExactScan):
+        tasks = [ExactScore(task.dtypes, *key) for key in task.pending()]
+    else:
+        tasks = [ScanSequence(task.dtypes, task.backward_passes, index) for index in task.pending()]
     found = over.results(tasks, cancelled)
     for done, (_, result) in enumerate(found, 1):
         if isinstance(task, ExactScan):
@@ -97,14 +101,6 @@ def scan(
         on_progress("scan", done, len(tasks))
     session.scanned = task.run(cancelled=cancelled)  # nothing is left to run
     return session.scanned
-
-
-def _tasks(scan: ScanTask) -> list[Task]:
-    from dtype_engine.runtime.scan.exact import ExactScan
-
-    if isinstance(scan, ExactScan):
-        return [ExactScore(scan.dtypes, *key) for key in scan.pending()]
-    return [ScanSequence(scan.dtypes, scan.backward_passes, index) for index in scan.pending()]
 
 
 def drifts(

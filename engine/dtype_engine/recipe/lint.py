@@ -49,31 +49,27 @@ class Lint:
 
 def lint(context: Context, target: Target) -> Lint:
     """Read every rule as `target` would. Raises TooSlow for patterns that take too long to match there."""
-    with time_limit(MATCHING_S):
-        return _read(context, target)
-
-
-def _read(context: Context, target: Target) -> Lint:
     plan, matchable = context.plan, target.matchable(context)
     readings: list[RuleReading] = []
     there_by_rule: list[frozenset[str]] = []
-    for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
-        try:
-            taken = target.match(context, rule.pattern)
-        except TooSlow:
-            raise
-        except PatternError as error:
-            taken = Match(frozenset(), f"no regular expression: {error}")
-        here, there = frozenset(selection.tensors), taken.tensors & matchable
-        there_by_rule.append(there)
-        missed, extra = (here & matchable) - there, there - here
-        readings.append(
-            RuleReading(
-                rule.pattern, rule.dtype, len(here), len(there),
-                _in_order(context, missed), _in_order(context, extra), len(here - matchable),
-                taken.problem if missed else None,
-            )
-        )  # fmt: skip
+    with time_limit(MATCHING_S):
+        for rule, selection in zip(plan.recipe.rules, plan.selections, strict=True):
+            try:
+                taken = target.match(context, rule.pattern)
+            except TooSlow:
+                raise
+            except PatternError as error:
+                taken = Match(frozenset(), f"no regular expression: {error}")
+            here, there = frozenset(selection.tensors), taken.tensors & matchable
+            there_by_rule.append(there)
+            missed, extra = (here & matchable) - there, there - here
+            readings.append(
+                RuleReading(
+                    rule.pattern, rule.dtype, len(here), len(there),
+                    _in_order(context, missed), _in_order(context, extra), len(here - matchable),
+                    taken.problem if missed else None,
+                )
+            )  # fmt: skip
     return Lint(target.name, target.matcher, tuple(readings), _overruled(context, target, there_by_rule))
 
 

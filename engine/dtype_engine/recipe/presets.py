@@ -52,13 +52,9 @@ class Preset:
             raise UserError(f"preset {self.name!r} goes by module classes, {NO_CLASSES}")
         recipe = Recipe.of(rule for rule in self._make(tree) if select(tree, rule.pattern))
         if not recipe.rules:
-            raise UserError(f"preset {self.name!r} has nothing to do in this model: {self.nothing}")
+            why = "it declares no islands" if self.name == "islands-fp32" else "no weights of the kinds it casts"
+            raise UserError(f"preset {self.name!r} has nothing to do in this model: {why}")
         return recipe
-
-    @property
-    def nothing(self) -> str:
-        """Why there may be nothing to do."""
-        return "it declares no islands" if self.name == "islands-fp32" else "no weights of the kinds it casts"
 
 
 def _all_bf16(tree: Tree) -> Iterator[Rule]:

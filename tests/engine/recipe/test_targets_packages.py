@@ -270,9 +270,9 @@ def test_modelopt_turns_on_the_planned_quantizers() -> None:
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
 def test_gguf_knows_the_names_of_a_model_type_of_transformers(model_type: str) -> None:
-    from dtype_engine.recipe.targets.gguf_names import name_map
+    from dtype_engine.recipe.targets.llama_cpp import name_map
 
-    lookup = name_map(model_type, 12)
+    lookup = name_map("net", model_type, 12)
     moe = "moe" in model_type or model_type == "mixtral"
     names = {
         "model.embed_tokens": "token_embd",

@@ -15,13 +15,13 @@ from dtype_engine.recipe.targets.base import (
     Context,
     Conversion,
     Match,
+    Part,
     Target,
     UnsupportedList,
     first,
     matcher,
     wide_inputs_note,
 )
-from dtype_engine.recipe.targets.gguf_names import name_map
 from dtype_engine.recipe.targets.name_patterns import regexes
 
 NAME = "llama.cpp"
@@ -42,6 +42,10 @@ _KEPT = re.compile(
     r"|\.rel_pos|\.patch_embd|\.patch_merger"
 )
 """Matrices that llama-quantize keeps as they are (`tensor_allows_quantization`)."""
+_ARCHITECTURES = {
+    "mistral": "llama", "mixtral": "llama", "deepseek_v3": "deepseek2", "deepseek_v2": "deepseek2", "gpt_neox": "gptneox",
+}  # fmt: skip
+"""Names of config.json's model_type that gguf spells otherwise."""
 
 
 def convert(context: Context) -> Conversion:
@@ -76,13 +80,9 @@ def convert(context: Context) -> Conversion:
             _add(losses, context, infos, _READABLE[ODD_ROWS], f"{type_} needs rows of a multiple of {BLOCK} values")
             type_ = None
         elif type_ == DEFAULT:
-            for info in infos:
-                why = f"{DEFAULT} has a float16 scale for every {BLOCK} values"
-                losses.add(info.name, context.plan.dtypes[info.name], DEFAULT, why, "scale")
+            _add(losses, context, infos, DEFAULT, f"{DEFAULT} has a float16 scale for every {BLOCK} values", "scale")
         elif type_ in BLOCKED:
-            for info in infos:
-                if (planned := context.plan.dtypes[info.name]) != "mxfp4:floor":
-                    losses.add(info.name, planned, "mxfp4:floor", "llama.cpp takes the exponent down", "scale")
+            _add(losses, context, infos, "mxfp4:floor", "llama.cpp takes the exponent down", "scale")
         lines.setdefault(type_ or fallback, set()).add(name)
     universe = set(sources)
     patterns = [
@@ -98,10 +98,12 @@ def convert(context: Context) -> Conversion:
     return Conversion(NAME, text, tuple(patterns), None, losses.result(), notes)
 
 
-def _add(losses: UnsupportedList, context: Context, infos: Iterable[TensorInfo], instead: str, why: str) -> None:
+def _add(
+    losses: UnsupportedList, context: Context, infos: Iterable[TensorInfo], instead: str, why: str, part: Part = "dtype"
+) -> None:
     for info in infos:
         if (planned := context.plan.dtypes[info.name]) != instead:
-            losses.add(info.name, planned, instead, why)
+            losses.add(info.name, planned, instead, why, part)
 
 
 def _quantisable(name: str, infos: list[TensorInfo]) -> bool:
@@ -115,11 +117,24 @@ def gguf_tensors(context: Context) -> dict[str, tuple[str, ...]]:
     blocks = 1 + max(
         (int(part) for name in context.tree.modules for part in name.split(".") if is_number(part)), default=0
     )
-    try:
-        lookup = name_map(context.model_type, blocks)
-    except UserError as error:
-        raise UserError(f"{context.title}: {error}") from None
+    lookup = name_map(context.title, context.model_type, blocks)
     return {tensor.name: _names(tensor, lookup) if tensor.persistent else () for tensor in context.in_scope()}
+
+
+def name_map(title: str, model_type: str | None, blocks: int) -> Callable[[str], str | None]:
+    """A function from a module's name in transformers to GGUF's, without `.weight`. Raises UserError."""
+    import gguf
+
+    if model_type is None:
+        raise UserError(f"{title}: GGUF names depend on the architecture, and there is no model_type in a config.json")
+    spelled = model_type.removesuffix("_text")
+    wanted = {_ARCHITECTURES.get(spelled, spelled), spelled.replace("_", ""), spelled.replace("_", "-")}
+    for architecture, name in gguf.MODEL_ARCH_NAMES.items():
+        if name in wanted:
+            return gguf.get_tensor_name_map(architecture, blocks).get_name
+    raise UserError(
+        f"{title}: no GGUF names are known for model type {model_type!r}; a newer gguf package may have them"
+    )
 
 
 def _names(tensor: TensorInfo, lookup: Callable[[str], str | None]) -> tuple[str, ...]:

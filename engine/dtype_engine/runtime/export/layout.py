@@ -96,22 +96,18 @@ def layout_of(checkpoint: Checkpoint) -> Layout:
     """The layout that an export of this checkpoint has. Raises UserError."""
     if checkpoint.form == "diffusers":
         return _pipeline(checkpoint)
-    if checkpoint.form == "adapter":
-        return _adapter(checkpoint)
     config = checkpoint.config or {}
-    if config.get("_class_name") and not config.get("model_type"):
-        part = Part(stem="diffusion_pytorch_model", metadata=checkpoint.metadata)
-        copy = _FolderCopy(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
-        copy.top(("config.json", *_TOP))
-        return Layout("component", (part,), tuple(copy.copied), copy.notices(), _class_name(config, "ModelMixin"))
-    return PLAIN
-
-
-def _adapter(checkpoint: Checkpoint) -> Layout:
-    copy = _FolderCopy(checkpoint.path)
+    is_adapter = checkpoint.form == "adapter"
+    if not is_adapter and (not config.get("_class_name") or config.get("model_type")):
+        return PLAIN
+    copy = _FolderCopy(checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent)
     copy.top(("config.json", *_TOP))
-    part = Part(stem="adapter_model", one_file=True, metadata=checkpoint.metadata)
-    return Layout("adapter", (part,), tuple(copy.copied), copy.notices(), base=printable(checkpoint.base or "", 200))
+    copied, notices = tuple(copy.copied), copy.notices()
+    if is_adapter:
+        part = Part(stem="adapter_model", one_file=True, metadata=checkpoint.metadata)
+        return Layout("adapter", (part,), copied, notices, base=printable(checkpoint.base or "", 200))
+    part = Part(stem="diffusion_pytorch_model", metadata=checkpoint.metadata)
+    return Layout("component", (part,), copied, notices, _class_name(config, "ModelMixin"))
 
 
 def _pipeline(checkpoint: Checkpoint) -> Layout:

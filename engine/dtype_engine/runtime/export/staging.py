@@ -105,16 +105,9 @@ def _sync_all(folder: Path) -> None:
             os.chmod(entry, 0o777 & ~umask())
             _sync_all(entry)
         else:
-            _sync_file(entry)
+            with open(entry, "rb") as file:
+                os.fsync(file.fileno())
     fsync_dir(folder)
-
-
-def _sync_file(path: Path) -> None:
-    number = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
 
 
 def _give_name(stage: Path, target: Path, force: bool) -> None:

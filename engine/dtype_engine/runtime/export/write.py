@@ -6,7 +6,6 @@ first; the safetensors library would need all the tensors of a file at once.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import threading
@@ -181,36 +180,17 @@ def _write_tensor(
     values: torch.Tensor | FileValues, dtype: torch.dtype, out: _Out, at: int, counter: LossCounter | None = None
 ) -> None:
     """The values in `dtype`, cast block by block: a cast is of each element alone, so this gives what the whole would."""
-    if isinstance(values, FileValues):
-        _write_cast(values.elements, values.numel(), values.dtype, dtype, out, at, counter)
+    if isinstance(values, torch.Tensor) and values.dtype == dtype:
+        _write_bytes(values, out, at)
         return
     flat = values.reshape(-1)
-    if flat.dtype == dtype:
-        _write_bytes(flat, out, at)
-        return
-
-    def elements(start: int, count: int) -> torch.Tensor:
-        return flat[start : start + count]
-
-    _write_cast(elements, flat.numel(), flat.dtype, dtype, out, at, counter)
-
-
-def _write_cast(
-    elements: Callable[[int, int], torch.Tensor],
-    count: int,
-    stored: torch.dtype,
-    dtype: torch.dtype,
-    out: _Out,
-    at: int,
-    counter: LossCounter | None,
-) -> None:
-    """`count` values of dtype `stored`, which `elements(start, count)` gives, cast to `dtype`."""
+    count, stored = values.numel(), values.dtype
     step = max(1, min(count, _BLOCK // max(stored.itemsize, dtype.itemsize)))
     # torch casts one of these to the other element by element, and either to and from float32 eight at a time.
     wide = torch.empty(step) if stored == torch.bfloat16 and dtype == torch.float16 else None
     cast = torch.empty(step, dtype=dtype)
     for start in range(0, count, step):
-        block = elements(start, min(step, count - start))
+        block = flat[start : start + step]
         if wide is not None:
             block = wide[: len(block)].copy_(block)
         done = cast[: len(block)].copy_(block)
@@ -271,17 +251,18 @@ def _write_blocks(
 
 
 def _copy(source: ByteRange, out: _Out, at: int) -> None:
-    """A tensor's bytes as they are, from file to file: inside the kernel where the two file systems can."""
+    """A tensor's bytes as they are, from file to file."""
     with reading(source.file):
         file = open(source.file, "rb", buffering=0)  # noqa: SIM115
     with file:
         start, left = source.start, source.nbytes
         while left:
-            copied = _copy_block(file.fileno(), start, out.file, at, min(left, _BLOCK))
-            if not copied:
+            data = os.pread(file.fileno(), min(left, _BLOCK), start)
+            if not data:
                 raise UserError(f"{source.file} was cut short while it was read")
-            start, at, left = start + copied, at + copied, left - copied
-            out.progress.wrote(copied)
+            _write(out.file, data, at)
+            start, at, left = start + len(data), at + len(data), left - len(data)
+            out.progress.wrote(len(data))
 
 
 def copy_file(source: Path, target: Path, progress: Progress) -> None:
@@ -289,19 +270,6 @@ def copy_file(source: Path, target: Path, progress: Progress) -> None:
     whole = ByteRange(source, 0, source.stat().st_size)
     with open(target, "wb", buffering=0) as out:
         _copy(whole, _Out(out.fileno(), progress), 0)
-
-
-def _copy_block(source: int, start: int, out: int, at: int, size: int) -> int:
-    if hasattr(os, "copy_file_range"):
-        try:
-            if copied := os.copy_file_range(source, out, size, start, at):
-                return copied
-        except OSError as error:
-            if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.EPERM):
-                raise
-    data = os.pread(source, size, start)
-    _write(out, data, at)
-    return len(data)
 
 
 def _write(out: int, data: bytes | memoryview, at: int) -> None:

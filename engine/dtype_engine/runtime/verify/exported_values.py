@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +18,13 @@ from dtype_engine.core.text import printable
 
 @dataclass(slots=True)
 class ExportedValues:
-    """The tensors of an export by name, and its files' metadata. Where an index names another file than a tensor's,
+    """What reads the tensors of an export, by name, and its files' metadata. Where an index names another file than a tensor's,
     `misplaced` has that tensor and where the index has it.
     """
 
-    handles: dict[str, tuple[Any, str]] = field(default_factory=dict)
+    read: dict[str, Callable[[], torch.Tensor]] = field(default_factory=dict)
     metadata: dict[str, str] = field(default_factory=dict)
     misplaced: dict[str, str] = field(default_factory=dict)
-
-    def read(self, name: str) -> torch.Tensor:
-        """One tensor."""
-        handle, own = self.handles[name]
-        tensor = handle.get_tensor(own)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
 
 
 def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedValues:
@@ -51,7 +46,7 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                 handle: Any = safe_open(file, framework="pt")
                 exported.metadata |= {_prefixed(prefix, key): value for key, value in (handle.metadata() or {}).items()}
                 for name in list(handle.keys()):
-                    exported.handles[prefix + name] = (handle, name)
+                    exported.read[prefix + name] = partial(handle.get_tensor, name)
                     if indexed and indexed.get(prefix + name) != file.name:
                         indexed_file = indexed.get(prefix + name)
                         where = f"in {printable(indexed_file)}" if indexed_file is not None else "nowhere"
@@ -59,11 +54,11 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
             exported.misplaced |= {
                 name: f"is not in {printable(str(file))}, where the index has it"
                 for name, file in indexed.items()
-                if name not in exported.handles
+                if name not in exported.read
             }
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"{folder}: safetensors can't read this export: {one_line(error)}") from None
-    if not exported.handles:
+    if not exported.read:
         raise UserError(f"{folder} has no safetensors files, so there is nothing to verify")
     return exported
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,19 +58,12 @@ def of_module(module: torch.nn.Module) -> SourceValues:
 
 
 def _of_safetensors(files: tuple[Path, ...], by_component: bool) -> SourceValues:
-    opened: dict[str, tuple[Any, str]] = {}
+    opened: dict[str, Callable[[], torch.Tensor]] = {}
     for file in files:
         handle: Any = safe_open(file, framework="pt")
         for name in list(handle.keys()):
-            opened[f"{file.parent.name}.{name}" if by_component else name] = (handle, name)
-
-    def read(name: str) -> torch.Tensor:
-        handle, own = opened[name]
-        tensor = handle.get_tensor(own)
-        assert isinstance(tensor, torch.Tensor)
-        return tensor
-
-    return SourceValues(frozenset(opened), read)
+            opened[f"{file.parent.name}.{name}" if by_component else name] = partial(handle.get_tensor, name)
+    return SourceValues(frozenset(opened), lambda name: opened[name]())
 
 
 def _of_pickles(files: tuple[Path, ...], wanted: frozenset[str], trust: bool) -> SourceValues:

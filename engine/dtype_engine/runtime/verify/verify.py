@@ -28,7 +28,7 @@ from dtype_engine.runtime.export.contents import Contents, ExportTensor, TensorE
 from dtype_engine.runtime.export.export import OnBytes
 from dtype_engine.runtime.export.plan import of_checkpoint, of_live
 from dtype_engine.runtime.measure.drift import DriftMeter
-from dtype_engine.runtime.model.live import LiveModel, Weight
+from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.load import load, load_into, load_module
 from dtype_engine.runtime.numerics.quantize import dtype_name, torch_dtype
 from dtype_engine.runtime.session.opening import open_session
@@ -185,7 +185,7 @@ def compare(
         if (problem := problems[index]) is not None:
             differences.append(TensorDifference(item.name, problem))
     entries = {entry.name for item in contents.items for entry in item.entries}
-    differences += [TensorDifference(name, "is not in the source") for name in exported.handles if name not in entries]
+    differences += [TensorDifference(name, "is not in the source") for name in exported.read if name not in entries]
     differences += [TensorDifference(path, problem) for path, problem in contents.layout.differences(folder)]
     return (*differences, *_lost(contents, source))
 
@@ -225,9 +225,9 @@ def _difference(
 ) -> str | None:
     """What is wrong with one tensor, None for nothing. shared: gives the largest |value| of all that share its scale."""
     for index, entry in enumerate(item.entries):
-        if entry.name not in exported.handles:
+        if entry.name not in exported.read:
             return "has no scales" if index else "is missing"
-        stored = exported.read(entry.name)
+        stored = exported.read[entry.name]()
         wanted = torch_dtype(entry.dtype), _torch_shape(entry)
         if (stored.dtype, tuple(stored.shape)) != wanted:
             return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
@@ -242,7 +242,7 @@ def _difference(
             return problem
         entries = entries[:-1]
     for entry, expected in zip(entries, _expected(item, source, shared), strict=True):
-        if problem := _values_differ(entry, expected, exported.read(entry.name), item.stored != item.dtype):
+        if problem := _values_differ(entry, expected, exported.read[entry.name](), item.stored != item.dtype):
             return problem
     return None
 
@@ -251,7 +251,7 @@ def _scale_problem(
     entry: TensorEntry, item: ExportTensor, source: SourceValues, exported: ExportedValues
 ) -> str | None:
     """What is wrong with the scale of a layer's inputs: where the weight is as it was, it is the source's, if that has one."""
-    scale = exported.read(entry.name)
+    scale = exported.read[entry.name]()
     if item.dtype == item.stored and entry.name in source.names:
         return _values_differ(entry, source.read(entry.name), scale, False)
     return None if bool((scale > 0).all()) and bool(torch.isfinite(scale).all()) else f"{entry.name} is no scale"
@@ -375,18 +375,13 @@ def drift_of_export(
         raise UserError(
             f"{exported.path}: its model has other weights than {model.title}, so their drift can't be compared"
         )
-    for name, weight in back.weights.items():
-        _stand_on(weight, model.weights[name])
+    for name, weight in back.weights.items():  # each as a cast of the source's
+        original = model.weights[name]
+        weight.dtype = weight.info.dtype
+        weight.info, weight.original, weight.stored_scale = original.info, original.original, original.stored_scale
     back.tree = model.tree
     if inputs is None:
         raise UserError(session.no_forward or "the model can't be run")
     meter = DriftMeter(back, inputs)
     meter.settings = session.settings
     return meter.measure(cancelled=cancelled).output
-
-
-def _stand_on(weight: Weight, source: Weight) -> None:
-    """Make a loaded weight a cast of the source's."""
-    weight.dtype = weight.info.dtype
-    weight.info, weight.original = source.info, source.original
-    weight.stored_scale = source.stored_scale
