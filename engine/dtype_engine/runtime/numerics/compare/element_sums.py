@@ -85,10 +85,7 @@ def sum_chunks(sums_of: Callable[[slice], ElementSums], count: int, step: int, d
         for number in numbers:
             chunks[number] = sums_of(slice(number * step, (number + 1) * step))
 
-    if device.type == "cpu":
-        parallel_map(work, len(chunks))
-    else:
-        work(range(len(chunks)))
+    parallel_map(work, len(chunks), device)
     total = ElementSums()
     for sums in chunks:
         total.add(sums)
