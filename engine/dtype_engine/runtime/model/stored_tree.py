@@ -17,16 +17,15 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.tree import TensorInfo, Tree
 from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors, tree_of
-from dtype_engine.runtime.model.name_mapping import Placement, map_names, stored_dtypes
+from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 
 
-def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement] | None = None) -> Tree:
+def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
     """The tree of a module without data (on the meta device) for the weights of a checkpoint.
 
-    placements: where each tensor of the files goes, if that is known already. Raises UserError for a file that can't be read:
-    the values of a weight that the files hold under two names are compared.
+    placements: where each tensor of the files goes. Raises UserError for a file that can't be read: the values of a weight that
+    the files hold under two names are compared.
     """
-    placements = map_names(module, checkpoint.weights) if placements is None else placements
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors
     infos = _without_quantised(with_files(infos, checkpoint, placements, headers, own_dtypes=False), headers)
