@@ -17,7 +17,7 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.options import RunSettings
 from dtype_engine.recipe import Recipe
 from dtype_engine.runtime.export.layout import PLAIN, Layout
-from dtype_engine.runtime.formats.quantize_blocks import finite_amax
+from dtype_engine.runtime.formats.row_blocks import finite_amax
 
 Quantized = tuple[torch.Tensor, ...]
 """The tensors of a weight with scales, in the order of its entries."""

@@ -21,35 +21,26 @@ from dtype_engine.core.dtypes import DType
 from dtype_engine.runtime.formats import nvfp4
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk, chunks
 from dtype_engine.runtime.formats.code_packing import pack_words, unpack, unpack_words
-from dtype_engine.runtime.formats.row_blocks import Values, parallel_map
+from dtype_engine.runtime.formats.row_blocks import Values, chunk_elements, finite_amax, parallel_map
 from dtype_engine.runtime.formats.scales import Scales
-
-CHUNK = 1 << 19
-"""Elements that are quantized at once: so few that they stay in the cache, so many that Python's share is small."""
-_DEVICE_CHUNK = 1 << 22
-"""The same on an accelerator, where starting the work on a small chunk takes longer than the work."""
 
 
 def quantize_chunks(
     tensor: torch.Tensor | Values,
     dtype: str | DType,
     on_chunk: Callable[[BlockWork, Chunk], None],
-    size: int = 0,
     amax: float | None = None,
 ) -> torch.Tensor | None:
     """Quantize a weight a chunk at a time; returns the scale of the tensor, where the format has one.
 
-    `on_chunk` is called in several threads, in no order. size: about how many elements a chunk has, 0 for what is fast. amax: the
-    largest |value| that the scale of the tensor is for, where others share it; None for its own.
+    `on_chunk` is called in several threads, in no order. amax: the largest |value| that the scale of the tensor is for, where
+    others share it; None for its own.
     """
     element = dtypes.BY_NAME[dtype] if isinstance(dtype, str) else dtype
     assert element.blocks is not None
     count, height, width = matrices(tensor.shape, element.blocks.columns)
     rows = tensor.reshape(count * height, width)
-    on_cpu = tensor.device.type == "cpu"
-    pieces = list(chunks(tensor.shape, element.blocks, size or (CHUNK if on_cpu else _DEVICE_CHUNK)))
-    pieces = pieces if width else []
-    side_by_side: Callable[[Callable[[range], None], int], object] = parallel_map if on_cpu else _one_by_one
+    pieces = list(chunks(tensor.shape, element.blocks, chunk_elements(tensor.device))) if width else []
     of_tensor = None
     if element.blocks.tensor_scale:
         largest = finite_amax(tensor) if amax is None else amax
@@ -62,35 +53,8 @@ def quantize_chunks(
             taken, scales = pieces[index]
             on_chunk(block_work, block_work.quantize(rows[taken], taken.start, scales.start))
 
-    side_by_side(work, len(pieces))
+    parallel_map(work, len(pieces), tensor.device)
     return of_tensor
-
-
-def _one_by_one(work: Callable[[range], None], count: int) -> None:
-    if count:
-        work(range(count))
-
-
-def finite_amax(tensor: torch.Tensor | Values) -> float:
-    """The largest finite |value| of a tensor, 0 of an empty one; a chunk at a time."""
-    width = tensor.shape[-1] if len(tensor.shape) > 1 else tensor.numel()
-    rows = tensor.reshape(tensor.numel() // width if width else 0, width)
-    step = max(1, (CHUNK if tensor.device.type == "cpu" else _DEVICE_CHUNK) // max(1, rows.shape[1]))
-    pieces = range(0, rows.shape[0] if rows.shape[1] else 0, step)
-    found: list[float] = []
-
-    def look(indices: range) -> None:
-        found.extend(_finite_amax(rows[pieces[index] : pieces[index] + step]) for index in indices)
-
-    (parallel_map if tensor.device.type == "cpu" else _one_by_one)(look, len(pieces))
-    return max(found, default=0.0)
-
-
-def _finite_amax(values: torch.Tensor) -> float:
-    largest = float(values.abs().amax())
-    if largest < float("inf"):
-        return largest
-    return float(torch.nan_to_num(values.to(torch.float32), 0.0, 0.0, 0.0).abs().amax())
 
 
 def quantize_blocks(tensor: torch.Tensor, dtype: str, amax: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:

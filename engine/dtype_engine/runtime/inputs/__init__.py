@@ -1,7 +1,7 @@
 """Calibration inputs: what the reference and the candidate are run on, one call of the model at a time.
 
-`make` decides what suits a model; `text`, `pictures`, `sounds` and `together` make it, with the `parts` of preprocessing
-that the model's folder has; `tensors` reads a forward pass's own arguments from a file, which `fits` checks.
+`build` decides what suits a model; `text`, `images`, `audio` and `multimodal` make it, with the preprocessing that the model's
+folder has; `tensor_files` reads a forward pass's own arguments from a file, which `validate` checks.
 """
 
 from dtype_engine.runtime.inputs.batch import Batch, Inputs, from_values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 
 from dtype_engine.core.errors import UserError
 from dtype_engine.runtime.model.torch_private import WithoutModes
+from dtype_engine.runtime.modes.op_tables import tensors_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class Batch:
     @property
     def elements(self) -> int:
         """Of all its tensors: what the length of a pass goes by."""
-        return sum(tensor.numel() for tensor in _tensors((self.args, self.kwargs)))
+        return sum(tensor.numel() for tensor in tensors_in(self.args, self.kwargs))
 
     def run(self, module: Callable[..., Any]) -> Any:
         """Call the module with tensors of its own: what it writes to them stays in this call."""
@@ -90,17 +91,6 @@ class _Copies:
         if type(value) is dict:
             return {key: self.of(item) for key, item in value.items()}
         return value
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def from_values(values: Any, description: str) -> Inputs:

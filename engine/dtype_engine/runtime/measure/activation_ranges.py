@@ -10,7 +10,7 @@ from torch import nn
 
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.options import RunSettings
-from dtype_engine.runtime.formats.quantize_blocks import finite_amax
+from dtype_engine.runtime.formats.row_blocks import finite_amax
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.model.torch_private import WithoutModes

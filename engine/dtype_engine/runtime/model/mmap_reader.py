@@ -94,8 +94,3 @@ def read_quantized(weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]
             {suffix: read_mapped(part) for suffix, part in weight.parts.items()}, weight.shape, weight.dtype
         )
     return read_mapped(weight.data), read_mapped(weight.parts[SCALE]).reshape(-1).clone()
-
-
-def read_all(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    """Every tensor by name, as `read_tensor` gives it."""
-    return {name: read_tensor(checkpoint, name) for name in checkpoint.weights}

@@ -21,7 +21,7 @@ from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.exits import exits_as_errors
 from dtype_engine.core.options import Options
 from dtype_engine.runtime.model.live import LiveModel
-from dtype_engine.runtime.model.mmap_reader import read_all
+from dtype_engine.runtime.model.mmap_reader import read_tensor
 from dtype_engine.runtime.model.module_tree import collect_tensors
 from dtype_engine.runtime.model.silence_libraries import quiet
 from dtype_engine.runtime.model.torch_private import tensor_slots
@@ -37,7 +37,7 @@ def _load_weights(
     Returns notices, and the files as they were before they were read.
     """
     checkpoint = open_checkpoint(file, trust)
-    values = read_all(checkpoint)
+    values = {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
     own = set(module.state_dict())
     ties = [info.names for info in collect_tensors(module)[0] if info.aliases]
     if not own & set(values) and all(name.startswith("module.") for name in values):

@@ -23,8 +23,8 @@ from dtype_engine.runtime.model.name_mapping import Placement, stored_dtypes
 def stored_tree(module: nn.Module, checkpoint: Checkpoint, placements: Mapping[str, Placement]) -> Tree:
     """The tree of a module without data (on the meta device) for the weights of a checkpoint.
 
-    placements: where each tensor of the files goes. Raises UserError for a file that can't be read:
-    the values of a weight that the files hold under two names are compared.
+    placements: where each tensor of the files goes. Raises UserError for a file that can't be read: the values of a weight that
+    the files hold under two names are compared.
     """
     infos = _untied(collect_tensors(module)[0], checkpoint, placements)
     headers = checkpoint.tree().tensors

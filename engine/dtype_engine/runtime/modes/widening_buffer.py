@@ -8,7 +8,6 @@ from itertools import accumulate
 import torch
 
 from dtype_engine.runtime.model.live import Weight
-from dtype_engine.runtime.model.torch_private import version_of
 
 _WORTH_SHARING = 1 << 20
 """Bytes. Below, memory is given out again without asking the kernel for it."""
@@ -17,10 +16,10 @@ _ALIGNMENT = 64
 
 class WidenedWeights:
     """Large weights in the dtype of the reference, for passes that follow each other: each is widened into the same memory, one
-    operation after another, and the largest of them once for all passes. On a CPU, for operations that hold no argument.
+    operation after another. On a CPU, for operations that hold no argument.
 
     Memory that is new for each costs as much as a third of the product (24 times [150, 896] x [896, 4864]: 296 ms, 220 ms with
-    shared memory; 2 cores, AMD EPYC), and widening a vocabulary of 150,000 in each of six passes a twentieth of a measurement.
+    shared memory; 2 cores, AMD EPYC).
 
     dtype_of: what a weight is widened to.
     """
@@ -28,43 +27,27 @@ class WidenedWeights:
     def __init__(self, dtype_of: Callable[[Weight], torch.dtype]) -> None:
         self._dtype_of = dtype_of
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._largest: Weight | None = None
-        self._kept: tuple[torch.Tensor, torch.Tensor, int] | None = None
-        """Of the largest so far: its values, those that they were widened from, and the version of these."""
 
     def clear(self) -> None:
         """Free all memory: no pass follows, or none soon."""
-        self._memory, self._largest, self._kept = torch.empty(0, dtype=torch.uint8), None, None
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
     def values(self, weights: Collection[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
         """As `value_of` gives them, which is asked for all small ones. Large ones last until the next call."""
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
-        largest = max(shared, key=self._nbytes, default=None)
-        if largest is not None and (self._largest is None or self._nbytes(largest) > self._nbytes(self._largest)):
-            self._largest, self._kept = largest, None
-        shared = [weight for weight in shared if weight is not self._largest]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
         if sum(sizes) > len(self._memory):
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before the next is taken
+            self.clear()  # before the next is taken
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         places = dict(zip(map(id, shared), accumulate(sizes, initial=0), strict=False))
         values = []
         for weight in weights:
-            if weight is self._largest:
-                values.append(self._value_of_largest(weight))
-            elif (start := places.get(id(weight))) is None:
+            if (start := places.get(id(weight))) is None:
                 values.append(value_of(weight))
             else:
                 memory = self._memory[start : start + self._nbytes(weight)].view(self._dtype_of(weight))
                 values.append(memory.view(weight.original.shape).copy_(weight.original))
         return values
-
-    def _value_of_largest(self, weight: Weight) -> torch.Tensor:
-        stored = weight.original
-        if self._kept is None or self._kept[1] is not stored or self._kept[2] != version_of(stored):
-            self._kept = None  # before the next is taken
-            self._kept = stored.to(self._dtype_of(weight)), stored, version_of(stored)
-        return self._kept[0]
 
     def _nbytes(self, weight: Weight) -> int:
         return weight.original.numel() * self._dtype_of(weight).itemsize

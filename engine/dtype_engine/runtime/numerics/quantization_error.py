@@ -7,8 +7,8 @@ channel need a chunk to hold whole rows.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,31 +20,32 @@ from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.weights import ExponentHistogram, WeightError
 from dtype_engine.runtime.formats.blocks import BlockWork, Chunk
 from dtype_engine.runtime.formats.quantize_blocks import quantize_chunks
-from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
-from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
-from dtype_engine.runtime.numerics.overflow_underflow import count_zeros
-from dtype_engine.runtime.numerics.quantize import (
-    Workspace,
-    amax_to_scale,
-    dequantize_block,
+from dtype_engine.runtime.formats.row_blocks import (
+    as_rows,
     finite_amax,
-    quantize_block,
+    parallel_map,
+    row_amax,
+    row_slices,
+    single_intraop_thread,
 )
-
-CHUNK = 1 << 19
-"""Elements of a chunk: 2 MiB in float32, so that what is made of it stays in the cache, and Python's share stays small."""
+from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
+from dtype_engine.runtime.numerics.overflow_underflow import count_zeroed_nan, count_zeros, magnitude_bits
+from dtype_engine.runtime.numerics.quantize import Workspace, amax_to_scale, dequantize_block, quantize_block
 
 
 def round_trip(name: str, tensor: torch.Tensor, dtype: str, cancelled: IsCancelled = never) -> WeightError:
     """The error of casting `tensor` to `dtype` and back; see `results.WeightError`. Raises Cancelled."""
-    sums = _Sums()
-    if dtype in dtypes.BLOCK_FORMATS:
-        for part in _blocks(tensor, dtype, cancelled):
-            sums.add(part)
-    else:
-        pieces = _Pieces(tensor, dtype)
-        for part in parallel_map(partial(_measure, pieces, tensor.dtype, dtype, cancelled), len(pieces)):
-            sums.add(part)
+    found: list[tuple[int, _Sums]] = []  # appended to from several threads
+
+    def add(first: int, x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor) -> None:
+        if cancelled():
+            raise Cancelled
+        found.append((first, _sums(x.reshape(-1), cast.reshape(-1), delta.reshape(-1), dtype)))
+
+    (_in_blocks if dtype in dtypes.BLOCK_FORMATS else _in_pieces)(tensor, dtype, add)
+    parts = [part for _, part in sorted(found, key=lambda each: each[0])]
+    sums = _Sums(*map(sum, zip(*parts, strict=True)))
+    sums = sums._replace(largest=max((part.largest for part in parts), default=0.0))
     return WeightError(
         name=name,
         stored=str(tensor.dtype).removeprefix("torch."),
@@ -74,8 +75,7 @@ def _reported(sqnr: float, sums: _Sums) -> float | None:
     return None if praise and sqnr > -math.inf else sqnr
 
 
-@dataclass(slots=True)
-class _Sums:
+class _Sums(NamedTuple):
     """What adds up over the pieces of a tensor."""
 
     noise: float = 0.0
@@ -88,188 +88,85 @@ class _Sums:
     subnormal: int = 0
     nonfinite: int = 0
 
-    def add(self, other: _Sums) -> None:
-        largest = max(self.largest, other.largest)
-        for name in self.__slots__:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.largest = largest
+
+OnPiece = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], None]
+"""Called in several threads with the number of a piece's first row or element, its values in float32 or float64, what the cast
+made of them (codes, where there are scales), and the error of each. All are in memory that is used again.
+"""
 
 
-class _Pieces:
-    """A tensor in pieces: flat ones, or whole rows where each row has a scale of its own."""
+def _in_pieces(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
+    """A tensor in a dtype without blocks: in flat pieces, or in whole rows where each row has a scale of its own."""
+    quantized, per_channel = dtype in dtypes.STORAGE_DTYPES, dtypes.has_channel_scales(tensor.shape, dtype)
+    rows = as_rows(tensor) if quantized and per_channel else tensor.reshape(-1)
+    pieces, top = row_slices(rows), dtypes.BY_NAME[dtype].max
+    of_all = amax_to_scale(torch.tensor([finite_amax(tensor)]), top) if quantized and not per_channel else None
+    wide = torch.float64 if tensor.dtype == torch.float64 or dtype == "float64" else torch.float32
 
-    def __init__(self, tensor: torch.Tensor, dtype: str) -> None:
-        quantized = dtype in dtypes.STORAGE_DTYPES
-        self.scale: torch.Tensor | None = None
-        """The one scale of all pieces, where there is one."""
-        if quantized and dtypes.has_channel_scales(tensor.shape, dtype):
-            self.tensor = tensor.reshape(tensor.shape[0], -1) if tensor.numel() else tensor.reshape(0, 1)
-            self.step = max(1, CHUNK // self.tensor.shape[1])
-            return
-        self.tensor, self.step = tensor.reshape(-1), CHUNK
-        if quantized:
-            amax = parallel_map(self._largest, len(self))
-            self.scale = amax_to_scale(torch.tensor([max(amax, default=0.0)]), dtypes.BY_NAME[dtype].max)
+    def work(numbers: range) -> None:
+        shape = rows[pieces[0]].shape
+        buffers = Workspace.like(shape, dtype, torch.float32 if quantized else wide)
+        x_buffer = torch.empty(shape, dtype=wide) if tensor.dtype != wide else None
+        for piece in map(pieces.__getitem__, numbers):
+            part = rows[piece]
+            x = part if x_buffer is None else x_buffer[: len(part)].copy_(part)
+            workspace = buffers.first(len(part))
+            if quantized:
+                values = x.to(torch.float32)
+                scale = amax_to_scale(row_amax(values), top)[:, None] if of_all is None else of_all
+                dequantize_block(quantize_block(values, scale, dtype, workspace), scale, workspace)
+            else:
+                workspace.values.copy_(workspace.cast.copy_(x))
+            on_piece(piece.start, x, workspace.cast, workspace.values.to(wide).sub_(x))
 
-    def __len__(self) -> int:
-        return -(-len(self.tensor) // self.step)
-
-    def __getitem__(self, number: int) -> torch.Tensor:
-        return self.tensor[number * self.step : (number + 1) * self.step]
-
-    def _largest(self, numbers: range) -> float:
-        return max(float(finite_amax(self[number][None].to(torch.float32))) for number in numbers)
-
-
-def _measure(pieces: _Pieces, stored: torch.dtype, dtype: str, cancelled: IsCancelled, numbers: range) -> _Sums:
-    """The sums over some of the pieces, in buffers of their own. Raises Cancelled."""
-    wide = torch.float64 if stored == torch.float64 or dtype == "float64" else torch.float32
-    shape = pieces[numbers[0]].shape
-    buffers = Workspace.like(shape, dtype, wide)
-    x_buffer = torch.empty(shape, dtype=wide) if stored != wide else None
-    sums = _Sums()
-    for number in numbers:
-        if cancelled():
-            raise Cancelled
-        part = pieces[number]
-        x = part if x_buffer is None else x_buffer[: len(part)].copy_(part)
-        _measure_piece(x, dtype, pieces.scale, buffers.first(len(part)), sums)
-    return sums
+    parallel_map(work, len(pieces))
 
 
-def _blocks(tensor: torch.Tensor, dtype: str, cancelled: IsCancelled) -> list[_Sums]:
-    """The sums over the chunks of a tensor in a format with blocks. Raises Cancelled."""
-    element = dtypes.BY_NAME[dtype]
-    assert element.blocks is not None
-    count, height, width = matrices(tensor.shape, element.blocks.columns)
+def _in_blocks(tensor: torch.Tensor, dtype: str, on_piece: OnPiece) -> None:
+    """A tensor in a format with blocks; as what its codes stand for before the scale."""
+    blocks = dtypes.BY_NAME[dtype].blocks
+    assert blocks is not None
+    count, height, width = matrices(tensor.shape, blocks.columns)
     rows = tensor.reshape(count * height, width)
-    found: list[tuple[int, _Sums]] = []  # appended to from several threads
 
-    def measure(work: BlockWork, chunk: Chunk) -> None:
-        if cancelled():
-            raise Cancelled
-        sums = _Sums()
-        x, units = chunk.values, chunk.units
+    def take(work: BlockWork, chunk: Chunk) -> None:
+        x = chunk.values
         if tensor.dtype == torch.float64:
-            x = rows[chunk.first : chunk.first + len(units)]
-        delta = work.dequantize(chunk).to(x.dtype).sub_(x)
-        x, units, delta = x.reshape(-1), units.reshape(-1), delta.reshape(-1)
-        _add_errors(x, units, delta, sums)
-        _add_small_units(x, units, delta, element, sums)
-        found.append((chunk.first, sums))
+            x = rows[chunk.first : chunk.first + len(x)]
+        on_piece(chunk.first, x, chunk.units, work.dequantize(chunk).to(x.dtype).sub_(x))
 
-    quantize_chunks(tensor, dtype, measure, CHUNK)
-    return [sums for _, sums in sorted(found, key=lambda each: each[0])]
+    quantize_chunks(tensor, dtype, take)
 
 
-def _measure_piece(x: torch.Tensor, dtype: str, scale: torch.Tensor | None, workspace: Workspace, sums: _Sums) -> None:
-    """Adds the error of one piece, already in float32 or float64, to `sums`."""
-    if dtype in dtypes.STORAGE_DTYPES:
-        if scale is None:
-            amax = finite_amax(x.to(torch.float32))
-            scale = amax_to_scale(amax, dtypes.BY_NAME[dtype].max)[:, None]
-        if x.dtype == torch.float32:
-            dequantize_block(quantize_block(x, scale, dtype, workspace), scale, workspace)
-        else:
-            workspace.values.copy_(
-                dequantize_block(workspace.cast.copy_(quantize_block(x.to(torch.float32), scale, dtype)), scale)
-            )
-    else:
-        workspace.cast.copy_(x)
-        workspace.values.copy_(workspace.cast)
-    x, cast, delta = x.view(-1), workspace.cast.view(-1), workspace.values.sub_(x).view(-1)
-    _add_errors(x, cast, delta, sums)
-    small, gone = _small(x, cast, dtype, workspace)
-    sums.subnormal += small
-    sums.underflowed += gone
-
-
-def _add_errors(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, sums: _Sums) -> None:
-    """Adds the error `delta` of flat values `x`, which the cast made `cast`, to `sums`. `delta` is free memory afterwards."""
+def _sums(x: torch.Tensor, cast: torch.Tensor, delta: torch.Tensor, dtype: str) -> _Sums:
+    """The sums over flat values `x`, which the cast made `cast` with the error `delta`; this is free memory afterwards."""
     noise, energy = float(torch.dot(delta, delta)), float(torch.dot(x, x))
+    overflowed = saturated = nonfinite = zeroed_nan = 0
     if not (math.isfinite(noise) and math.isfinite(energy)):
         # What came back is not kept beside its error: the error of a finite value is finite just where it is.
         before = torch.isfinite(x)
         after = torch.isfinite(cast.to(x.dtype))
         back = torch.isfinite(delta)  # the largest float32 may come back from a code and its scale as infinite
-        lost = int((before & ~back).sum())
-        sums.overflowed += lost
-        sums.saturated += int((torch.isinf(x) & after).sum())
-        sums.nonfinite += int((~before).sum())
+        overflowed = int((before & ~back).sum())
+        saturated = int((torch.isinf(x) & after).sum())
+        nonfinite = int((~before).sum())
+        zeroed_nan = count_zeroed_nan(x, dtype)
         delta = delta[before & back]
-        noise = math.inf if lost else float(delta.double().square().sum())
+        noise = math.inf if overflowed else float(delta.double().square().sum())
         energy = float(x[before].double().square().sum())
-        sums.total, sums.largest = (math.inf, math.inf) if lost else (sums.total, sums.largest)
-    sums.noise += noise
-    sums.energy += energy
+    total = largest = math.inf if overflowed else 0.0
     if noise and delta.numel():
         delta.abs_()
-        sums.total += float(delta.sum())
-        sums.largest = max(sums.largest, float(delta.amax()))
-
-
-def _add_small_units(
-    x: torch.Tensor, units: torch.Tensor, spare: torch.Tensor, element: dtypes.DType, sums: _Sums
-) -> None:
-    """Adds what became subnormal or zero in a format with blocks, by what its codes stand for before the scale."""
-    zeros = count_zeros(units)
-    if zeros:
-        sums.underflowed += zeros - count_zeros(x)
-        if element.bits < 8 or element.kind == "int":  # NaN has no code there and is kept as zero
-            sums.underflowed -= int(torch.isnan(x).sum())
-    if element.kind == "float":
-        magnitudes = torch.abs(units, out=spare.view(torch.float32)[: units.numel()])
-        small = magnitudes < element.tiny
-        sums.subnormal += int(np.count_nonzero(small.cpu().numpy())) - zeros
-
-
-_BITS = {
-    1: (torch.uint8, 0x7F),
-    2: (torch.int16, 0x7FFF),
-    4: (torch.int32, 0x7FFFFFFF),
-    8: (torch.int64, (1 << 63) - 1),
-}
-
-
-def _small(x: torch.Tensor, cast: torch.Tensor, dtype: str, workspace: Workspace) -> tuple[int, int]:
-    """Values that become subnormal, and values that become zero. Those that were zero are neither.
-
-    Read off the bits: without its sign, a float whose exponent field is empty is subnormal or zero.
-    """
-    row = dtypes.BY_NAME[dtype]
-    if row.kind != "float":
-        zeros_after = cast.numel() - int(torch.count_nonzero(cast))
-        # NaN has no code among integers and is kept as zero: that is no underflow.
-        nan = int(torch.isnan(x).sum()) if zeros_after else 0
-        return 0, zeros_after - nan - (x.numel() - int(torch.count_nonzero(x))) if zeros_after else 0
-    view, mask = _BITS[cast.element_size()]
-    # The dequantized values are not needed any more: their memory is free for the bits.
-    bits = torch.bitwise_and(cast.view(view), mask, out=workspace.bits(cast.numel(), view))
-    least = int(bits.amin())
-    if least >> row.mantissa:
-        return 0, 0
-    zeros = bits.numel() - _nonzero(bits) if least == 0 else 0
-    below = bits.numel() - _nonzero(bits.bitwise_right_shift_(row.mantissa))
-    if not zeros:
-        return below, 0
-    # Looking for the smallest is two passes, and takes half as long as counting zeros in float32.
-    lowest = float(torch.abs(x, out=workspace.values.view(-1)).amin())
-    zeros_before = 0 if lowest > 0 else x.numel() - int(torch.count_nonzero(x))
-    return below - zeros, zeros - zeros_before
-
-
-_LANE, _GROUP = 8, 128
-
-
-def _nonzero(bits: torch.Tensor) -> int:
-    """How many of flat integers, none of them negative, are not zero. torch counts one at a time; of bytes, eight are added at once
-    here, in groups so small that no byte runs over, which takes a third of the time.
-    """
-    if bits.dtype != torch.uint8:
-        return int(torch.count_nonzero(bits))
-    whole = bits.numel() - bits.numel() % (_LANE * _GROUP)
-    groups = torch.clamp(bits[:whole], max=1).view(torch.int64).view(-1, _GROUP).sum(dim=1)
-    return int(groups.view(torch.uint8).sum()) + int(torch.count_nonzero(bits[whole:]))
+        total += float(delta.sum())
+        largest = max(largest, float(delta.amax()))
+    bits, row = magnitude_bits(cast), dtypes.BY_NAME[dtype]
+    zeros = bits.size - int(np.count_nonzero(bits))
+    subnormal = 0
+    if row.kind == "float":
+        least_normal = magnitude_bits(torch.tensor([row.tiny], dtype=torch.float64).to(cast.dtype))
+        subnormal = int(np.count_nonzero(bits < least_normal)) - zeros
+    underflowed = zeros - count_zeros(x) - zeroed_nan if zeros else 0
+    return _Sums(noise, energy, total, largest, overflowed, saturated, underflowed, subnormal, nonfinite)
 
 
 @single_intraop_thread()
@@ -278,10 +175,10 @@ def exponents(name: str, tensor: torch.Tensor, cancelled: IsCancelled = never) -
     counts: dict[int, int] = {}
     zeros = nonfinite = 0
     flat = tensor.reshape(-1)
-    for start in range(0, flat.numel(), CHUNK):
+    for piece in row_slices(flat):
         if cancelled():
             raise Cancelled
-        part = flat[start : start + CHUNK].to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+        part = flat[piece].to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
         finite = torch.isfinite(part)
         nonfinite += part.numel() - int(finite.sum())
         part = part[finite]

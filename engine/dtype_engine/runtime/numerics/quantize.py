@@ -22,14 +22,16 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import Blocks, matrices
 from dtype_engine.runtime.formats.blocks import chunks, spread
 from dtype_engine.runtime.formats.quantize_blocks import quantize_blocks
-from dtype_engine.runtime.formats.row_blocks import Rows, Values, as_rows, parallel_map
+from dtype_engine.runtime.formats.row_blocks import (
+    Values,
+    as_rows,
+    chunk_elements,
+    finite_amax,
+    parallel_map,
+    row_amax,
+    row_slices,
+)
 
-_BLOCK = 1 << 19
-"""Elements that are converted at once: so few that they stay in the cache, so many that Python's share is small."""
-_DEVICE_BLOCK = 1 << 22
-"""The same on an accelerator, where starting the work on a small block takes longer than the work."""
-_HALF_BLOCK = 1 << 18
-"""The same for a cast of bfloat16 to float16."""
 _SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -57,7 +59,7 @@ def cast_or_quantize(
     """
     target = torch_dtype(dtype)
     if dtype not in dtypes.STORAGE_DTYPES:
-        return _cast(tensor, target), None
+        return tensor.to(target), None
     if dtype in dtypes.BLOCK_FORMATS:
         return quantize_blocks(tensor, dtype, amax)
     quantized = torch.empty(tensor.shape, dtype=target, device=tensor.device)
@@ -67,20 +69,6 @@ def cast_or_quantize(
         flat[start : start + len(codes)] = codes
 
     return quantized, quantize_in_blocks(tensor, dtype, keep)
-
-
-def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor.to(dtype)`, bit for bit. On a CPU bfloat16 goes to float16 by float32, which holds every value of both: torch has no
-    vector code for the way straight there, which takes 1.8 times as long (Intel Xeon with AVX512-FP16).
-    """
-    halves = (tensor.dtype, dtype) == (torch.bfloat16, torch.float16) and tensor.device.type == "cpu"
-    if not halves or tensor.requires_grad or not tensor.is_contiguous() or tensor.numel() <= _HALF_BLOCK:
-        return tensor.to(dtype)
-    cast, values = torch.empty_like(tensor, dtype=dtype), torch.empty(_HALF_BLOCK)
-    blocks = (torch.split(whole.view(-1), _HALF_BLOCK) for whole in (tensor, cast))
-    for stored, into in zip(*blocks, strict=True):
-        into.copy_(values[: len(stored)].copy_(stored))
-    return cast
 
 
 def values_in(tensor: torch.Tensor, dtype: str, compute: torch.dtype, amax: float | None = None) -> torch.Tensor:
@@ -109,54 +97,27 @@ def quantize_in_blocks(
     rows = as_rows(tensor)
     top = dtypes.BY_NAME[dtype].max
     scales = torch.empty(rows.shape[0], dtype=torch.float32, device=tensor.device)
-    blocks = _blocks(rows)
-    tensor_scale = None
-    if amax is not None:
-        tensor_scale = amax_to_scale(torch.tensor([amax], dtype=torch.float32, device=tensor.device), top)
-    elif dtypes.BY_NAME[dtype].per_tensor:
-        largest = torch.zeros(1, device=tensor.device)
-        for block in blocks:
-            largest = torch.maximum(largest, finite_amax(rows[block].to(torch.float32)).amax())
-        tensor_scale = amax_to_scale(largest, top)
+    blocks = row_slices(rows)
+    if amax is None and dtypes.BY_NAME[dtype].per_tensor:
+        amax = finite_amax(tensor)
+    tensor_scale = (
+        None if amax is None else amax_to_scale(torch.full((1,), amax, dtype=torch.float32, device=tensor.device), top)
+    )
 
     def work(indices: range) -> None:
-        shape = torch.Size((len(range(rows.shape[0])[blocks[0]]), rows.shape[1]))
+        shape = torch.Size((blocks[0].stop, rows.shape[1]))
         buffers = Workspace.like(shape, dtype, torch.float32, tensor.device)
         values = torch.empty(shape, dtype=torch.float32, device=tensor.device)
         for block in map(blocks.__getitem__, indices):
             source = rows[block]
             part = values[: len(source)].copy_(source)
             workspace = buffers.first(len(part))
-            scale = amax_to_scale(finite_amax(part), top) if tensor_scale is None else tensor_scale
+            scale = amax_to_scale(row_amax(part), top) if tensor_scale is None else tensor_scale
             scales[block] = scale
             on_block(block.start * rows.shape[1], quantize_block(part, scale[:, None], dtype, workspace).view(-1))
 
-    _block_by_block(work, blocks, tensor.device)
+    parallel_map(work, len(blocks), tensor.device)
     return tensor_scale if tensor_scale is not None and dtypes.BY_NAME[dtype].per_tensor else scales
-
-
-def _blocks(rows: Rows | torch.Tensor) -> list[slice]:
-    """A matrix in blocks of whole rows."""
-    most = _BLOCK if rows.device.type == "cpu" else _DEVICE_BLOCK
-    step = max(1, most // max(1, rows.shape[1]))
-    return [slice(start, start + step) for start in range(0, rows.shape[0], step)]
-
-
-def _block_by_block(work: Callable[[range], None], blocks: list[slice], device: torch.device) -> None:
-    if device.type == "cpu":
-        parallel_map(work, len(blocks))
-    elif blocks:
-        work(range(len(blocks)))
-
-
-def finite_amax(values: torch.Tensor) -> torch.Tensor:
-    """The largest finite |value| of each row of a float32 matrix: float32 [rows]."""
-    if not values.shape[1]:
-        return values.new_zeros(len(values))
-    amax = torch.maximum(values.amax(dim=1), -values.amin(dim=1))
-    if not bool(torch.isfinite(amax).all()):
-        amax = torch.nan_to_num(values.abs(), 0.0, 0.0, 0.0).amax(dim=1)
-    return amax
 
 
 def amax_to_scale(amax: torch.Tensor, top: float) -> torch.Tensor:
@@ -183,10 +144,6 @@ class Workspace:
     def first(self, count: int) -> Workspace:
         """The same for a block of only `count` rows (or elements)."""
         return Workspace(self.cast[:count], self.values[:count], self.half[:count])
-
-    def bits(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """The memory of the values as `count` integers, once these are not needed any more. Flat."""
-        return self.values.view(-1).view(dtype)[:count]
 
 
 def quantize_block(
@@ -239,7 +196,7 @@ def dequantize(
     per_channel = codes.ndim >= 2 and len(scale) == codes.shape[0]
     rows = as_rows(codes) if per_channel else codes.reshape(-1, 1)
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    blocks_of_rows = _blocks(rows)
+    blocks_of_rows = row_slices(rows)
 
     def work(indices: range) -> None:
         buffers = Workspace.like(rows[blocks_of_rows[0]].shape, dtype_name(codes.dtype), torch.float32, codes.device)
@@ -247,7 +204,7 @@ def dequantize(
             workspace = buffers.first(len(rows[block]))
             values[block] = dequantize_block(rows[block], (scale[block] if per_channel else scale)[:, None], workspace)
 
-    _block_by_block(work, blocks_of_rows, codes.device)
+    parallel_map(work, len(blocks_of_rows), codes.device)
     return values.view(codes.shape)
 
 
@@ -255,7 +212,7 @@ def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
     count, height, width = matrices(codes.shape, blocks.columns)
     rows = codes.reshape(count * height, width)
     values = torch.empty(rows.shape, dtype=dtype, device=codes.device)
-    pieces = list(chunks(codes.shape, blocks, _BLOCK if codes.device.type == "cpu" else _DEVICE_BLOCK)) if width else []
+    pieces = list(chunks(codes.shape, blocks, chunk_elements(codes.device))) if width else []
     one = torch.ones(1, device=codes.device)
 
     def work(indices: range) -> None:
@@ -264,5 +221,5 @@ def _dequantize_blocks(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dt
             units = dequantize_block(rows[taken], one)
             values[taken] = units.mul_(spread(scale[scales], blocks, len(units), width))
 
-    _block_by_block(work, [taken for taken, _ in pieces], codes.device)
+    parallel_map(work, len(pieces), codes.device)
     return values.view(codes.shape)

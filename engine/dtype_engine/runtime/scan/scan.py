@@ -15,7 +15,7 @@ error of its weights, here the error of the operation's output itself is multipl
 Sequences go by one at a time; after each there is an estimate with its standard error. Local errors are computed inside the
 backward pass, one operation's at a time, and nothing of them is kept but their products with the gradients. Two things that
 no local error has come on top: tokens that a router sends elsewhere (`routing`), and dtypes that the model's code reads
-(`single_cast`).
+(`dtype_dependent_weights`).
 """
 
 from __future__ import annotations

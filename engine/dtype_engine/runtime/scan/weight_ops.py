@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -202,7 +203,7 @@ class WeightOpRecorder(ReferenceMode):
         for index, tensor in enumerate(tapped):
             self._given[id(tensor)] = tensor, operation
             if tensor.requires_grad:
-                tensor.register_hook(_hook(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
+                tensor.register_hook(partial(self.on_gradient, operation, index))  # type: ignore[no-untyped-call]
         return output
 
     def _of_one_weight(
@@ -218,7 +219,7 @@ class WeightOpRecorder(ReferenceMode):
     ) -> None:
         weight = next(iter(sources.values())).weight
 
-        def remade(tensor: torch.Tensor, index: int | None) -> torch.Tensor:
+        def remake(index: int | None, tensor: torch.Tensor) -> torch.Tensor:
             parents = {key: source.remake(tensor) for key, source in sources.items()}
             remade_args, remade_kwargs = replace_tensors(args, kwargs, parents)
             made = func(*remade_args, **remade_kwargs)
@@ -228,11 +229,7 @@ class WeightOpRecorder(ReferenceMode):
 
         parts = [(None, output)] if isinstance(output, torch.Tensor) else list(enumerate(output))
         for index, part in parts:
-
-            def remake(tensor: torch.Tensor, index: int | None = index) -> torch.Tensor:
-                return remade(tensor, index)
-
-            self._made[id(part)] = part, WeightOrigin(weight, remake, False)
+            self._made[id(part)] = part, WeightOrigin(weight, partial(remake, index), False)
 
 
 def _same(tensor: torch.Tensor) -> torch.Tensor:
@@ -241,15 +238,6 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
-
-
-def _hook(
-    on_gradient: Callable[[WeightOp, int, torch.Tensor], None], operation: WeightOp, index: int
-) -> Callable[[torch.Tensor], None]:
-    def hook(gradient: torch.Tensor) -> None:
-        on_gradient(operation, index, gradient)
-
-    return hook
 
 
 def _swapped(value: Any, new: Mapping[int, torch.Tensor]) -> Any:

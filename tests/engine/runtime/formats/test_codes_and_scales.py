@@ -15,6 +15,7 @@ from tests.helpers.paths import DEMO
 from dtype_engine.checkpoint import open_checkpoint
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import CODES, SCALE, SCALE_INV, TENSOR_SCALE, ZERO_POINT
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.formats.code_packing import pack
 from dtype_engine.runtime.formats.quantize_blocks import beside_codes, quantize_chunks
 from dtype_engine.runtime.model.mmap_reader import read_tensor
@@ -55,7 +56,9 @@ def ours(weight: torch.Tensor, dtype: str) -> dict[str, torch.Tensor]:
         codes[chunk.first] = pack(chunk.file_codes(element), element, element.blocks.packing)  # type: ignore[union-attr]
         scales[chunk.first_scale] = chunk.scales
 
-    of_tensor = quantize_chunks(weight, dtype, keep, 10_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_blocks, "CHUNK", 10_000)
+        of_tensor = quantize_chunks(weight, dtype, keep)
     rest = beside_codes([scales[key] for key in sorted(scales)], of_tensor, tuple(weight.shape), dtype)
     suffixes = [SCALE_INV if element.blocks.layout == "fp8" else SCALE]
     suffixes += [TENSOR_SCALE] * element.blocks.tensor_scale + [ZERO_POINT] * element.blocks.zero_points

@@ -13,8 +13,7 @@ from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import matrices
-from dtype_engine.runtime.formats import quantize_blocks as formats
-from dtype_engine.runtime.numerics import quantize as numerics
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
 from dtype_engine.runtime.numerics.quantization_error import round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, values_in
@@ -64,8 +63,7 @@ def test_chunks_make_no_difference(dtype: str, monkeypatch: pytest.MonkeyPatch) 
     whole = round_trip("w", weight, dtype)
     assert scale is not None
     values = dequantize(codes, scale, torch.float32, dtypes.BY_NAME[dtype].blocks)
-    monkeypatch.setattr(formats, "CHUNK", 500)
-    monkeypatch.setattr(numerics, "_BLOCK", 500)
+    monkeypatch.setattr(row_blocks, "CHUNK", 500)
     in_parts, scale_in_parts = cast_or_quantize(weight, dtype)
     assert scale_in_parts is not None
     assert torch.equal(codes.view(torch.uint8), in_parts.view(torch.uint8))

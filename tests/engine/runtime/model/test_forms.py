@@ -21,7 +21,7 @@ from dtype_engine.checkpoint import Checkpoint
 from dtype_engine.checkpoint.source import Source, locate
 from dtype_engine.core.errors import NoForward, UserError
 from dtype_engine.runtime.model.load import load
-from dtype_engine.runtime.model.mmap_reader import read_all, read_tensor
+from dtype_engine.runtime.model.mmap_reader import read_tensor
 
 Make = Callable[..., Path]
 
@@ -33,7 +33,7 @@ def opened(path: Path, **how: Any) -> Checkpoint:
 
 
 def values(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return read_all(checkpoint)
+    return {name: read_tensor(checkpoint, name) for name in checkpoint.weights}
 
 
 def why_not_run(path: Path, **how: Any) -> str:

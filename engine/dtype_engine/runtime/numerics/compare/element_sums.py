@@ -97,10 +97,7 @@ def sum_chunks(
             first, last = number * step, min((number + 1) * step, count)
             chunks[number] = sums_of(slice(first, last), [buffer[: last - first] for buffer in memory])
 
-    if output.device.type == "cpu":
-        parallel_map(work, len(chunks))
-    else:
-        work(range(len(chunks)))
+    parallel_map(work, len(chunks), output.device)
     total = ElementSums()
     for sums in chunks:
         total.add(sums)
