@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 PACKAGES = ("engine/dtype_engine", "tui/dtype_tui")
-PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults"})
-"""Documented in spite of their underscore: of named tuples."""
+PUBLIC = frozenset({"_replace", "_asdict", "_fields", "_field_defaults", "_repr_html_"})
+"""Documented in spite of their underscore: of named tuples, and what a notebook asks an object for."""
 ALL = re.compile("")
 MEANT_FOR_IT: Mapping[str, re.Pattern[str]] = {
     "engine/dtype_engine/runtime/model/hf_private.py": ALL,
