@@ -151,8 +151,8 @@ _MEASURING = (
     ),
     click.Option(
         ["--modules"],
-        type=click.Choice(["sampled", "exact"]),
-        default="sampled",
+        type=click.Choice(["some", "exact"]),
+        default="some",
         show_default=True,
         help="Compare modules' outputs in about a quarter of the inputs, or in all of them. The main output is always compared in "
         "all that are run.",

@@ -61,7 +61,7 @@ class Options:
             2 GiB at most.
         precision: The relative standard error of the drift at which a measurement ends; None to run all inputs.
         floor: Whether to measure the noise floor: "auto" where a reading is near it, and while nothing else is to be done.
-        modules: In which sequences modules' outputs are compared: "sampled" for the first and as many more as are a quarter of the
+        modules: In which sequences modules' outputs are compared: "some" for the first and as many more as are a quarter of the
             inputs, "exact" for all.
         settings: How the candidate is run.
         threads: How many threads torch computes with; None for its own choice.
@@ -90,7 +90,7 @@ class Options:
     reference_bytes: int | None = None
     precision: float | None = None
     floor: Literal["auto", "always", "never"] = "auto"
-    modules: Literal["sampled", "exact"] = "sampled"
+    modules: Literal["some", "exact"] = "some"
     settings: RunSettings = field(default_factory=RunSettings)
     threads: int | None = None
     workers: int | str | None = None
