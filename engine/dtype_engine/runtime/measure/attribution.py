@@ -27,9 +27,10 @@ from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
-from dtype_engine.runtime.measure.progress import NoProgress
+from dtype_engine.runtime.measure.progress import CallProgress
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -159,7 +160,7 @@ class Attribution:
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = _BUDGET, 0
         for batch in self.inputs.batches:
-            recorder = ModuleRecorder(budget // 2, NoProgress())
+            recorder = ModuleRecorder(budget // 2, CallProgress())
             options = PassOptions(learns=True, cache_bytes=budget // 2)
             call = runner.reference_call(batch)
             ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)
@@ -238,7 +239,7 @@ class Attribution:
         return unit, scalar_drift(comparison.result()), local.sqnr_db
 
 
-class _LocalError:
+class _LocalError(ModuleObserver):
     """Observes a pass: compares the outputs of one module with the reference's."""
 
     def __init__(self, module: str | None) -> None:
@@ -258,12 +259,6 @@ class _LocalError:
             if sums.comparable:
                 self._sums = self._sums or ModuleSums()
                 self._sums.add(sums)
-
-    def replay(self, module: str, observed: object) -> None:
-        """Only calls before the part are replayed: they are as in the reference."""
-
-    def restart(self) -> None:
-        """Never called: such a pass always runs under a mode."""
 
 
 def _opened(name: str, modules: Sequence[str]) -> list[tuple[str, list[str]]]:

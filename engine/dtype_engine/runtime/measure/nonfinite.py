@@ -29,6 +29,7 @@ from dtype_engine.runtime.model.live import Weight
 from dtype_engine.runtime.modes.op_tables import Arguments, tensors_in
 from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.numerics.quantize import dtype_name
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -103,7 +104,7 @@ class _OpObserver(WeightMode):
 
 
 @dataclass
-class _FinishedModules:
+class _FinishedModules(ModuleObserver):
     """Observes a pass: notes among the events of `operations` which modules finished, in order."""
 
     operations: _OpObserver
@@ -113,12 +114,6 @@ class _FinishedModules:
         self.operations.events.append(module)
         if not bool(torch.isfinite(output).all()):
             self.names.add(module)
-
-    def replay(self, module: str, observed: object) -> None:
-        """Never called: nothing is reused."""
-
-    def restart(self) -> None:
-        """Never called: the pass runs under a mode."""
 
 
 def diagnose_nonfinite(

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
 
 import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.listener import OnProgress
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
 
-class CallProgress(Protocol):
-    """What counts the module calls of one pass."""
+class CallProgress:
+    """What counts the module calls of one pass: this one counts nothing."""
 
     def call_finished(self) -> None:
         """One more call has returned."""
@@ -22,17 +22,7 @@ class CallProgress(Protocol):
         """The pass begins again."""
 
 
-class NoProgress:
-    """Counts nothing."""
-
-    def call_finished(self) -> None:
-        return None
-
-    def restart(self) -> None:
-        return None
-
-
-class MeasurementProgress:
+class MeasurementProgress(CallProgress):
     """Tells how much of all passes is done, in elements of their inputs: of the pass under way by its module calls.
 
     calls: of a pass in which every module is watched (True) or some are (False), as far as they were counted; it is kept current.
@@ -86,7 +76,7 @@ class MeasurementProgress:
         self._run, self._finished = "", 0
 
 
-class CallCounter:
+class CallCounter(ModuleObserver):
     """Observes a pass only to tell how far it is."""
 
     def __init__(self, progress: CallProgress) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,8 +15,8 @@ from dtype_engine.runtime.passes.outputs import first_tensor
 from dtype_engine.runtime.passes.side_effects import SideEffects
 
 
-class ModuleObserver(Protocol):
-    """Gets every module's output as the pass goes by."""
+class ModuleObserver:
+    """Gets every module's output as the pass goes by, and ignores what its subclass does not take."""
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> Any:
         """Take a module's first float tensor, in any shape; `call` counts that module's calls from 0. What it returns is kept
@@ -28,19 +28,6 @@ class ModuleObserver(Protocol):
 
     def restart(self) -> None:
         """Forget what was observed: the pass failed on the way, or reused too much, and runs again from its beginning."""
-
-
-class NullObserver:
-    """Ignores every output."""
-
-    def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
-        return None
-
-    def replay(self, module: str, observed: Any) -> None:
-        return None
-
-    def restart(self) -> None:
-        return None
 
 
 class ForwardPass:

@@ -26,7 +26,7 @@ from dtype_engine.runtime.modes.weight_mode import WeightMode
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
 from dtype_engine.runtime.numerics.quantize import torch_dtype
 from dtype_engine.runtime.passes.call_interception import ModuleCalls
-from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver, NullObserver
+from dtype_engine.runtime.passes.forward_pass import ForwardPass, ModuleObserver
 from dtype_engine.runtime.passes.model_behavior import ModelBehavior, earliest
 from dtype_engine.runtime.passes.one_pass import PassOptions, PassResult
 from dtype_engine.runtime.passes.output_cache import OutputCache
@@ -36,7 +36,7 @@ from dtype_engine.runtime.passes.state_restore import as_every_pass, stored_valu
 
 Output = TypeVar("Output")
 _NOTHING = PassOptions()
-_IGNORES = NullObserver()
+_IGNORES = ModuleObserver()
 
 
 class ForwardRunner:

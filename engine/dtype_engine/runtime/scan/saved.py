@@ -1,7 +1,6 @@
 """Saved scans: what every sequence gave, with a fingerprint of what it was made of, as JSON.
 
-An estimated scan has `sequences`, each with its index; an exact one has `scores`. Version 2 had the sequences without
-indexes, the first ones in order; it is still read.
+An estimated scan has `sequences`, each with its index; an exact one has `scores`.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from dtype_engine.runtime.scan.routing import Key, TopKSample
 from dtype_engine.runtime.scan.scores import SequenceScores
 
 _VERSION = 3
-_READ = (2, 3)
 _SAMPLED = 1024
 _LARGEST = 4 << 30
 
@@ -115,7 +113,7 @@ class _Sequence(msgspec.Struct):
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
     selections: list[_TopKSample]
-    index: int | None = None
+    index: int
 
 
 class _File(msgspec.Struct):
@@ -125,7 +123,7 @@ class _File(msgspec.Struct):
     forward_seconds: float
     scan_seconds: float
     sequences: list[_Sequence]
-    parts: int | None = None
+    parts: int
     scores: list[tuple[str, str, float, float | None]] | None = None
     shard: Shard = WHOLE
 
@@ -199,20 +197,16 @@ def read_any(path: Path) -> SavedScan:
             version = data["version"]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise UserError(f"{path} is not a saved scan; remove it or give another file") from None
-    if version not in _READ:
+    if version != _VERSION:
         raise UserError(
-            f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version "
-            f"{' and '.join(map(str, _READ))}"
+            f"{path}: saved scan version {printable(repr(version), 60)} is unknown; this program reads version {_VERSION}"
         )
     try:
         file = as_type(data, _File)
     except UserError as error:
         raise UserError(f"{path} is not a saved scan ({error}); remove it or give another file") from None
-    done = {
-        position if sequence.index is None else sequence.index: _scores(sequence)
-        for position, sequence in enumerate(file.sequences)
-    }
-    parts = len(done) if file.parts is None else file.parts
+    done = {sequence.index: _scores(sequence) for sequence in file.sequences}
+    parts = file.parts
     measured = (
         None if file.scores is None else {(name, dtype): (score, error) for name, dtype, score, error in file.scores}
     )

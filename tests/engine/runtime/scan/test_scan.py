@@ -307,8 +307,8 @@ def test_a_file_that_is_no_scan_is_refused(text: str, tmp_path: Path) -> None:
         sequences().scan(["int8"], draws=2, save=file)
 
 
-def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_in_the_new_form(tmp_path: Path) -> None:
-    """saved/scan.json was written before msgspec read and wrote scans."""
+def test_a_saved_scan_reads_the_same_and_is_written_as_it_was(tmp_path: Path) -> None:
+    """saved/scan.json was written by hand: infinity, and figures that are missing, are in it."""
     old, new = Path(__file__).parent / "saved" / "scan.json", tmp_path / "scan.json"
     fingerprint = saved.Fingerprint("m" * 8, "i" * 8, ("bfloat16", "float8_e4m3fn"), "defaults")
     first, second = ("layers.0.weight", "bfloat16"), ("layers.1.weight", "float8_e4m3fn")
@@ -328,10 +328,8 @@ def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_in_the
     assert (scan.draws, scan.unit, scan.forward_seconds, scan.scan_seconds) == (4, "nats per position", 0.5, 12.25)
     saved.write(new, scan)
     before, after = json.loads(old.read_text()), json.loads(new.read_text())
-    assert (after.pop("version"), after.pop("parts"), after.pop("scores")) == (3, 2, None)
-    assert after.pop("shard") == {"number": 1, "count": 1}
-    assert [each.pop("index") for each in after["sequences"]] == [0, 1]
-    assert after == {key: value for key, value in before.items() if key != "version"}
+    assert (after.pop("scores"), after.pop("shard")) == (None, {"number": 1, "count": 1})
+    assert after == before
     assert saved.read(new, fingerprint, 4) == scan
 
 
@@ -340,7 +338,7 @@ def test_a_saved_scan_of_an_earlier_program_reads_the_same_and_is_written_in_the
     [
         ({"draws": "4"}, "draws: expected int, got str"),
         ({"fingerprint": {}}, "fingerprint: object missing required field model"),
-        ({"sequences": [{"mass": 1.0, "complete": True, "selections": [], "sums": [["a", "int8", 1.0]]}]},
+        ({"sequences": [{"mass": 1.0, "complete": True, "selections": [], "index": 0, "sums": [["a", "int8", 1.0]]}]},
          r"sequences\[0\].sums\[0\]: expected array of length 6, got 3"),
     ],
 )  # fmt: skip

@@ -12,6 +12,7 @@ from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare
 from dtype_engine.runtime.measure.modules.same_output import SeenOutput
 from dtype_engine.runtime.measure.progress import CallProgress
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
 _REPORT_EVERY = 10
 """Times the interval of progress: adding up the sums so far takes some milliseconds."""
@@ -27,7 +28,7 @@ class _Compared:
     names: list[str] = field(default_factory=list)
 
 
-class ModuleComparer:
+class ModuleComparer(ModuleObserver):
     """Observes a candidate's pass: compares each module output with the reference's at once, since a model may write to an output
     after the module returned it. `sums` has this pass's, by module; complete once `finish` was called.
 

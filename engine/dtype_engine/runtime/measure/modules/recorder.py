@@ -9,9 +9,10 @@ import torch
 
 from dtype_engine.runtime.measure.modules.same_output import SeenOutput
 from dtype_engine.runtime.measure.progress import CallProgress
+from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
 
-class ModuleRecorder:
+class ModuleRecorder(ModuleObserver):
     """Observes a reference pass: keeps a copy of every module output, up to `budget` bytes.
 
     A copy at once, since a model may write to an output after the module returned it. Modules that returned the very same tensor,
@@ -40,10 +41,6 @@ class ModuleRecorder:
         else:
             self.outputs[module, call] = copied
         self._progress.call_finished()
-
-    def replay(self, module: str, observed: object) -> None:
-        """Never called: the reference reuses no earlier pass's outputs."""
-        raise AssertionError("the reference reuses nothing")
 
     def restart(self) -> None:
         """Forget all that was kept."""
