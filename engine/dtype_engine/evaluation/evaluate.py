@@ -128,7 +128,7 @@ def describe(session: Session) -> tuple[str, str]:
     from dtype_engine.runtime.scan.saved import Fingerprint
 
     if session.inputs is None:
-        raise UserError(session.no_forward or "the model can't be run")
+        raise UserError(session.why_no_forward or "the model can't be run")
     found = Fingerprint.of(session.model, session.inputs, (), session.settings)
     return found.model, found.inputs
 

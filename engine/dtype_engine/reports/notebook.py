@@ -14,6 +14,7 @@ from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, rules_section, tree_section
 from dtype_engine.reports.html import as_fragment
 from dtype_engine.results.drift import DriftReport, worst_modules
+from dtype_engine.results.meaning import meaning
 from dtype_engine.results.scan import ScanReport
 
 _ROWS = 12
@@ -76,3 +77,18 @@ def scan_html(report: ScanReport) -> str:
     )
     title = f"Scan: {printable(report.model, 200)}"
     return as_fragment(Report(title, f"Scores in {report.unit}; {printable(report.inputs, 300)}.", sections))
+
+
+def drift_repr(report: DriftReport) -> str:
+    """What a prompt shows of a drift report, in five lines."""
+    output, memory = report.output, report.memory
+    figures = [] if output.kl_mean is None else [f"KL {with_error(output.kl_mean, output.kl_mean_se)} nats"]
+    figures += [f"SQNR {decibels(output.sqnr_db)}", f"max |Δ| {output.max_abs:.4e}"]
+    rules = ", ".join(report.rules) or "none: as stored"
+    return (
+        f"DriftReport: {printable(report.model, 100)} on {report.device} against {report.reference}\n"
+        f"  rules   {printable(rules, 300)}\n"
+        f"  drift   {', '.join(figures)} ({meaning(output)})\n"
+        f"  memory  stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}\n"
+        f"  inputs  {printable(report.inputs_run, 300)}"
+    )

@@ -11,10 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtype_engine.core import dtypes
-from dtype_engine.core.text import printable
-from dtype_engine.core.units import decibels, human_bytes, with_error
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.results.meaning import meaning
 from dtype_engine.results.memory import MemoryStats
 
 
@@ -273,19 +270,6 @@ class DriftReport:
     """The weights whose cast loses values."""
     activations: Literal["none", "weights"] = "none"
     """The setting `quantize_activations`."""
-
-    def __repr__(self) -> str:
-        output, memory = self.output, self.memory
-        figures = [] if output.kl_mean is None else [f"KL {with_error(output.kl_mean, output.kl_mean_se)} nats"]
-        figures += [f"SQNR {decibels(output.sqnr_db)}", f"max |Δ| {output.max_abs:.4e}"]
-        rules = ", ".join(self.rules) or "none: as stored"
-        return (
-            f"DriftReport: {printable(self.model, 100)} on {self.device} against {self.reference}\n"
-            f"  rules   {printable(rules, 300)}\n"
-            f"  drift   {', '.join(figures)} ({meaning(output)})\n"
-            f"  memory  stored {human_bytes(memory.stored_bytes or 0)} → planned {human_bytes(memory.planned_bytes or 0)}\n"
-            f"  inputs  {printable(self.inputs_run, 300)}"
-        )
 
     @property
     def weights_only(self) -> bool:

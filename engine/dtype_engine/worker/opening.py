@@ -128,7 +128,7 @@ def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_h
             seconds=time.perf_counter() - started,
             inputs=session.inputs.description if session.inputs is not None else "none",
             notices=session.model.notices,
-            no_forward=session.no_forward,
+            no_forward=session.why_no_forward,
         )
     )
     emit_inputs(session, emit)

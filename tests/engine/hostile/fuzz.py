@@ -323,7 +323,7 @@ def run_case(kind: str, content: bytes, folder: Path, seed: int) -> tuple[int, s
 
 def _run_app(kind: str, content: bytes, folder: Path) -> int:
     """`dtype-tui` up to where it needs a terminal: by then the configuration and the session are read."""
-    from dtype_tui.cli import command as app
+    from dtype_tui.cli import main as app
 
     place = folder / kind / "dtype-tui"
     place = place if kind == "config" else place / "sessions"

@@ -1,15 +1,16 @@
-"""Gives results their HTML for notebooks. Their classes lie below the reports, so they can't import what makes it."""
+"""Gives results what prompts and notebooks show of them: their classes lie below the reports, which make it."""
 
 from __future__ import annotations
 
 from dtype_engine.core.tree import Tree
-from dtype_engine.reports.notebook import drift_html, scan_html, tree_html
+from dtype_engine.reports.notebook import drift_html, drift_repr, scan_html, tree_html
 from dtype_engine.results.drift import DriftReport
 from dtype_engine.results.scan import ScanReport
 
 
 def show_in_notebooks() -> None:
-    """Let a notebook show a tree, a drift report and a scan report as tables."""
+    """Let a notebook show a tree, a drift report and a scan report as tables, and a prompt a drift report in five lines."""
+    DriftReport.__repr__ = drift_repr  # type: ignore[assignment]
     Tree._repr_html_ = tree_html  # type: ignore[attr-defined]
     DriftReport._repr_html_ = drift_html  # type: ignore[attr-defined]
     ScanReport._repr_html_ = scan_html  # type: ignore[attr-defined]

@@ -95,7 +95,8 @@ class Session:
         """How it is run. May be replaced between measurements."""
         self.inputs = with_next_tokens(model, inputs) if inputs is not None else None
         """What it is run on; None where it can't be run."""
-        self.no_forward: str | None = None
+        self.why_no_forward: str | None = None
+        """Why the model can't be run, with hints that the command line and the app fill in."""
         """Why it can't be run, as a sentence."""
         self.scanned: ScanReport | None = None
         """The last scan, which `predict` and `search` go by."""
@@ -108,7 +109,7 @@ class Session:
             try:
                 self.inputs = make_inputs(model, options)
             except NoForward as error:
-                self.no_forward = error.sentence
+                self.why_no_forward = error.sentence
 
     def __repr__(self) -> str:
         return (
@@ -125,7 +126,15 @@ class Session:
     def _inputs_in_words(self) -> str:
         if self.inputs is not None:
             return self.inputs.description
-        return fill_hints(f"none: {self.no_forward}", ON_THE_COMMAND_LINE)
+        return f"none: {self.no_forward}"
+
+    @property
+    def no_forward(self) -> str | None:
+        """Why the model can't be run; None where it can.
+
+        >>> session.no_forward
+        """
+        return None if self.why_no_forward is None else fill_hints(self.why_no_forward, ON_THE_COMMAND_LINE)
 
     @property
     def tree(self) -> Tree:
@@ -396,7 +405,7 @@ class Session:
             1
         """
         if self.inputs is None:
-            raise NoForward(self.no_forward or "the model can't be run")
+            raise NoForward(self.why_no_forward or "the model can't be run")
         return self.inputs
 
     @reading_weights
@@ -524,7 +533,7 @@ class Session:
             return self.model.weights[name].count_loss(dtype, cancelled)
 
         if report is None or self._meter is None:
-            reason = fill_hints(self.no_forward or "the recipe was not measured", ON_THE_COMMAND_LINE)
+            reason = self.no_forward or "the recipe was not measured"
             return untried_remedy(self.tree, self.plan, self.lost_values(cancelled), count, reason)
         with self.putting_back():
             return tried_remedy(self._meter, self.tree, self.plan, report, count, on_trial, cancelled)
@@ -705,7 +714,7 @@ class Session:
         with ForwardRunner(self.model, self.settings, cancelled, watch=False, behavior=self._behavior) as runner:
             for tried in one_of_each_shape(inputs):
                 runner.reference(runner.reference_call(tried))
-        self.inputs, self.options, self.no_forward = inputs, options, None
+        self.inputs, self.options, self.why_no_forward = inputs, options, None
         self._meter = self.scanned = None
         self._scan = LastScan()
 

@@ -381,7 +381,7 @@ def drift_of_export(
         weight.info, weight.original, weight.stored_scale = original.info, original.original, original.stored_scale
     back.tree = model.tree
     if inputs is None:
-        raise UserError(session.no_forward or "the model can't be run")
+        raise UserError(session.why_no_forward or "the model can't be run")
     meter = DriftMeter(back, inputs)
     meter.settings = session.settings
     return meter.measure(cancelled=cancelled).output
