@@ -93,11 +93,10 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
-    from dtype_engine.core import opening_progress  # not for the first paint
+    from dtype_engine.core.opening_progress import OpeningProgress  # not for the first paint
 
     started = time.perf_counter()
-    modules = opening_progress.WITHOUT if model.source.kind == "python" else opening_progress.WITH_TRANSFORMERS
-    with opening_progress.OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), modules) as on_step:
+    with OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
     emit(
         events.ModelReady(
