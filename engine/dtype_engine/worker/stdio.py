@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import control, events, imports
 from dtype_engine.worker.commands import Pause
 from dtype_engine.worker.save_requests import (
@@ -49,8 +48,6 @@ class EngineServer:
         self._idle_since: float | None = time.monotonic()
         self._running = ""
         self._paused_since: float | None = None
-        self._is_tidy = False
-        """Whether what the opening left in memory is cleared away."""
 
     @property
     def idle_since(self) -> float | None:
@@ -138,12 +135,6 @@ class EngineServer:
             case events.Idle():
                 self._idle_since = time.monotonic()
         self._outbox.put(event)
-        if isinstance(event, events.Idle) and not self._is_tidy:
-            self._is_tidy = True
-            gc.unfreeze()  # what opening left behind: looking for it takes half a second, and the first figure comes first
-            gc.collect()
-            gc.freeze()
-            trim_heap()
 
     def _take(self, worker: Worker, request: Request) -> None:
 
@@ -174,9 +165,6 @@ class EngineServer:
         with contextlib.suppress(OSError):  # whoever reads sees the end, too
             while (event := self._outbox.take()) is not None:
                 self._send(writer, event)
-                if isinstance(event, events.HeadersRead | events.ModelReady):
-                    del event
-                    trim_heap()
 
 
 def _at_home(request: SaveRequest) -> SaveRequest:
