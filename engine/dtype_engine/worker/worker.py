@@ -25,7 +25,7 @@ from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
-from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, running_name, take
+from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, take
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
@@ -138,7 +138,8 @@ class Worker(Engine):
 
     def _emit_jobs(self) -> None:
         """With the lock held, so that the last event says how it is."""
-        self._emit(events.Jobs(running_name(self._queue), job_names(self._queue.waiting)))
+        running = self._queue.running
+        self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
 
     def _work(self) -> None:
         from dtype_engine.worker.run_commands import CommandRunner  # not for the first paint
