@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
-_POLL_S = 0.2
 _CLOSE_WAIT_S = 2.0
 NICENESS = 5
 
@@ -72,6 +71,7 @@ class Worker(Engine):
         self._model: OpenModel | None = None
         """Set once, before `_opened` is."""
         self._opened = threading.Event()
+        """Set by `close`, too."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -113,6 +113,7 @@ class Worker(Engine):
         """
         with self._changed:
             self._closing.set()
+            self._opened.set()
             self._token.cancel()
             self._changed.notify_all()
         self._memory.close()
@@ -213,10 +214,9 @@ class Worker(Engine):
         """Runs in a thread of its own."""
         from dtype_engine.worker.writer import SaveContext, plan_export
 
-        while not self._opened.wait(_POLL_S):
-            if self._closing.is_set():
-                return
-        assert self._model is not None
+        self._opened.wait()
+        if self._model is None:
+            return  # closed before it was open
         recipe = queue.recipe
         context = SaveContext(self._model, queue.settings, recipe, self._planned_losses, cancelled=self._closing.is_set)
         try:
