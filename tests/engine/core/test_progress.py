@@ -28,20 +28,6 @@ def test_the_time_left_begins_anew_with_every_job() -> None:
     assert pace.seconds_left is None
 
 
-def test_the_pace_is_that_of_what_is_done_where_the_whole_is_a_guess() -> None:
-    seconds = [0.0]
-    pace = JobPace(lambda: seconds[0])
-    pace.follow("measuring", 0.0, of=1000)
-    seconds[0] = 10.0
-    pace.follow("measuring", 0.1, of=1000)
-    assert pace.seconds_left == pytest.approx(90)
-    pace.follow("measuring", 0.5, of=200)  # the same hundred, of fewer
-    assert pace.seconds_left == pytest.approx(10)
-    seconds[0] = 20.0
-    pace.follow("measuring", 0.5, of=400)
-    assert pace.seconds_left == pytest.approx(20)
-
-
 def test_opening_tells_of_modules_as_they_are_imported_and_nothing_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[str, int, int]] = []
     heard = threading.Event()
