@@ -98,7 +98,7 @@ def test_help_shows_no_addresses() -> None:
         text=True,
         check=True,
     ).stdout
-    assert "on_progress: 'OnProgress' = ignore" in shown
+    assert "on_progress: 'OnParts' = ignore" in shown
     assert "cancelled: 'IsCancelled' = never" in shown
     assert " at 0x" not in shown
 
