@@ -156,17 +156,14 @@ class EngineProcess(Engine):
             self._send(request)
 
     def plan_export(self) -> None:
-
         with self._lock:
             self._send(control.PlanExport())
 
     def check_path(self, path: str) -> None:
-
         with self._lock:
             self._send(control.CheckPath(path))
 
     def close(self) -> None:
-
         with self._lock:
             self._closing = True
             self._given_up.set()
@@ -178,7 +175,6 @@ class EngineProcess(Engine):
             thread.join(0.5)
 
     def restart(self) -> None:
-
         with self._lock:
             if self._ended:
                 self._ended = False
@@ -325,7 +321,6 @@ class EngineProcess(Engine):
         return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:
-
         with self._lock:
             if self._connection is not None:
                 return self._connection
@@ -337,7 +332,6 @@ class EngineProcess(Engine):
 
     def _reconnected(self, cut: Connection) -> Connection:
         """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
-
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))

@@ -132,7 +132,6 @@ class EngineServer:
         self._outbox.put(event)
 
     def _take(self, worker: Worker, request: Request) -> None:
-
         match request:
             case control.Acknowledge():
                 self._outbox.acknowledge(request.received)

@@ -81,11 +81,6 @@ class Worker(Engine):
         self._thread.start()
         self._memory.thread.start()
 
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe in force."""
-        return self._queue.recipe
-
     def request(self, request: Request) -> None:
         with self._changed:
             self._replace_queue(merge(self._queue, request))
