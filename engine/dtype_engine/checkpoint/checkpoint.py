@@ -79,6 +79,10 @@ class Checkpoint:
         weight = self.quantized.get(name)
         return weight.dtype if weight is not None else self.weights[name].dtype
 
+    def names_of(self, tensor: TensorInfo) -> tuple[str, ...]:
+        """The names in `weights` of a tensor of a tree: several where it is packed of several, none where the files lack it."""
+        return tensor.stored_as or tuple(name for name in tensor.names if name in self.weights)[:1]
+
     def tree(self) -> Tree:
         """The tree of its tensor names. Module classes are not known from headers, ties only where a pickle has one storage
         under several names.

@@ -22,7 +22,6 @@ from dtype_engine.checkpoint.weight_files import (
     resolve_inside,
     variant_of,
 )
-from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 
 PIPELINE_INDEX = "model_index.json"
@@ -98,9 +97,3 @@ def pipeline_notices(components: tuple[Component, ...]) -> tuple[str, ...]:
                 f"{printable(component.name)}: read from its files of the variant {printable(variant)}, the only ones there are"
             )
     return tuple(notices)
-
-
-def need_tensors(folder: Path, tensors: Mapping[str, Any]) -> None:
-    """Raise UserError for a pipeline none of whose components can be read from headers."""
-    if not tensors:
-        raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")

@@ -58,15 +58,16 @@ def _of_cache() -> Iterator[LocalModel]:
         kind, _, name = entry.name.partition("--")
         if kind != "models" or "--" not in name:
             continue
-        snapshots = sorted(_entries(Path(entry.path, "snapshots")), key=_modified)
+        snapshots = sorted(_entries(Path(entry.path, "snapshots")), key=lambda entry: _size_and_time(entry)[1])
         files = _entries(Path(snapshots[-1].path)) if snapshots else []
         if any(file.name in _MARKS or file.name.endswith(_FILES) for file in files):
             yield _checkpoint(name.replace("--", "/", 1), "Hugging Face cache", files)
 
 
 def _checkpoint(model: str, place: str, files: list[os.DirEntry[str]]) -> LocalModel:
-    nbytes = sum(_size(file) for file in files if file.name.endswith(_FILES))
-    return LocalModel(model, place, nbytes or None, max((_modified(file) for file in files), default=0.0))
+    found = [(file, *_size_and_time(file)) for file in files]
+    nbytes = sum(size for file, size, _ in found if file.name.endswith(_FILES))
+    return LocalModel(model, place, nbytes or None, max((modified for *_, modified in found), default=0.0))
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
@@ -77,15 +78,10 @@ def _entries(folder: Path) -> list[os.DirEntry[str]]:
         return []
 
 
-def _size(entry: os.DirEntry[str]) -> int:
+def _size_and_time(entry: os.DirEntry[str]) -> tuple[int, float]:
+    """Bytes, and when it was written; 0 for both where that can't be known."""
     try:
-        return entry.stat().st_size
+        status = entry.stat()
     except OSError:
-        return 0
-
-
-def _modified(entry: os.DirEntry[str]) -> float:
-    try:
-        return entry.stat().st_mtime
-    except OSError:
-        return 0.0
+        return 0, 0.0
+    return status.st_size, status.st_mtime

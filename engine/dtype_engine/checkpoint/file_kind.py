@@ -6,13 +6,12 @@ import os
 from pathlib import Path
 from typing import Literal
 
+from dtype_engine.checkpoint.safetensors_header import LONGEST_HEADER
 from dtype_engine.checkpoint.weight_files import PICKLES
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.regular_files import open_regular
 
 FileKind = Literal["safetensors", "pickle", "gguf"]
-_LONGEST_HEADER = 100_000_000
-"""Bytes of the longest header that safetensors reads."""
 _LEGACY_PICKLE = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """torch's magic number 0x1950a86a20f9469cfc6c, pickled, with which files begin that torch wrote before its version 1.6."""
 
@@ -41,7 +40,7 @@ def _by_content(path: Path) -> FileKind | None:
     ):
         return "pickle"
     header = int.from_bytes(start[:8], "little")
-    return "safetensors" if start[8:9] == b"{" and 8 + header <= size and header <= _LONGEST_HEADER else None
+    return "safetensors" if start[8:9] == b"{" and 8 + header <= size and header <= LONGEST_HEADER else None
 
 
 def _first_name(archive: bytes) -> bytes:

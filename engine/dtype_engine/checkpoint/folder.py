@@ -15,7 +15,6 @@ from typing import Any
 from dtype_engine.checkpoint.checkpoint import Checkpoint
 from dtype_engine.checkpoint.components import (
     PIPELINE_INDEX,
-    need_tensors,
     pipeline_notices,
     read_components,
 )
@@ -165,7 +164,8 @@ def _open_pipeline(folder: Path) -> Checkpoint:
     """A diffusers folder: the components that have weights are the top of the tree."""
     index = read_json(folder / PIPELINE_INDEX)
     components, tensors = read_components(folder, index)
-    need_tensors(folder, tensors)
+    if not tensors:
+        raise UserError(f"{folder}: no component of this diffusers pipeline has safetensors weights")
     shown = [component for component in components if not component.pickled]
     return Checkpoint(
         folder,

@@ -74,9 +74,7 @@ def read_header(path: Path) -> tuple[dict[str, CheckpointTensor], dict[str, str]
     if raw.count(b"{") > MOST_TENSORS + _BRACES:  # one begins every entry, and some may stand in the metadata
         raise UserError(too_many_tensors(path))
     try:
-        header = json.loads(raw)
-        if not _surely_without_duplicates(raw, header):
-            header = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
+        header = json.loads(raw, object_pairs_hook=lambda pairs: _no_duplicates(path, pairs))
     except (ValueError, RecursionError):
         raise UserError(
             f"{path}: the header is not valid JSON, so this is no safetensors file or it is damaged"
@@ -118,13 +116,6 @@ def _header_bytes(path: Path) -> tuple[bytes, int, int]:
                 "it is truncated or no safetensors file"
             )
         return file.read(length), 8 + length, size
-
-
-def _surely_without_duplicates(raw: bytes, header: object) -> bool:
-    """Whether counting alone shows that no key is there twice. Looking at every object takes ten times as long."""
-    if not isinstance(header, dict) or "__metadata__" in header:
-        return False
-    return all(raw.count(key) == len(header) for key in (b'"dtype"', b'"shape"', b'"data_offsets"'))
 
 
 def _no_duplicates(path: Path, pairs: list[tuple[str, Any]]) -> dict[str, Any]:

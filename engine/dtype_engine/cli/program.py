@@ -81,7 +81,7 @@ def say_share(what: str, done: int, total: int, said: str = "", job: str = "") -
         say(said or what)
         return
     share = min(1.0, max(0.0, done / total))
-    _pace.follow(job or what, share, total)
+    _pace.follow(job or what, share)
     left = _pace.seconds_left
     filled = round(_BAR * share)
     shown = f"{said or what} {100 * share:3.0f} % [{'#' * filled:.<{_BAR}}]"

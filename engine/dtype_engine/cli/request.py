@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from dtype_engine.cli.program import say_share, tell
-from dtype_engine.core import dtypes, opening_progress
+from dtype_engine.core import dtypes
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.gc_pause import gc_paused
 from dtype_engine.core.input_args import check_files
+from dtype_engine.core.opening_progress import OpeningProgress
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -103,8 +104,7 @@ class RunRequest:
         refuse_unmatched(source, self.options, self.recipe)
         from dtype_engine.runtime.session.opening import open_session
 
-        modules = opening_progress.WITHOUT if source.kind == "python" else opening_progress.WITH_TRANSFORMERS
-        with opening_progress.OpeningProgress(partial(say_share, job="opening"), modules) as on_step:
+        with OpeningProgress(partial(say_share, job="opening"), source.kind) as on_step:
             session = open_session(source, self.options, on_step=on_step)
         title = session.model.title
         if self.made_for is not None and self.made_for != title:

@@ -37,14 +37,11 @@ def raised_signals() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise EndedBySignal(number)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {number: signal.getsignal(number) for number in numbers}
+    ours = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
     try:
-        for number, handler in before.items():
-            if handler is signal.SIG_DFL:
-                signal.signal(number, end)
+        for number in ours:
+            signal.signal(number, end)
         yield
     finally:
-        for number, handler in before.items():
-            if handler is signal.SIG_DFL:
-                signal.signal(number, handler)
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)

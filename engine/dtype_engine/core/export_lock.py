@@ -9,6 +9,7 @@ over a network.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import secrets
@@ -18,11 +19,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-try:
-    import fcntl
-except ImportError:  # not a POSIX system: nothing is locked, and nothing is ever taken for stale
-    fcntl = None  # type: ignore[assignment]
 
 PARTIAL, REPLACED = "partial", "replaced"
 OLD = "old"
@@ -34,9 +30,6 @@ _UNLOCKED_S = 60.0
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Hold the lock of an empty folder while the block runs, which may fill and rename it."""
-    if fcntl is None:
-        yield
-        return
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -71,8 +64,6 @@ def recover_stale(target: Path) -> None:
 
 
 def _clear_up(folder: Path, target: Path) -> None:
-    if fcntl is None:
-        return
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while the writer lives

@@ -17,19 +17,11 @@ class JobPace:
         self._clock = clock
         self._job = ""
         self._share: float | None = None
-        self._of = 1
         self._begun: tuple[float, float] | None = None
         """When the share of what runs was first known, and what it was."""
 
-    def follow(self, job: str, share: float | None, of: int = 1) -> None:
-        """So much of this job is done; None: that is not known. One that has done less than before has begun anew.
-
-        of: how much there is to do in all, where a guess of that may change: what was done stays.
-        """
-        if job == self._job and of != self._of and self._begun is not None and self._share is not None:
-            since, first = self._begun
-            self._begun, self._share = (since, first * self._of / of), self._share * self._of / of
-        self._of = of
+    def follow(self, job: str, share: float | None) -> None:
+        """So much of this job is done; None: that is not known. One that has done less than before has begun anew."""
         if share is None:
             self._begun = None
         elif self._begun is None or job != self._job or share < (self._share or 0.0):

@@ -20,7 +20,7 @@ def open_regular(path: Path) -> BinaryIO:
     might never end), and OSError where it can't be opened.
     """
     _refuse_special(path, os.stat(path))
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NONBLOCK", 0))
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         _refuse_special(path, os.fstat(number))  # another may stand there by now
         return os.fdopen(number, "rb")

@@ -1,11 +1,10 @@
-"""torch and transformers, imported ahead of what needs them: they take longer than everything else before the first figure."""
+"""torch, imported ahead of what needs it: it takes longer than everything else before the first figure."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 
-_with_transformers = threading.Event()
 _thread: threading.Thread | None = None
 
 
@@ -18,11 +17,6 @@ def begin_imports() -> None:
     _thread.start()
 
 
-def add_transformers() -> None:
-    """The model is a checkpoint: what loads it is needed, too."""
-    _with_transformers.set()
-
-
 def finish_imports() -> None:
     """Wait for what `begin_imports` began: of two threads in one package's imports, one can see half a module."""
     if _thread is not None:
@@ -31,7 +25,4 @@ def finish_imports() -> None:
 
 def _import() -> None:
     with contextlib.suppress(ImportError):
-        from dtype_engine.runtime.session.opening import import_loaders
-
-        if _with_transformers.is_set():
-            import_loaders()
+        import dtype_engine.runtime.session.opening  # noqa: F401

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, Union
@@ -107,19 +106,6 @@ def encode_answer(answer: Answer) -> Iterator[bytes]:
     yield _ENCODER.encode(answer)
 
 
-def pack_tree(tree: Tree) -> tuple[bytes, ...]:
-    """A tree in a hundredth of the memory that it takes."""
-    return tuple(zlib.compress(part, 1) for part in _tree_parts(tree))
-
-
-def unpack_tree(parts: Iterable[bytes]) -> Tree:
-    """What `pack_tree` was given."""
-    decoder = AnswerDecoder()
-    for part in parts:
-        decoder.decode(zlib.decompress(part))
-    return decoder.made_tree()
-
-
 class AnswerDecoder:
     """Reads an engine's messages in their order, and believes nothing: types are checked, text is made safe to show."""
 
@@ -167,7 +153,7 @@ class AnswerDecoder:
         """msgspec's `dec_hook`: the tree of the parts that came before its event."""
         if kind is not Tree or value is not None:
             raise ValueError(f"expected {kind.__name__}, got {type(value).__name__}")
-        self._tree = self.made_tree()
+        self._tree = self._made_tree()
         return self._tree
 
     def _take_part(self, part: TreePart) -> None:
@@ -182,7 +168,7 @@ class AnswerDecoder:
             before = self._tree.tensors.get(name)
             self._tensors.append(before if before == tensor else tensor)  # of 90,000, one tree's alone are 60 MiB
 
-    def made_tree(self) -> Tree:
+    def _made_tree(self) -> Tree:
         """The tree of the parts since the last one."""
         modules, tensors, with_classes = self._modules, self._tensors, self._with_classes
         self._modules, self._tensors = [], []

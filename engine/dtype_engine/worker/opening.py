@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -22,26 +21,6 @@ if TYPE_CHECKING:
     from dtype_engine.worker.queue import Available
 
 
-class KnownTree:
-    """A tree that is seldom asked for, and takes little memory meanwhile; in the app's process it is the app's own."""
-
-    def __init__(self, tree: Tree) -> None:
-        from dtype_engine.worker.messages import pack_tree  # not for the first paint
-
-        self._parts = pack_tree(tree)
-        self._tree = weakref.ref(tree)
-
-    def tree(self) -> Tree:
-        """The tree."""
-        from dtype_engine.worker.messages import unpack_tree
-
-        tree = self._tree()
-        if tree is None:
-            tree = unpack_tree(self._parts)
-            self._tree = weakref.ref(tree)
-        return tree
-
-
 @dataclass
 class OpenModel:
     """What there is of a model. known_tree: with module classes, where there is no session but the architecture is known;
@@ -52,7 +31,7 @@ class OpenModel:
     options: Options
     checkpoint: Checkpoint | None = None
     session: Session | None = None
-    known_tree: KnownTree | None = None
+    known_tree: Tree | None = None
     why_closed: str = ""
 
     @property
@@ -66,7 +45,7 @@ class OpenModel:
             return self.session.tree
         if self.checkpoint is None:
             raise UserError("the model is not open")
-        return self.known_tree.tree() if self.known_tree is not None else self.checkpoint.tree()
+        return self.known_tree if self.known_tree is not None else self.checkpoint.tree()
 
 
 def open_model(source: Source, options: Options, emit: Callable[[events.Event], None], read_headers: bool) -> OpenModel:
@@ -114,11 +93,10 @@ def emit_inputs(session: Session, emit: Callable[[events.Event], None]) -> None:
 
 
 def _open_session(model: OpenModel, emit: Callable[[events.Event], None], read_headers: bool) -> None:
-    from dtype_engine.core import opening_progress  # not for the first paint
+    from dtype_engine.core.opening_progress import OpeningProgress  # not for the first paint
 
     started = time.perf_counter()
-    modules = opening_progress.WITHOUT if model.source.kind == "python" else opening_progress.WITH_TRANSFORMERS
-    with opening_progress.OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), modules) as on_step:
+    with OpeningProgress(lambda *told: emit(events.LoadingProgress(*told)), model.source.kind) as on_step:
         session = _opened(model, emit, read_headers, on_step)
     emit(
         events.ModelReady(
@@ -175,5 +153,5 @@ def _emit_classes(model: OpenModel, emit: Callable[[events.Event], None]) -> Non
     except UserError:
         tree = model.checkpoint.tree()
     if tree.has_classes:
-        model.known_tree = KnownTree(tree)
+        model.known_tree = tree
     emit(events.HeadersRead(tree, ()))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.cancellation import IsCancelled
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.units import human_bytes
@@ -56,7 +55,7 @@ class PlannedLosses:
 
         def count(name: str, dtype: str) -> ValueLoss | None:
             key = name, dtype
-            names = names_in_files(checkpoint, tree.tensors[name]) if name in tree.tensors else (name,)
+            names = checkpoint.names_of(tree.tensors[name]) if name in tree.tensors else (name,)
             if key not in self.counted and len(names) == 1:
                 self.counted[key] = count_losses(name, read_tensor(checkpoint, names[0]), dtype, cancelled=cancelled)
             return self.counted.get(key)
@@ -78,7 +77,7 @@ class PlannedLosses:
         """Stored bytes of what a plan casts and nobody looked at yet."""
         found = 0
         for name, dtype in plan.dtypes.items():
-            names = names_in_files(checkpoint, tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()
+            names = checkpoint.names_of(tree.tensors[name]) if dtype != tree.tensors[name].dtype else ()
             shown = (name,) if len(names) == 1 else names
             if any((each, dtype) not in self.counted for each in shown):
                 found += tree.tensors[name].nbytes

@@ -107,18 +107,16 @@ class EngineProcess(Engine):
         self._lock = threading.RLock()
         """Guards what follows."""
         self._in_force = _InForce()
-        self._unsent: list[Message] = []
-        """Requests made before the engine could be told."""
-        self._sent: list[Message] = []
-        """What an engine that lingers was told, after `Open`: a connection may be cut before all of it has arrived."""
-        self._is_lost = False
-        """Whether the connection to an engine that lingers is cut."""
+        self._requests: list[Message] = []
+        """What an engine is told after `Open`: one that lingers all of it, since its connection may be cut before it has arrived;
+        any other what was requested before it could be told.
+        """
+        self._is_connected = False
+        """Whether the engine was asked to open the model, and the connection to it is not cut."""
         self._given_up = threading.Event()
         """Nobody waits for a cut connection any more."""
         self._received = 0
         """Events that came, of this engine."""
-        self._is_open = False
-        """Whether the engine was asked to open the model."""
         self._memory: MemoryStats | None = None
         self._pending: list[SaveRequest] = []
         """What is being written, and what waits to be."""
@@ -158,17 +156,14 @@ class EngineProcess(Engine):
             self._send(request)
 
     def plan_export(self) -> None:
-
         with self._lock:
             self._send(control.PlanExport())
 
     def check_path(self, path: str) -> None:
-
         with self._lock:
             self._send(control.CheckPath(path))
 
     def close(self) -> None:
-
         with self._lock:
             self._closing = True
             self._given_up.set()
@@ -180,11 +175,10 @@ class EngineProcess(Engine):
             thread.join(0.5)
 
     def restart(self) -> None:
-
         with self._lock:
             if self._ended:
                 self._ended = False
-                self._unsent = [*self._in_force.requests()]
+                self._requests = [*self._in_force.requests()]
                 self.start()
                 return
             if self._thread is None:
@@ -192,7 +186,7 @@ class EngineProcess(Engine):
             self._restarting = True
             self._given_up.set()
             connection = self._connection
-            if connection is not None and self._command.lingers and not self._is_lost:
+            if connection is not None and self._command.lingers:
                 connection.send(control.Close())  # it would outlive its connection
                 threading.Timer(_CLOSE_WAIT_S, connection.kill).start()
             elif connection is not None:
@@ -202,21 +196,27 @@ class EngineProcess(Engine):
         """With the lock held."""
         if self._ended:
             return  # what is in force is told to the next one
-        if not self._is_open or self._connection is None:
-            self._unsent.append(request)
-            return
-        if self._command.lingers:
-            self._sent.append(request)
-        if not self._is_lost:
+        if self._command.lingers or not self._is_connected:
+            self._requests.append(request)
+        if self._is_connected and self._connection is not None:
             self._connection.send(request)
+
+    def _tell(self, connection: Connection, received: int) -> None:
+        """Send all requests but the first `received`, and what is requested from now on."""
+        with self._lock:
+            for request in self._requests[received:]:
+                connection.send(request)
+            if not self._command.lingers:
+                self._requests = []
+            self._is_connected = True
 
     def _run(self) -> None:
         """Runs in a thread of its own: connect, open, hand on what the engine tells, until its end."""
         while True:
             reason = self._serve_once()
             with self._lock:
-                self._connection, self._is_open, self._process = None, False, None
-                self._session, self._sent, self._is_lost = new_session(), [], False
+                self._connection, self._is_connected, self._process = None, False, None
+                self._session, self._requests = new_session(), []
                 pending, self._pending = self._pending, []
             if self._command.is_local:
                 for request in pending:
@@ -230,7 +230,7 @@ class EngineProcess(Engine):
                     self._emit(events.EngineEnded(reason))  # with the lock held: before anything of the next one
                     return
                 self._restarting = False
-                self._unsent = [*self._in_force.requests()]
+                self._requests = [*self._in_force.requests()]
 
     def _serve_once(self) -> str:
         """One life of the engine, over as many connections as it takes; why it ended."""
@@ -240,11 +240,7 @@ class EngineProcess(Engine):
         try:
             connection = self._connected()
             decoder = messages.AnswerDecoder()
-            with self._lock:
-                self._is_open = True
-                unsent, self._unsent = self._unsent, []
-                for request in unsent:
-                    self._send(request)
+            self._tell(connection, 0)
             while (reason := self._follow(connection, decoder)) is None:
                 decoder.begin_again()
                 connection = self._reconnected(connection)
@@ -269,7 +265,7 @@ class EngineProcess(Engine):
             return f"{name}: the engine there ended: {connection.last_line()}"
         with self._lock:
             if self._command.lingers and not self._given_up.is_set():
-                self._is_lost = True
+                self._is_connected = False
                 return None
         return f"{name} ended: {self._why(status, connection)}"
 
@@ -325,7 +321,6 @@ class EngineProcess(Engine):
         return events.Saved(composed.recipe, True, f"wrote {printable(str(path), 300)}, here", composed.notices)
 
     def _connected(self) -> Connection:
-
         with self._lock:
             if self._connection is not None:
                 return self._connection
@@ -337,7 +332,6 @@ class EngineProcess(Engine):
 
     def _reconnected(self, cut: Connection) -> Connection:
         """Another connection to the engine that goes on without one, however long that takes. Raises UserError where it is gone."""
-
         name = self._command.name
         words = f" ({line})" if (line := cut.last_line()) else ""
         self._emit(events.EngineLost(f"the connection to {name} is cut{words}"))
@@ -358,11 +352,8 @@ class EngineProcess(Engine):
                 connection.send(control.Close())
                 connection.end(_CLOSE_WAIT_S)
                 raise UserError(f"{name}: the engine there is gone, with what it did since the connection was cut")
-            with self._lock:
-                connection.send(control.Resume(self._received))
-                for request in self._sent[hello.requests :]:
-                    connection.send(request)
-                self._is_lost = False
+            connection.send(control.Resume(self._received))
+            self._tell(connection, hello.requests)
             self._emit(events.EngineBack())
             return connection
         raise UserError(f"{name}: the connection is cut")

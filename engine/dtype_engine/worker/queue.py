@@ -128,11 +128,6 @@ def job_names(commands: Iterable[Command]) -> tuple[JobName, ...]:
     return tuple(command.name for command in commands)
 
 
-def running_name(queue: Queue) -> JobName | Literal[""]:
-    """The name of the running command; "" where nothing runs."""
-    return queue.running.name if queue.running is not None else ""
-
-
 def supersedes(newer: Command, older: Command) -> bool:
     """Whether `older` need not run where `newer` will."""
     if isinstance(newer, Measure):

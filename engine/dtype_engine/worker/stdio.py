@@ -15,9 +15,6 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from dtype_engine.core.heap import trim_heap
 from dtype_engine.worker import control, events, imports
 from dtype_engine.worker.commands import Pause
 from dtype_engine.worker.save_requests import (
@@ -25,7 +22,6 @@ from dtype_engine.worker.save_requests import (
     ExportRequest,
     RecipeRequest,
     ReportRequest,
-    SaveRequest,
 )
 
 NICENESS = 5
@@ -49,8 +45,6 @@ class EngineServer:
         self._idle_since: float | None = time.monotonic()
         self._running = ""
         self._paused_since: float | None = None
-        self._is_tidy = False
-        """Whether what the opening left in memory is cleared away."""
 
     @property
     def idle_since(self) -> float | None:
@@ -113,8 +107,6 @@ class EngineServer:
             source = locate(request.model, request.options.trust_pickle, request.options.download)
             source.refuse_other_options(request.options)
             check_files(request.options)
-            if source.kind == "checkpoint":
-                imports.add_transformers()
             refuse_unmatched(source, request.options, request.recipe)
         except UserError as error:
             self._send(writer, control.Opened("", str(error)))
@@ -138,21 +130,14 @@ class EngineServer:
             case events.Idle():
                 self._idle_since = time.monotonic()
         self._outbox.put(event)
-        if isinstance(event, events.Idle) and not self._is_tidy:
-            self._is_tidy = True
-            gc.unfreeze()  # what opening left behind: looking for it takes half a second, and the first figure comes first
-            gc.collect()
-            gc.freeze()
-            trim_heap()
 
     def _take(self, worker: Worker, request: Request) -> None:
-
         match request:
             case control.Acknowledge():
                 self._outbox.acknowledge(request.received)
                 return
             case ExportRequest() | RecipeRequest() | ReportRequest() | ConvertRequest():
-                worker.save(_at_home(request))
+                worker.save(request)
             case Pause():
                 self._paused_since = time.monotonic() if request.paused else None
                 worker.request(request)
@@ -174,17 +159,6 @@ class EngineServer:
         with contextlib.suppress(OSError):  # whoever reads sees the end, too
             while (event := self._outbox.take()) is not None:
                 self._send(writer, event)
-                if isinstance(event, events.HeadersRead | events.ModelReady):
-                    del event
-                    trim_heap()
-
-
-def _at_home(request: SaveRequest) -> SaveRequest:
-    """The request with a path below the home of this machine, where it names that."""
-    name = "folder" if isinstance(request, ExportRequest) else "file"
-    with contextlib.suppress(RuntimeError):  # the home of nobody: writing says so
-        return msgspec.structs.replace(request, **{name: getattr(request, name).expanduser()})
-    return request
 
 
 def own_streams() -> tuple[Callable[[int], bytes], Callable[[bytes], object]]:

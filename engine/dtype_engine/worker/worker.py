@@ -25,14 +25,13 @@ from dtype_engine.worker.engine import Engine
 from dtype_engine.worker.memory_sampler import MemorySampler
 from dtype_engine.worker.opening import OpenModel, open_model
 from dtype_engine.worker.planned_losses import PlannedLosses
-from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, running_name, take
+from dtype_engine.worker.queue import Queue, finish, job_names, merge, opened, reported, take
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.worker.run_commands import CommandRunner
     from dtype_engine.worker.save_requests import SaveRequest
 
-_POLL_S = 0.2
 _CLOSE_WAIT_S = 2.0
 NICENESS = 5
 
@@ -72,6 +71,7 @@ class Worker(Engine):
         self._model: OpenModel | None = None
         """Set once, before `_opened` is."""
         self._opened = threading.Event()
+        """Set by `close`, too."""
         self._planned_losses = PlannedLosses()
         self._memory = MemorySampler(emit)
         self._thread = threading.Thread(target=self._work, name="dtype-engine", daemon=True)
@@ -80,11 +80,6 @@ class Worker(Engine):
     def start(self) -> None:
         self._thread.start()
         self._memory.thread.start()
-
-    @property
-    def recipe(self) -> Recipe:
-        """The recipe in force."""
-        return self._queue.recipe
 
     def request(self, request: Request) -> None:
         with self._changed:
@@ -113,6 +108,7 @@ class Worker(Engine):
         """
         with self._changed:
             self._closing.set()
+            self._opened.set()
             self._token.cancel()
             self._changed.notify_all()
         self._memory.close()
@@ -138,7 +134,8 @@ class Worker(Engine):
 
     def _emit_jobs(self) -> None:
         """With the lock held, so that the last event says how it is."""
-        self._emit(events.Jobs(running_name(self._queue), job_names(self._queue.waiting)))
+        running = self._queue.running
+        self._emit(events.Jobs(running.name if running is not None else "", job_names(self._queue.waiting)))
 
     def _work(self) -> None:
         from dtype_engine.worker.run_commands import CommandRunner  # not for the first paint
@@ -212,10 +209,9 @@ class Worker(Engine):
         """Runs in a thread of its own."""
         from dtype_engine.worker.writer import SaveContext, plan_export
 
-        while not self._opened.wait(_POLL_S):
-            if self._closing.is_set():
-                return
-        assert self._model is not None
+        self._opened.wait()
+        if self._model is None:
+            return  # closed before it was open
         recipe = queue.recipe
         context = SaveContext(self._model, queue.settings, recipe, self._planned_losses, cancelled=self._closing.is_set)
         try:

@@ -1,10 +1,10 @@
-"""A thread imports torch ahead, and transformers for a checkpoint: what opens a model waits for it."""
+"""A thread imports torch ahead: what opens a model waits for it."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
-from types import ModuleType
 
 import pytest
 
@@ -16,20 +16,11 @@ OPENING = "dtype_engine.runtime.session.opening"
 @pytest.fixture(autouse=True)
 def _as_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(imports, "_thread", None)
-    monkeypatch.setattr(imports, "_with_transformers", threading.Event())
 
 
-@pytest.mark.parametrize("is_checkpoint", [True, False])
-def test_what_a_model_needs_is_there_when_it_has_finished(is_checkpoint: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded: list[str] = []
-    opening = ModuleType(OPENING)
-    vars(opening)["import_loaders"] = lambda: loaded.append("transformers")
-    monkeypatch.setitem(sys.modules, OPENING, opening)
-    if is_checkpoint:
-        imports.add_transformers()
-    imports.begin_imports()
-    imports.finish_imports()
-    assert loaded == ["transformers"] * is_checkpoint
+def test_what_a_model_needs_is_there_when_it_has_finished() -> None:
+    begun = "import sys; from dtype_engine.worker import imports; imports.begin_imports(); imports.finish_imports()"
+    subprocess.run([sys.executable, "-c", f"{begun}; assert {OPENING!r} in sys.modules"], check=True)
 
 
 def test_what_can_not_be_imported_is_nobodys_error_yet(monkeypatch: pytest.MonkeyPatch) -> None:

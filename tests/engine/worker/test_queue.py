@@ -41,7 +41,6 @@ from dtype_engine.worker.queue import (
     merge,
     opened,
     reported,
-    running_name,
     supersedes,
     take,
 )
@@ -219,9 +218,9 @@ def test_what_can_not_be_done_is_refused_when_that_is_known(
 
 def test_each_part_of_a_measurement_is_named_and_stopped_by_itself() -> None:
     queue = running(MeasureFloor(), FindLossRemedy(None), SAVE)
-    assert running_name(queue) == "floor"
+    assert queue.running is not None
+    assert queue.running.name == "floor"
     assert job_names(queue.waiting) == ("losses", "write")
-    assert running_name(IDLE) == ""
     assert job_names(merge(queue, Cancel("losses")).waiting) == ("write",)
     assert merge(queue, Cancel("losses")).stopping == ""
     assert merge(queue, Cancel("floor")).stopping == "user"

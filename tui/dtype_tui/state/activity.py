@@ -68,11 +68,11 @@ class Activity:
         elif job not in self.waiting:
             self.waiting += (job,)
 
-    def begin(self, what: str, share: float | None = None, job: str = "", of: int = 1) -> None:
+    def begin(self, what: str, share: float | None = None, job: str = "") -> None:
         """This is under way now, as a part of `job`: by default what is before the colon, since a measurement's passes take turns,
-        and their shares are of the whole. of: as for `JobPace.follow`.
+        and their shares are of the whole.
         """
-        self._pace.follow(job or what.partition(":")[0], share, of)
+        self._pace.follow(job or what.partition(":")[0], share)
         self.busy, self.what, self.share = True, printable(what), share  # it may be a name of an engine's elsewhere
 
     def follow(self, event: Progress) -> None:
@@ -83,7 +83,7 @@ class Activity:
             case events.CastingProgress():
                 self.begin(f"casting {event.total:,} tensors", _share(event.done, event.total))
             case events.MeasuringProgress():
-                self.begin(f"measuring: {event.run}", _share(event.done, event.total), of=event.total or 1)
+                self.begin(f"measuring: {event.run}", _share(event.done, event.total))
             case events.WorkingProgress():
                 self.begin(event.what, _share(event.done, event.total))
             case events.SavingProgress():

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled
 from dtype_engine.results.losses import ValueLoss
@@ -35,7 +34,7 @@ def losses_in_files(
         (tensor.name if len(names) == 1 else name, name, planned[tensor.name])
         for tensor in tree.tensors.values()
         if planned[tensor.name] != tensor.dtype
-        for names in [names_in_files(checkpoint, tensor)]
+        for names in [checkpoint.names_of(tensor)]
         for name in names
     ]
     losses = []

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from dtype_engine.checkpoint import Checkpoint, Watch, refuse_changed
-from dtype_engine.checkpoint.names_in_files import names_in_files
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
@@ -35,7 +34,7 @@ def round_trips(
         (tensor if len(names) == 1 else dataclasses.replace(tensor, name=name), name, planned[tensor.name])
         for tensor in tree.order
         if planned[tensor.name] != tensor.dtype
-        for names in [names_in_files(checkpoint, tensor)]
+        for names in [checkpoint.names_of(tensor)]
         for name in names
     ]
     for done, (tensor, name, dtype) in enumerate(changed):
@@ -87,7 +86,7 @@ def inspect_live_weight(
     Raises UserError, Cancelled.
     """
     info = model.tree.canonical(name)
-    names = names_in_files(model.checkpoint, info) if model.checkpoint is not None and info is not None else ()
+    names = model.checkpoint.names_of(info) if model.checkpoint is not None and info is not None else ()
     if model.checkpoint is not None and len(names) == 1:
         return inspect_weight(model.checkpoint, names[0], targets, cancelled)
     weight = model.weights.get(name)

@@ -168,7 +168,11 @@ class LiveModel:
         module.eval().requires_grad_(False)
         originals = {id(tensor): tensor.data for tensor in (*module.parameters(), *module.buffers())}
         if device.type != "cpu":
-            _move(module, device)
+            try:
+                module.to(device)  # where a tensor object can't follow, a new one takes its place
+            except torch.OutOfMemoryError as error:
+                reason = str(error).split(". ")[0]
+                raise UserError(f"the model does not fit on {device}: {reason}; try --device cpu") from None
         infos, tensors = collect_tensors(module)
         quantized = quantized or {}
         quantized = {info.name: quantized[name] for info in infos for name in info.names if name in quantized}
@@ -289,13 +293,3 @@ class LiveModel:
         if len(current) != 1 or scratch or (only := current.pop()) not in dtypes.COMPUTE_DTYPES:
             return None
         return torch_dtype(only)
-
-
-def _move(module: nn.Module, device: torch.device) -> None:
-    """Put the module's tensors on another device, one by one; where a tensor object can't follow, a new one takes its
-    place.
-    """
-    try:
-        module.to(device)
-    except torch.OutOfMemoryError as error:
-        raise UserError(f"the model does not fit on {device}: {str(error).split('. ')[0]}; try --device cpu") from None

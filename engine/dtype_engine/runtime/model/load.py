@@ -77,8 +77,6 @@ def load(source: Source, options: Options, on_step: OnStep = lambda step: None) 
         whole = load_pickle(checkpoint.path, trust=True)
         if isinstance(whole, nn.Module):
             return LiveModel.wrap(whole, source.title, device)
-    if checkpoint.form in _NO_ARCHITECTURE:
-        raise NoForward(f"{source.title}: no forward pass: {_NO_ARCHITECTURE[checkpoint.form]}; planning works")
     return _from_checkpoint(checkpoint, source, options, device, on_step)
 
 

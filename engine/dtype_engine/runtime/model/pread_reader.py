@@ -6,7 +6,7 @@ A mapped file that another program cuts short ends this one with a signal (SIGBU
 from __future__ import annotations
 
 import math
-import os
+from io import FileIO
 from types import TracebackType
 
 import torch
@@ -25,17 +25,17 @@ class FileValues:
         self.byte_range = byte_range
         self.dtype = dtype
         self.shape = torch.Size(shape)
-        self._file = -1
+        self._file: FileIO
 
     def __enter__(self) -> FileValues:
         with reading(self.byte_range.file):
-            self._file = os.open(self.byte_range.file, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
+            self._file = open(self.byte_range.file, "rb", buffering=0)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -44,13 +44,14 @@ class FileValues:
         """`count` elements from the flat index `start` on. Raises UserError where the file ends before them, or can't be read."""
         width = self.dtype.itemsize
         buffer = bytearray(count * width)
-        view, at = memoryview(buffer), self.byte_range.start + start * width
-        while view:
-            with reading(self.byte_range.file):
-                got = _read_into(self._file, view, at)
-            if not got:
-                raise UserError(f"{self.byte_range.file} was cut short while it was read")
-            view, at = view[got:], at + got
+        view = memoryview(buffer)
+        with reading(self.byte_range.file):
+            self._file.seek(self.byte_range.start + start * width)
+            while view:
+                got = self._file.readinto(view)
+                if not got:
+                    raise UserError(f"{self.byte_range.file} was cut short while it was read")
+                view = view[got:]
         return torch.frombuffer(buffer, dtype=self.dtype) if count else torch.empty(0, dtype=self.dtype)
 
     def reshape(self, *shape: int) -> FileRows:
@@ -71,11 +72,3 @@ class FileRows:
         start, stop, _ = piece.indices(self.shape[0])
         width = math.prod(self.shape[1:])
         return self._values.elements(start * width, (stop - start) * width).view(stop - start, *self.shape[1:])
-
-
-def _read_into(file: int, view: memoryview, at: int) -> int:
-    if hasattr(os, "preadv"):
-        return os.preadv(file, [view], at)
-    data = os.pread(file, len(view), at)
-    view[: len(data)] = data
-    return len(data)
