@@ -36,10 +36,11 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
-from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
+from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
+from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
@@ -117,7 +118,7 @@ class MainScreen(Screen[None]):
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
-        self.side.set_narrow(narrow)
+        self.side.set_class(narrow, "narrow")
         needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
         words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
         self.query_one("#too-small", Static).update(words)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.table import Table
 from rich.text import Text
 
@@ -11,9 +9,6 @@ from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_tui.rendering.cells import colour, short_bytes
 from dtype_tui.widgets.panes.base import Pane, figures_grid
-
-if TYPE_CHECKING:
-    pass
 
 
 class MemoryPane(Pane):
