@@ -62,7 +62,7 @@ class DtypeApp(BaseApp[None]):
             settings=launch.settings,
             thresholds=launch.thresholds,
         )
-        self.controller = Controller(experiment, start_engine(self._emit), self._say, self._show)
+        self.controller = Controller(experiment, start_engine(self._emit), self._say, lambda: self.main.show_all())
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
@@ -72,9 +72,6 @@ class DtypeApp(BaseApp[None]):
 
     def _say(self, text: str, severity: Severity) -> None:
         self.main.say(text, severity)
-
-    def _show(self) -> None:
-        self.main.show_all()
 
     def _emit(self, event: events.Event) -> None:
         """Called by the engine's threads; nothing is posted any more once the app has ended."""

@@ -38,9 +38,6 @@ class BottomPrompt(Vertical):
 
         preview: Preview | None
 
-    class Cancelled(Message):
-        """The prompt was closed, and nothing is to be done."""
-
     def __init__(self, id: str, placeholder: str = "") -> None:
         super().__init__(id=id)
         self.field = LineInput(f"{id}-input", self.entered, self.typed, placeholder)
@@ -90,4 +87,3 @@ class BottomPrompt(Vertical):
 
     def action_cancel(self) -> None:
         self.close()
-        self.post_message(self.Cancelled())
