@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -67,7 +66,6 @@ class DtypeApp(BaseApp[None]):
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
-        self._saver_lock = threading.Lock()
         self.guide = TourGuide(self, self.main, self.controller, launch)
 
     def _say(self, text: str, severity: Severity) -> None:
@@ -99,9 +97,7 @@ class DtypeApp(BaseApp[None]):
         if self.return_code is not None:
             return  # q came before the first paint was over, and nothing can be mounted any more
         await self.main.ensure_prompts()
-        await asyncio.to_thread(self._make_saver)  # its imports hold up no key
-        if self.return_code is not None:
-            return
+        self._make_saver()
         pause_gc()
         # An engine may never get so far that `MainScreen` resumes it.
         asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
@@ -115,11 +111,9 @@ class DtypeApp(BaseApp[None]):
             self.exit()
 
     def _make_saver(self) -> None:
-        """Make what saves the session, once; called from several threads."""
-        with self._saver_lock:
-            if self._saver is None and self.launch.saver is not None:
-                self._saver = self.launch.saver()
-                self._saver.say = lambda trouble: self.main.say(trouble, "warning")
+        if self._saver is None and self.launch.saver is not None:
+            self._saver = self.launch.saver()
+            self._saver.say = lambda trouble: self.main.say(trouble, "warning")
 
     def _save_session(self) -> None:
         cursor = self.main.cursor

@@ -152,7 +152,7 @@ async def test_history_pins_compares_and_goes_back(size: tuple[int, int]) -> Non
         half = Recipe((Rule("*", "float16"),))
         await measured(app, pilot, half, 1e-4)
         await measured(app, pilot, half.then(Rule("lm_head", "float32")), 2e-4)
-        assert [len(entry.rules) for entry in app.controller.experiment.measured] == [1, 1, 2]
+        assert [len(entry.recipe.rules) for entry in app.controller.experiment.measured] == [1, 1, 2]
         await pilot.press("H")
         assert isinstance(app.screen, MeasurementsScreen)
         text = screen(app)
