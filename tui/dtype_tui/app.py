@@ -28,7 +28,6 @@ from dtype_tui.main_screen import MainScreen
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.engine_life import Severity
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.tour_guide import TourGuide
@@ -62,15 +61,14 @@ class DtypeApp(BaseApp[None]):
             settings=launch.settings,
             thresholds=launch.thresholds,
         )
-        self.controller = Controller(experiment, start_engine(self._emit), self._say, lambda: self.main.show_all())
+        self.controller = Controller(
+            experiment, start_engine(self._emit), lambda *said: self.main.say(*said), lambda: self.main.show_all()
+        )
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
         self.guide = TourGuide(self, self.main, self.controller, launch)
-
-    def _say(self, text: str, severity: Severity) -> None:
-        self.main.say(text, severity)
 
     def _emit(self, event: events.Event) -> None:
         """Called by the engine's threads; nothing is posted any more once the app has ended."""

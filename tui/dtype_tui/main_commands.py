@@ -48,7 +48,6 @@ class CommandWords:
             self._controller.notify(f"no name has {text} in it", "information")
 
     def go_to(self, name: str) -> None:
-        """Go to a node by its name."""
         if not self._tree.go_to(name):
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
@@ -67,7 +66,6 @@ class CommandWords:
         self._tree.hide(frozenset(COLUMNS) - set(wanted))
 
     def use_theme(self, name: str) -> None:
-        """Other colours."""
         themes = self._tree.app.available_themes
         if name not in themes:
             raise UserError(f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(themes))}")

@@ -55,8 +55,6 @@ def _in_ascii(character: str) -> str:
 
 
 class AsciiFilter(LineFilter):
-    """Draws every line in ASCII."""
-
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         line = "".join(segment.text for segment in segments)
         if line.isascii():

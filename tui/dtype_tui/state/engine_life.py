@@ -50,7 +50,6 @@ class EngineLife:
         """Whether what runs can only be stopped with the engine."""
 
     def follow(self, event: Progress) -> None:
-        """Take in what the engine tells of its work."""
         self.activity.follow(event)
         if isinstance(event, events.Idle) or (isinstance(event, events.Jobs) and event.running != self._stopping):
             self._stopping, self.must_end = None, False
@@ -101,7 +100,6 @@ class EngineLife:
             self.activity.begin(what)
 
     def expect(self, job: str) -> None:
-        """The engine was asked for a job."""
         if self.is_there():
             self.activity.expect(job)
 

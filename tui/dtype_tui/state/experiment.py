@@ -84,13 +84,11 @@ class Experiment:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe in force."""
         return self.history.recipe
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     def set_model(self, ready: events.ModelReady) -> None:
-        """The live model is there."""
         device = f"{ready.device} on {self.model.host}" if self.model.host else ready.device
         self.model = replace(
             self.model,
@@ -236,7 +234,6 @@ class Experiment:
                 self.results = replace(results, failure=with_keys(event.message), failed_module=event.module)
 
     def _set_report(self, report: DriftReport) -> None:
-        """The recipe in force is measured."""
         self.results = replace(self.results, report=report, partial_drift=None, modules=measured_modules(report))
         self._keep(self.plan, self.settings, report)
         key = self.recipe, self.settings
@@ -261,7 +258,6 @@ class Experiment:
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
-        """Whether this is the measurement that is compared with."""
         return self.baseline is not None and self.baseline.key == entry.key
 
     @property

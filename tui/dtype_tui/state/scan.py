@@ -57,7 +57,6 @@ class ScanState:
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
     def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
-        """New estimates."""
         self.report, self.finished, self.running = report, finished, not finished
         self.scores = report.scores()
         if self.dtype not in report.dtypes:
@@ -65,7 +64,6 @@ class ScanState:
         self.show_dtype(tree, self.dtype)
 
     def show_dtype(self, tree: Tree, dtype: str) -> None:
-        """Show the sensitivity in this dtype."""
         self.dtype = dtype
         from dtype_engine.search.sensitivity import aggregate_by_node
 

@@ -114,7 +114,6 @@ def newest_session(model: str | None = None) -> SavedSession:
 
 
 def sessions_folder() -> Path:
-    """Where sessions are kept."""
     return state_folder() / "sessions"
 
 

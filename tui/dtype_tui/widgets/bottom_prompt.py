@@ -59,7 +59,6 @@ class BottomPrompt(Vertical):
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt is shown."""
         return self.has_class("open")
 
     def show_with(self, text: str) -> None:

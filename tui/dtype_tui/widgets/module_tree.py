@@ -162,7 +162,6 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def current(self) -> Row:
-        """The row under the cursor."""
         return self.rows[self.cursor]
 
     def move_to(self, index: int) -> None:

@@ -71,6 +71,5 @@ class SidePanes(Vertical):
         self.query_one("#tabs", Static).update(tabs)
 
     def show(self, activity: str, node: str) -> None:
-        """Draw all panes again."""
         for pane in self.panes:
             pane.show(activity, node)
