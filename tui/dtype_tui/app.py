@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import threading
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, ClassVar
@@ -19,6 +18,7 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from dtype_engine.core.tree import Tree
+from dtype_engine.recipe import make_plan
 from dtype_engine.worker import events
 from dtype_engine.worker.engine import Engine
 from dtype_tui.base_app import BaseApp
@@ -28,7 +28,6 @@ from dtype_tui.main_screen import MainScreen
 from dtype_tui.process.gc_policy import pause_gc, resume_gc
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.engine_life import Severity
 from dtype_tui.state.experiment import Experiment, ModelFacts
 from dtype_tui.state.launch import Launch
 from dtype_tui.tour_guide import TourGuide
@@ -62,24 +61,21 @@ class DtypeApp(BaseApp[None]):
             settings=launch.settings,
             thresholds=launch.thresholds,
         )
-        self.controller = Controller(experiment, start_engine(self._emit), self._say, self._show)
+        self.controller = Controller(
+            experiment, start_engine(self._emit), lambda *said: self.main.say(*said), lambda: self.main.show_all()
+        )
         cursor = launch.saved.cursor if launch.saved is not None else None
         self.main = MainScreen(self.controller, launch.config.keys, cursor)
         self.controller.begin(launch)
         self._saver: SessionSaver | None = None
-        self._saver_lock = threading.Lock()
         self.guide = TourGuide(self, self.main, self.controller, launch)
-
-    def _say(self, text: str, severity: Severity) -> None:
-        self.main.say(text, severity)
-
-    def _show(self) -> None:
-        self.main.show_all()
 
     def _emit(self, event: events.Event) -> None:
         """Called by the engine's threads; nothing is posted any more once the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
-            self.controller.experiment.prepare(event.tree)
+            # Both are kept with the tree: of a hundred thousand tensors they take too long for a key to wait.
+            make_plan(event.tree, self.controller.experiment.recipe)
+            assert event.tree.names
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self.main.post_message(EngineEvent(event))
 
@@ -102,12 +98,10 @@ class DtypeApp(BaseApp[None]):
         if self.return_code is not None:
             return  # q came before the first paint was over, and nothing can be mounted any more
         await self.main.ensure_prompts()
-        await asyncio.to_thread(self._make_saver)  # its imports hold up no key
-        if self.return_code is not None:
-            return
+        self._make_saver()
         pause_gc()
         # An engine may never get so far that `MainScreen` resumes it.
-        asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
+        asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc)
         self.controller.engine.start()
         self.guide.begin()
 
@@ -118,11 +112,9 @@ class DtypeApp(BaseApp[None]):
             self.exit()
 
     def _make_saver(self) -> None:
-        """Make what saves the session, once; called from several threads."""
-        with self._saver_lock:
-            if self._saver is None and self.launch.saver is not None:
-                self._saver = self.launch.saver()
-                self._saver.say = lambda trouble: self.main.say(trouble, "warning")
+        if self._saver is None and self.launch.saver is not None:
+            self._saver = self.launch.saver()
+            self._saver.say = lambda trouble: self.main.say(trouble, "warning")
 
     def _save_session(self) -> None:
         cursor = self.main.cursor

@@ -94,7 +94,6 @@ class BaseApp(App[ReturnType]):
 
     @property
     def quit_words(self) -> str:
-        """What to press to quit."""
         return "Esc quits"
 
     def action_help_quit(self) -> None:

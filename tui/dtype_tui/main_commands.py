@@ -14,7 +14,9 @@ from dtype_engine.recipe import Rule, generalisations
 from dtype_tui.config.bindings import KEYS
 from dtype_tui.state.commands import Completer, all_commands
 from dtype_tui.state.controller import Controller
-from dtype_tui.widgets.module_tree import COLUMNS, ORDERS, ModuleTree
+from dtype_tui.widgets.module_tree import ModuleTree
+from dtype_tui.widgets.tree_drawing import COLUMNS
+from dtype_tui.widgets.tree_rows import ORDERS
 
 
 class CommandWords:
@@ -46,7 +48,6 @@ class CommandWords:
             self._controller.notify(f"no name has {text} in it", "information")
 
     def go_to(self, name: str) -> None:
-        """Go to a node by its name."""
         if not self._tree.go_to(name):
             raise UserError(f"there is no {printable(name, 200)} in this model")
 
@@ -65,7 +66,6 @@ class CommandWords:
         self._tree.hide(frozenset(COLUMNS) - set(wanted))
 
     def use_theme(self, name: str) -> None:
-        """Other colours."""
         themes = self._tree.app.available_themes
         if name not in themes:
             raise UserError(f"there is no theme {printable(name, 40)}; there are {', '.join(sorted(themes))}")

@@ -36,10 +36,11 @@ from dtype_tui.state.controller import Controller
 from dtype_tui.state.engine_life import STOP_WAIT_S, Severity
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
 from dtype_tui.widgets.command_line import CommandLine
-from dtype_tui.widgets.module_tree import ORDERS, ModuleTree
+from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 from dtype_tui.widgets.prompts import CastPrompt, FilterPrompt
 from dtype_tui.widgets.status import next_keys, status_line
+from dtype_tui.widgets.tree_rows import ORDERS
 from dtype_tui.windows import Windows
 
 SMALLEST = (60, 15)
@@ -63,9 +64,10 @@ class MainScreen(Screen[None]):
         """Where the session that was taken up stood, until the cursor is there or is moved."""
         self._worst = ""
         """Where the key to the worst module last went."""
-        self._tree = ModuleTree(self.experiment, id="tree")
-        self._words = CommandWords(controller, self._tree)
-        self._windows = Windows(controller, self._tree, lambda *window: self.app.push_screen(*window))
+        self.tree_view = ModuleTree(self.experiment, id="tree")
+        self.side = SidePanes(self.experiment)
+        self._words = CommandWords(controller, self.tree_view)
+        self._windows = Windows(controller, self.tree_view, lambda *window: self.app.push_screen(*window))
         self._awaited = AwaitedResults(controller)
         self._prompts: AwaitMount | None = None
         self.draw_every_s = 0.1
@@ -79,26 +81,20 @@ class MainScreen(Screen[None]):
 
     def compose(self) -> ComposeResult:
         with Container(id="main"):
-            yield self._tree
-            yield SidePanes(self.experiment)
+            yield self.tree_view
+            yield self.side
         yield Static(id="status", markup=False)
         yield Static(id="keys", markup=False)
         yield Static(id="too-small", markup=False)
         yield Static(id="message", markup=False)
 
-    @property
-    def tree_view(self) -> ModuleTree:
-        return self.query_one(ModuleTree)
-
-    @property
-    def side(self) -> SidePanes:
-        return self.query_one(SidePanes)
-
     def on_mount(self) -> None:
         self.lay_out(self.app.size)
-        self.set_focus(self._tree)
-        self.show_all()
+        self.set_focus(self.tree_view)
         self._go_to_wanted_cursor()
+
+    def on_screen_resume(self) -> None:
+        self.show_all()  # at first, and when a window was closed: some change what the tree and the panes compare with
 
     async def ensure_prompts(self) -> None:
         """Mount the prompts, which the first paint does not wait for; a key that wants one may come before that."""
@@ -106,7 +102,7 @@ class MainScreen(Screen[None]):
             self._prompts = self.mount(
                 CastPrompt(self.experiment, self.controller.add_rule),
                 CommandLine(self.experiment, self._words.completer(), self._run),
-                FilterPrompt(self._tree.set_filter, lambda: len(self._tree.matches), self._go_to_first_match),
+                FilterPrompt(self.tree_view.set_filter, lambda: len(self.tree_view.matches), self._go_to_first_match),
             )
         await self._prompts
 
@@ -117,7 +113,7 @@ class MainScreen(Screen[None]):
         self.set_class(size.width < SMALLEST[0] or size.height < SMALLEST[1], "small")
         narrow = size.width < NARROW_BELOW
         self.set_class(narrow, "narrow")
-        self.side.set_narrow(narrow)
+        self.side.set_class(narrow, "narrow")
         needs, has = f"{SMALLEST[0]} x {SMALLEST[1]}", f"{size.width} x {size.height}"
         words = f"dtype-tui needs {needs}; this terminal is {has}. Enlarge it, or press q."
         self.query_one("#too-small", Static).update(words)
@@ -139,7 +135,7 @@ class MainScreen(Screen[None]):
             message.update(self.controller.life.no_engine_words or self.controller.open_error or waiting)
 
     def _show_panes(self) -> None:
-        node = self._tree.current.name if self._tree.rows else ""
+        node = self.tree_view.current.name if self.tree_view.rows else ""
         self.side.show(self.controller.life.current_activity()[0] or self.controller.life.no_engine_words, node)
 
     def _show_status(self) -> None:
@@ -209,7 +205,7 @@ class MainScreen(Screen[None]):
         if self._wanted_cursor is not None or not self.experiment.model.has_tree:
             return self._wanted_cursor
         # The widget outlives the screen: the last keys count although the app is ending.
-        return self._tree.current.name if self._tree.rows else ""
+        return self.tree_view.current.name if self.tree_view.rows else ""
 
     def _go_to_wanted_cursor(self) -> None:
         if self._wanted_cursor is not None and self.experiment.model.has_tree:
@@ -227,7 +223,7 @@ class MainScreen(Screen[None]):
         if not names:
             self.say("no module drifts yet", "information")
             return
-        again = self._worst in names and self._worst == self._tree.current.name
+        again = self._worst in names and self._worst == self.tree_view.current.name
         self._worst = names[(names.index(self._worst) + 1) % len(names)] if again else names[0]
         self.tree_view.go_to(self._worst)
 
@@ -235,17 +231,16 @@ class MainScreen(Screen[None]):
 
     async def action_cast(self) -> None:
         await self.ensure_prompts()
-        if self._tree.rows:
-            self.query_one(CastPrompt).open(self._tree.current.name)
+        if self.tree_view.rows:
+            self.query_one(CastPrompt).open(self.tree_view.current.name)
 
     def on_bottom_prompt_previewed(self, message: BottomPrompt.Previewed) -> None:
         self.tree_view.show_preview(message.preview)
-
-    def on_bottom_prompt_cancelled(self) -> None:
-        self.show_all()
+        if message.preview is None:  # the prompt may have been closed
+            self._draw_soon()
 
     def action_cast_node(self, dtype: str) -> None:
-        self.controller.add_rule(Rule.make(generalisations(self._tree.current.name)[0], dtype))
+        self.controller.add_rule(Rule.make(generalisations(self.tree_view.current.name)[0], dtype))
 
     def action_undo(self) -> None:
         self.controller.undo()
@@ -254,7 +249,7 @@ class MainScreen(Screen[None]):
         self.controller.redo()
 
     def action_drop_rules(self) -> None:
-        self.controller.drop_rules(self._tree.current.name)
+        self.controller.drop_rules(self.tree_view.current.name)
 
     def action_remedy(self) -> None:
         self.controller.apply_remedy()
@@ -263,7 +258,7 @@ class MainScreen(Screen[None]):
         self._windows.presets()
 
     def action_history(self) -> None:
-        self._windows.history(self.show_all)
+        self._windows.history()
 
     # -- measuring -----------------------------------------------------------------------------------------------
 
@@ -299,17 +294,17 @@ class MainScreen(Screen[None]):
         self._windows.settings()
 
     def action_values(self) -> None:
-        tensor = self._tree.current.tensor
+        tensor = self.tree_view.current.tensor
         if tensor is None:
             self.say("values are those of a tensor: go to one", "information")
         else:
             self._awaited.ask(inspect(tensor.name))
 
     def action_scan(self) -> None:
-        self._windows.scan(self.show_all)
+        self._windows.scan()
 
     def action_optimise(self) -> None:
-        self._windows.optimise(self.show_all)
+        self._windows.optimise()
 
     # -- leaving with something ----------------------------------------------------------------------------------
 
@@ -317,7 +312,7 @@ class MainScreen(Screen[None]):
         self._windows.save()
 
     def action_copy_name(self) -> None:
-        self._copy(self._tree.current.name or "*", "the name")
+        self._copy(self.tree_view.current.name or "*", "the name")
 
     def action_copy_rules(self) -> None:
         rules = self.experiment.recipe.rules
@@ -359,7 +354,6 @@ class MainScreen(Screen[None]):
     def _go_to_first_match(self) -> None:
         if self.tree_view.matches:
             self.tree_view.next_match(1)
-        self.show_all()
 
     def action_match(self, step: int) -> None:
         if not self.tree_view.next_match(step):

@@ -46,7 +46,6 @@ class TourGuide:
             self._show()
 
     def begin_or_leave(self) -> None:
-        """Begin the tour, or leave it."""
         self._offers = False
         if self.tour is not None:
             self.tour = None
@@ -68,7 +67,6 @@ class TourGuide:
         return True
 
     def acted(self, action: str) -> None:
-        """An action was done."""
         if self.tour is not None:
             self.tour.acted(action, self._window)
             self._show()

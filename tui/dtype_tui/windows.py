@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping
 from dtype_engine.worker import events
 from dtype_engine.worker.commands import AttributeDrift, Cancel
 from dtype_tui.state.controller import Controller
-from dtype_tui.state.measurement_log import MeasuredRecipe
 from dtype_tui.widgets.module_tree import ModuleTree
 from dtype_tui.widgets.panes.side import SidePanes
 
@@ -53,19 +52,16 @@ class Windows:
         replace = self._controller.replace_rules
         self._push(PresetsScreen(self._experiment.tree), lambda recipe: recipe is not None and replace(recipe))
 
-    def history(self, on_close: Callable[[], None]) -> None:
+    def history(self) -> None:
         """Every measured recipe; one may be gone back to, or compared with."""
         if not self._experiment.measured:
             self._controller.notify("nothing was measured yet", "information")
             return
         from dtype_tui.screens.history import MeasurementsScreen
 
-        def left(measured: MeasuredRecipe | None) -> None:
-            if measured is not None:
-                self._controller.go_back_to(measured)
-            on_close()
-
-        self._push(MeasurementsScreen(self._experiment, self._controller.measure_recipes), left)
+        go_back_to = self._controller.go_back_to
+        screen = MeasurementsScreen(self._experiment, self._controller.measure_recipes)
+        self._push(screen, lambda measured: measured is not None and go_back_to(measured))
 
     def causes(self) -> None:
         """Drift over depth, and the modules that it arises in."""
@@ -78,8 +74,8 @@ class Windows:
             controller.ask(AttributeDrift())
         from dtype_tui.screens.causes import CausesScreen
 
-        activity, stop = controller.activity, Cancel("causes")
-        self._push(CausesScreen(experiment, activity.now, activity.waits, lambda: controller.engine.request(stop)))
+        stop = Cancel("causes")
+        self._push(CausesScreen(experiment, controller.activity, lambda: controller.engine.request(stop)))
 
     def inputs(self, set_inputs: Callable[[str], None]) -> None:
         """What the model is run on; `set_inputs` is called with the line there, which names others."""
@@ -98,20 +94,20 @@ class Windows:
             SettingsScreen(self._experiment.settings), lambda settings: settings is not None and set_settings(settings)
         )
 
-    def scan(self, on_close: Callable[[], None]) -> None:
+    def scan(self) -> None:
         """What the key for the scan opens now, if anything."""
         match self._controller.next_of_scan():
             case "choose":
                 self._choose_scan()
             case "show":
-                self._show_scan(on_close)
+                self._show_scan()
 
     def _choose_scan(self) -> None:
         from dtype_tui.screens.scan_setup import ScanSetup
 
         self._push(ScanSetup(), lambda dtypes: self._controller.start_scan(dtypes) if dtypes else None)
 
-    def _show_scan(self, on_close: Callable[[], None]) -> None:
+    def _show_scan(self) -> None:
         from dtype_tui.screens.scan import ScanScreen
 
         def left(where: str | None) -> None:
@@ -120,11 +116,10 @@ class Windows:
                     self._choose_scan()
             elif where is not None:
                 self._tree.go_to(where)
-            on_close()
 
         self._push(ScanScreen(self._experiment, self._controller.pause_scan), left)
 
-    def optimise(self, on_close: Callable[[], None]) -> None:
+    def optimise(self) -> None:
         """The Pareto front; a point of it may be put in force."""
         controller, experiment = self._controller, self._experiment
         if experiment.scan.report is None and experiment.model.no_forward:
@@ -136,8 +131,7 @@ class Windows:
             return
         from dtype_tui.screens.optimise import OptimiseScreen
 
-        screen = OptimiseScreen(experiment, controller.put_in_force, controller.measure_recipes, controller.undo)
-        self._push(screen, lambda _: on_close())
+        self._push(OptimiseScreen(experiment, controller.put_in_force, controller.measure_recipes, controller.undo))
 
     def save(self) -> None:
         """What to leave with; the engine writes it."""

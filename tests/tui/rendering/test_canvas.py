@@ -8,7 +8,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtype_tui.config.ascii import in_ascii
+from dtype_tui.config.ascii import line_in_ascii
 from dtype_tui.rendering.canvas import Series, axes_around, linear_axes, plot
 
 WIDTH, HEIGHT = 60, 14
@@ -73,7 +73,7 @@ def test_a_line_is_drawn_finer_than_cells_and_in_ascii_by_dots() -> None:
     braille = [character for character in drawn if 0x2800 < ord(character) < 0x2900]
     assert len({bin(ord(character) - 0x2800).count("1") for character in braille}) > 1
     assert len(braille) > WIDTH - 12
-    plain = in_ascii(drawn)
+    plain = "".join(line_in_ascii(drawn))
     assert plain.isascii()
     assert plain.count(".") >= len(braille)
 

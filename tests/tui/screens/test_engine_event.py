@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from tests.helpers.recording_engine import engine, make_app, report, running, say
+from tests.helpers.recording_engine import engine, make_app, running, say
 from tests.helpers.screen_text import screen, until
 
 from dtype_engine.recipe import Recipe
-from dtype_engine.results.memory import MemoryStats
 from dtype_engine.worker import events
-from dtype_tui.screens.engine_event import EngineEvent
-
-
-def test_a_newer_progress_takes_the_place_of_one_of_its_type_and_a_result_never_does() -> None:
-    first, second = (EngineEvent(events.MeasuringProgress(Recipe(), "candidate", done, 9)) for done in (1, 2))
-    memory = EngineEvent(events.Memory(Recipe(), MemoryStats()))
-    assert first.can_replace(second)
-    assert not first.can_replace(memory)
-    result = events.Measured(Recipe(), report(Recipe()))
-    assert not EngineEvent(result).can_replace(EngineEvent(result))
 
 
 async def test_progress_of_a_whole_that_is_not_one_is_shown_without_a_share() -> None:

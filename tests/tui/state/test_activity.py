@@ -7,7 +7,6 @@ import pytest
 from dtype_engine.core.units import time_left
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
-from dtype_tui.rendering.progress import progress_words
 from dtype_tui.state.activity import Activity
 
 
@@ -36,7 +35,7 @@ def test_the_time_left_goes_by_the_pace_of_the_measurement_under_way() -> None:
     activity.follow(progress(30, "reference"))
     activity.follow(progress(30))
     assert activity.seconds_left == pytest.approx(35)
-    assert progress_words(activity, 4) == " 30 % █▎   35 s left"
+    assert activity.progress_words(4) == " 30 % █▎   35 s left"
     activity.follow(events.Idle())
     assert activity.seconds_left is None
 
@@ -51,7 +50,7 @@ def test_a_pace_is_told_after_two_seconds_and_not_of_what_has_no_end() -> None:
     activity.follow(events.MeasuringProgress(Recipe(), "candidate", 5, None))
     clock.now += 60
     assert activity.seconds_left is None
-    assert progress_words(activity, 4) == ""
+    assert activity.progress_words(4) == ""
 
 
 @pytest.mark.parametrize(

@@ -204,16 +204,15 @@ def test_a_damaged_or_foreign_file_is_a_sentence(change: Any, says: str) -> None
         newest_session()
     assert str(new) in str(caught.value)
     assert "\x1b" not in str(caught.value)
-    assert [recent.name for recent in recent_models()] == ["one"]
-    assert newest_session("one", any_model=False) == read_session(old)
+    assert [recent.title for recent in recent_models()] == ["one"]
+    assert newest_session("one") == read_session(old)
 
 
 def test_recent_models_are_each_told_once_the_newest_first(tmp_path: Path) -> None:
     assert recent_models() == ()
     save(0, *(SavedSession(name, f"title of {name}", tmp_path) for name in ("a", "b", "a", "c", "b")))
     save(100, SavedSession(None, "demo"))
-    assert [recent.name for recent in recent_models()] == ["demo", "title of b", "title of c", "title of a"]
-    assert [recent.name for recent in recent_models(2)] == ["demo", "title of b"]
+    assert [recent.title for recent in recent_models()] == ["demo", "title of b", "title of c", "title of a"]
     assert recent_models()[0].model is None
     assert recent_models()[1].path == tmp_path
 
@@ -227,10 +226,10 @@ def test_the_newest_session_and_the_newest_of_a_model(tmp_path: Path, monkeypatc
     save(10, SavedSession(sessions.canonical_model_ref(str(model)), "second", cursor="b"), SavedSession(None, "demo"))
     assert newest_session().title == "demo"
     monkeypatch.chdir(tmp_path)
-    assert newest_session("model", any_model=False).title == "second"
-    assert newest_session(None, any_model=False).title == "demo"
+    assert newest_session("model").title == "second"
+    assert newest_session("demo").title == "demo"
     with pytest.raises(UserError, match="no session of other"):
-        newest_session("other", any_model=False)
+        newest_session("other")
 
 
 def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,14 +242,15 @@ def test_what_opens_a_model_again_from_any_folder(tmp_path: Path, monkeypatch: p
     assert sessions.canonical_model_ref(None) is None
 
 
-def test_old_sessions_and_pieces_go(state: Path) -> None:
+def test_old_sessions_and_pieces_go(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sessions, "MOST_KEPT", 3)
     save(0, *(SavedSession(str(number), str(number)) for number in range(7)))
     stale, fresh = state / ".x.json.partial-1", state / ".x.json.partial-2"
     stale.touch()
     os.utime(stale, (5, 5))
     fresh.touch()
-    prune(3)
-    assert [recent.name for recent in recent_models()] == ["6", "5", "4"]
+    prune()
+    assert [recent.title for recent in recent_models()] == ["6", "5", "4"]
     assert (stale.exists(), fresh.exists()) == (False, True)
 
 

@@ -257,7 +257,7 @@ def _chosen(config: Config) -> str | None:
 
     offers = [Offer(found.model, found.place, found.nbytes, found.modified) for found in find_models(Path())]
     recent = [
-        Offer(found.model, "opened lately", None, found.time.timestamp())
+        Offer(found.model, "opened lately", None, found.saved.timestamp())
         for found in recent_models()
         if found.model is not None
     ]

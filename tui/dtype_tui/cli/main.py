@@ -32,7 +32,6 @@ def configured_defaults() -> dict[str, Any]:
 
 
 def main() -> None:
-    """The `dtype-tui` program."""
     if sys.argv[1:2] == ["serve"]:
         from dtype_tui.cli.serve import serve
 

@@ -36,7 +36,7 @@ def saved_session(model: str | None) -> SavedSession:
 
     The folder that the session was started in joins `sys.path`, so that a Python module that was found there is found again.
     """
-    saved = newest_session(model, any_model=model is None)
+    saved = newest_session(model)
     if not is_python(saved.model):
         return saved
     if not saved.own:

@@ -40,12 +40,8 @@ def wants_ascii(setting: str) -> bool:
 
 
 @lru_cache(4096)
-def in_ascii(text: str) -> str:
-    """`text` in as many cells, ASCII only."""
-    return text if text.isascii() else "".join(map(_in_ascii, text))
-
-
 def _in_ascii(character: str) -> str:
+    """A character in as many cells, ASCII only."""
     if character.isascii():
         return character
     if character in _SAME_WIDTH:
@@ -59,8 +55,6 @@ def _in_ascii(character: str) -> str:
 
 
 class AsciiFilter(LineFilter):
-    """Draws every line in ASCII."""
-
     def apply(self, segments: list[Segment], background: Color) -> list[Segment]:
         line = "".join(segment.text for segment in segments)
         if line.isascii():
@@ -73,7 +67,7 @@ class AsciiFilter(LineFilter):
 
 def line_in_ascii(line: str) -> list[str]:
     """What to draw for each character of a line, in as many cells, ASCII only: nothing for a blank that a longer sign takes."""
-    drawn = list(map(in_ascii, line))
+    drawn = list(map(_in_ascii, line))
     for index, character in enumerate(line):
         wider = _WIDER.get(character)
         beside = line[max(0, index - 1) : index] + line[index + 1 : index + 2]

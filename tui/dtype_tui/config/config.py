@@ -35,7 +35,6 @@ class Config:
 
 
 def config_path() -> Path:
-    """Where the file is looked for."""
     return config_folder() / "config.yaml"
 
 

@@ -51,12 +51,12 @@ class Axes:
         return None if y <= 0 or math.log10(y) < self.low - 1e-9 else math.log10(y)
 
 
-def axes_around(points: Sequence[tuple[float, float]], decades: float = 6.0) -> Axes:
-    """Axes that hold every point: y from the largest down, no further than so many powers of ten; smaller ones count as 0."""
+def axes_around(points: Sequence[tuple[float, float]]) -> Axes:
+    """Axes that hold every point: y from the largest down, no further than six powers of ten; smaller ones count as 0."""
     finite = [(x, y) for x, y in points if math.isfinite(x) and math.isfinite(y)]
     left, right = _sides(finite)
     most = max((y for _, y in finite), default=0.0)
-    least = most / 10**decades
+    least = most / 1e6
     over = [y for _, y in finite if y > least]
     zero = any(y <= least for _, y in finite)
     low, high = (math.log10(min(over)), math.log10(max(over))) if over else (-1.0, 0.0)

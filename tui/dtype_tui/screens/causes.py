@@ -24,6 +24,7 @@ from dtype_tui.rendering.cells import bar, truncate
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.modal import ModalScreen
+from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
 
 _MOST_ROWS = 200
@@ -33,8 +34,7 @@ _LONGEST_LABEL = 16
 class CausesScreen(ModalScreen[None]):
     """A plot of every module's SQNR in the order of the pass, as measured and by its own error alone, over a table of causes.
 
-    `activity` gives what the engine does ("" for nothing) and the share of it that is done, from 0 to 1; `waits` whether the
-    engine has a job in its queue; `stop` stops the measurement of causes and nothing else.
+    `stop` stops the measurement of causes and nothing else.
     """
 
     DEFAULT_CSS = """
@@ -53,16 +53,9 @@ class CausesScreen(ModalScreen[None]):
         Binding("k", "scroll(-1)", "Up", show=False),
     ]
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        activity: Callable[[], tuple[str, float | None]],
-        waits: Callable[[str], bool],
-        stop: Callable[[], None],
-    ) -> None:
+    def __init__(self, experiment: Experiment, activity: Activity, stop: Callable[[], None]) -> None:
         super().__init__()
         self._stop_causes = stop
-        self._waits = waits
         self._refused = False
         self._experiment = experiment
         self._activity = activity
@@ -89,7 +82,7 @@ class CausesScreen(ModalScreen[None]):
         """Show the causes once they are measured, and until then the progress."""
         report = self._experiment.results.causes
         if report is None:
-            what, share = self._activity()
+            what, share = self._activity.now()
             words = f"{what}…"
             if not what:
                 words = (
@@ -99,7 +92,7 @@ class CausesScreen(ModalScreen[None]):
                 )
             if share is not None:
                 words = f"{what} {100 * share:3.0f} % {bar(share, 20)}"
-            if what and self._waits("causes"):
+            if what and "causes" in self._activity.waiting:
                 words = f"The causes come next, after: {words}"
             self.query_one("#headline", Static).update(Text(words, style="dim"))
         elif report is not self._shown:

@@ -41,7 +41,6 @@ class ChoiceScreen(ModalScreen[Result]):
             yield from self.compose_box()
 
     def compose_box(self) -> ComposeResult:
-        """What the box holds."""
         yield Static(markup=False)
 
     def on_mount(self) -> None:

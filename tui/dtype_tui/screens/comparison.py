@@ -74,10 +74,7 @@ def _columns(*titles: str) -> Table:
 
 
 def _figures(one: Side, other: Side, plans: tuple[Plan, Plan]) -> Table:
-    table = PlainTable.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_column(overflow="fold")
+    table = PlainTable.labelled(columns=2)
     table.add_row("", Text(one.title, style="bold"), Text(other.title, style="bold"))
 
     def row(name: str, left: str, right: str) -> None:

@@ -24,9 +24,7 @@ if TYPE_CHECKING:
 
 def details_screen(experiment: Experiment, node: str) -> Overlay:
     """What is known of one module or tensor."""
-    grid = PlainTable.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = PlainTable.labelled()
     grid.add_row("name", printable(node, 2000) or "the whole model")
     module = experiment.tree.modules.get(node)
     if module is not None:

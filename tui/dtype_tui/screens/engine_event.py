@@ -13,11 +13,3 @@ class EngineEvent(Message, bubble=False):
     def __init__(self, event: events.Event) -> None:
         super().__init__()
         self.event = event
-
-    def can_replace(self, message: Message) -> bool:
-        """Whether `message`, the next in the queue, makes this one old: a later progress of the same type does, a result never."""
-        return (
-            isinstance(message, EngineEvent)
-            and isinstance(self.event, events.REPLACEABLE)
-            and type(message.event) is type(self.event)
-        )

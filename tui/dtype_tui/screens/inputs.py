@@ -93,44 +93,26 @@ class InputsScreen(ModalScreen[None]):
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
             case events.InputsReady(reading=reading):
-                self.accepted(reading)
+                self._reading, self._compared = reading, None
+                self._draw()
+                self.query_one(VerticalScroll).scroll_home(animate=False)
+                self.query_one(LineInput).value = ""
+                self._show_status("in force; measuring…")
             case events.InputsRefused() | events.Refused(job="inputs"):
-                self.refused()
+                # The message line has the reason; the line stays, to be corrected.
+                self._show_status("Not taken: the inputs above stay in force.", style="bold")
             case events.Measured(report=report):
-                self.measured(report.output.positions)
-
-    def accepted(self, reading: InputsSummary) -> None:
-        """Show inputs that are in force now."""
-        self._reading, self._compared = reading, None
-        if not self.is_mounted:
-            return
-        self._draw()
-        self.query_one(VerticalScroll).scroll_home(animate=False)
-        self.query_one(LineInput).value = ""
-        self._show_status("in force; measuring…")
-
-    def refused(self) -> None:
-        """Say that the line was refused, which the message line has the reason of; it stays, to be corrected."""
-        self._show_status("Not taken: the inputs above stay in force.", style="bold")
-
-    def measured(self, positions: int | None) -> None:
-        """Show how many positions a measurement on these inputs compared."""
-        self._compared = positions
-        if self.is_mounted:
-            self._draw()
-            self._show_status("")
+                self._compared = report.output.positions
+                self._draw()
+                self._show_status("")
 
     def _show_status(self, words: str, style: str = "dim") -> None:
-        if not self.is_mounted:
-            return
         self.query_one("#inputs-status", Static).update(Text(words, style=style))
 
 
 def inputs_table(reading: InputsSummary, compared: int | None = None) -> Table:
     """The inputs in a few words, what they were made of, and a row for each call. `compared`: positions in the reading."""
-    head = PlainTable.grid(padding=(0, 2))
-    head.add_column(style="dim", no_wrap=True)
-    head.add_column(overflow="fold")
+    head = PlainTable.labelled()
     for index, part in enumerate(reading.made_of):
         head.add_row("made of" if index == 0 else "", Text(printable(part, 300)))
     counts = [f"{reading.positions:,} tokens"] if reading.positions is not None else []

@@ -9,7 +9,6 @@ from rich.text import Text
 from textual.binding import Binding, BindingType
 
 from dtype_tui.rendering.job_names import WORDS
-from dtype_tui.rendering.progress import progress_words
 from dtype_tui.screens.choice import ChoiceScreen
 from dtype_tui.state.activity import Activity
 
@@ -48,7 +47,7 @@ class JobsScreen(ChoiceScreen[None]):
         for index, name in enumerate(jobs):
             text.append(*self.marker(index))
             if index == 0:
-                text.append(f"{self._activity.what}  {progress_words(self._activity, 20)}\n", style="bold")
+                text.append(f"{self._activity.what}  {self._activity.progress_words(20)}\n", style="bold")
             else:
                 text.append(f"then: {WORDS[name][0]}\n")
         if not jobs:

@@ -14,9 +14,7 @@ from dtype_tui.screens.overlay import Overlay
 
 def messages_screen(said: Iterable[Notification]) -> Overlay:
     """Every sentence with its time of day, the newest first."""
-    grid = PlainTable.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
+    grid = PlainTable.labelled()
     for each in reversed(list(said)):
         style = "" if each.severity == "information" else "bold"
         grid.add_row(time.strftime("%H:%M:%S", time.localtime(each.raised_at)), Text(each.message, style=style))

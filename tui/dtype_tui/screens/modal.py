@@ -64,7 +64,6 @@ class ModalScreen(_ModalScreen[Result]):
     """A window over the main screen. To close it twice is to close it once."""
 
     def dismiss(self, result: Result | None = None) -> AwaitComplete:
-        """Close it with a result, unless it is closed."""
         return _close_once(self, super().dismiss, result)
 
     def show_figures(self) -> None:
@@ -81,7 +80,6 @@ class CommandPalette(_CommandPalette):
     """Textual's palette. To close it twice is to close it once."""
 
     def dismiss(self, result: None = None) -> AwaitComplete:
-        """Close it, unless it is closed."""
         return _close_once(self, super().dismiss, result)
 
     @on(Input.Submitted)

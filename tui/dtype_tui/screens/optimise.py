@@ -129,7 +129,6 @@ class OptimiseScreen(ModalScreen[None]):
 
     @property
     def solution(self) -> Solution | None:
-        """The plan under the cursor."""
         return self.within or (self.front.solution_at(self.index) if self.front is not None else None)
 
     @property

@@ -109,7 +109,6 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                     self._write_to(checked.path, Path(checked.path), checked.taken)
 
     def show_plan(self, planned: events.ExportPlanned) -> None:
-        """Show what an export would write."""
         self._planned = planned
         if self.is_mounted:
             self.redraw()

@@ -7,7 +7,9 @@ from collections.abc import Callable
 
 from dtype_engine.core.job_pace import JobPace
 from dtype_engine.core.text import printable
+from dtype_engine.core.units import time_left
 from dtype_engine.worker import events
+from dtype_tui.rendering.cells import bar
 from dtype_tui.rendering.job_names import WORDS, queue_words
 
 Progress = (
@@ -52,9 +54,12 @@ class Activity:
         """How long what runs will go on at the pace so far; None while that can't be told."""
         return self._pace.seconds_left if self.busy else None
 
-    def waits(self, job: str) -> bool:
-        """Whether the engine was asked for this and has not begun."""
-        return job in self.waiting
+    def progress_words(self, width: int) -> str:
+        """` 50 % ███      12 s left`: how far what runs is, with a bar of `width` cells; "" where that is not known."""
+        share, left = self.share, self.seconds_left
+        if share is None:
+            return ""
+        return f"{100 * share:3.0f} % {bar(share, width)}" + (f" {time_left(left)} left" if left is not None else "")
 
     @property
     def queue(self) -> str:

@@ -212,7 +212,6 @@ class Controller:
             self.notify(f"{broken[0]}{more} should stay in float32, as the model's own code declares", "warning")
 
     def _warn_unmatched(self) -> None:
-        """Say which rules take nothing."""
         experiment, plan = self.experiment, self.experiment.plan
         for index in plan.too_slow:
             pattern = experiment.recipe.rules[index].pattern
@@ -223,14 +222,12 @@ class Controller:
             self.notify(f"rule {index + 1}: {reason}", "warning")
 
     def undo(self) -> None:
-        """Put the recipe before in force."""
         if self.experiment.undo():
             self._recipe_changed()
         else:
             self.notify("nothing left to undo", "information")
 
     def redo(self) -> None:
-        """Put the recipe that was undone in force again."""
         if self.experiment.redo():
             self._recipe_changed()
         else:
@@ -319,7 +316,6 @@ class Controller:
         self._expect(command.name)
 
     def save(self, request: SaveRequest) -> None:
-        """Write something."""
         self.engine.save(request)
         self._expect("write")
 

@@ -46,18 +46,18 @@ class EngineLife:
         self._stopping: str | None = None
         """The job that was told to stop and has not (see `Activity.running`)."""
         self._stopping_since = 0.0
-        self._stop_is_overdue = False
+        self.must_end = False
+        """Whether what runs can only be stopped with the engine."""
 
     def follow(self, event: Progress) -> None:
-        """Take in what the engine tells of its work."""
         self.activity.follow(event)
         if isinstance(event, events.Idle) or (isinstance(event, events.Jobs) and event.running != self._stopping):
-            self._stopping, self._stop_is_overdue = None, False
+            self._stopping, self.must_end = None, False
 
     def note_stopped(self, job: str | None) -> None:
         """The engine has stopped `job`; None where nothing had begun."""
         if job is not None:
-            self._stopping, self._stop_is_overdue = None, False
+            self._stopping, self.must_end = None, False
 
     def follow_connection(self, event: events.EngineEnded | events.EngineLost | events.EngineBack) -> None:
         """The engine is gone, out of reach, or there again; the recipe and what was measured stay."""
@@ -91,7 +91,7 @@ class EngineLife:
             lost.append("s goes on with the scan")
         self.error = error
         self.activity.begin_anew()
-        self._stopping, self._stop_is_overdue, self.quit_asked, self.lost = None, False, False, False
+        self._stopping, self.must_end, self.quit_asked, self.lost = None, False, False, False
         return lost
 
     def begin(self, what: str) -> None:
@@ -100,7 +100,6 @@ class EngineLife:
             self.activity.begin(what)
 
     def expect(self, job: str) -> None:
-        """The engine was asked for a job."""
         if self.is_there():
             self.activity.expect(job)
 
@@ -129,11 +128,6 @@ class EngineLife:
             return "connection cut: trying again"
         return self.no_engine_words or ("no live model: planning only" if planning_only else "ready")
 
-    @property
-    def must_end(self) -> bool:
-        """Whether what runs can only be stopped with the engine."""
-        return self._stop_is_overdue
-
     def stop(self, job: str | None = None) -> None:
         """Stop what the engine does and drop what waits; or one job, by its name, alone."""
         if self.activity.busy:
@@ -147,7 +141,7 @@ class EngineLife:
         what, share = self.activity.now()
         if not what or self.lost:
             return "", None, ""
-        if self._stop_is_overdue:
+        if self.must_end:
             return f"not stopped: {what}", None, "Esc again ends the engine"
         if self._stopping is not None:
             return f"stopping: {what}", None, ""
@@ -155,12 +149,12 @@ class EngineLife:
 
     def check_stopped(self) -> None:
         """Called `STOP_WAIT_S` after `stop`: where the engine is still at what it was told to stop, offer to end it."""
-        if self._stopping is None or self._stop_is_overdue or not self.activity.busy or not self._engine.can_restart:
+        if self._stopping is None or self.must_end or not self.activity.busy or not self._engine.can_restart:
             return
         if self.lost:
             return
         if time.monotonic() - self._stopping_since >= STOP_WAIT_S - 0.1:  # not told again just now to stop another
-            self._stop_is_overdue = True
+            self.must_end = True
             offer = "Esc again ends the engine and starts another, with this recipe"
             self._notify(f"{self.activity.what} has not stopped: {offer}", "warning")
             self._changed()

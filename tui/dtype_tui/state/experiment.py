@@ -76,7 +76,6 @@ class Experiment:
     same_plan: bool = False
     """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
 
-    _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
     """The last measurements over all of these inputs: undo need not wait for one of them."""
 
@@ -85,13 +84,11 @@ class Experiment:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe in force."""
         return self.history.recipe
 
     # -- the model -----------------------------------------------------------------------------------------------
 
     def set_model(self, ready: events.ModelReady) -> None:
-        """The live model is there."""
         device = f"{ready.device} on {self.model.host}" if self.model.host else ready.device
         self.model = replace(
             self.model,
@@ -110,12 +107,6 @@ class Experiment:
         self.floor = None
         self._known.clear()
         self.forget_figures()
-
-    def prepare(self, tree: Tree) -> None:
-        """Do what takes long of `replace_tree`, on the thread that brings the tree: no key waits for it."""
-        plan = make_plan(tree, self.recipe)
-        self._prepared = plan, tree.totals(plan.dtypes)
-        assert tree.names  # listed here, so that the first frame of a filter need not
 
     def replace_tree(self, tree: Tree) -> None:
         """A tree that is complete takes the place of what was known before."""
@@ -165,11 +156,7 @@ class Experiment:
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
             return
-        prepared, self._prepared = self._prepared, None
-        if prepared is not None and prepared[0] is self.plan:
-            self.totals = prepared[1]
-        else:
-            self.totals = self.tree.totals(self.plan.dtypes)
+        self.totals = self.tree.totals(self.plan.dtypes)
         self.results = Results()
         self._recall()
 
@@ -247,7 +234,6 @@ class Experiment:
                 self.results = replace(results, failure=with_keys(event.message), failed_module=event.module)
 
     def _set_report(self, report: DriftReport) -> None:
-        """The recipe in force is measured."""
         self.results = replace(self.results, report=report, partial_drift=None, modules=measured_modules(report))
         self._keep(self.plan, self.settings, report)
         key = self.recipe, self.settings
@@ -272,7 +258,6 @@ class Experiment:
         self.baseline = None if self.is_baseline(entry) else entry
 
     def is_baseline(self, entry: MeasuredRecipe) -> bool:
-        """Whether this is the measurement that is compared with."""
         return self.baseline is not None and self.baseline.key == entry.key
 
     @property

@@ -23,7 +23,6 @@ class Preview:
     fused: what it does to the weights that runtimes fuse with those it takes.
     """
 
-    rule: Rule
     modules: frozenset[str]
     tensors: frozenset[str]
     elements: int
@@ -42,7 +41,6 @@ def preview(tree: Tree, planned: Mapping[str, str], rule: Rule) -> Preview:
     names = frozenset(taken.tensors)
     tensors = [tree.tensors[name] for name in taken.tensors]
     return Preview(
-        rule,
         taken.modules,
         names,
         sum(tensor.numel for tensor in tensors),

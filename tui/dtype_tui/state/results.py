@@ -61,5 +61,4 @@ class Results:
 
 
 def measured_modules(report: DriftReport) -> Mapping[str, ModuleDrift]:
-    """The modules of a report by name."""
     return {module.name: module for module in report.modules}

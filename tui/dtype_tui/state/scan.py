@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from dtype_engine.core import dtypes
@@ -48,27 +49,25 @@ class ScanState:
     lost: bool = False
     """It is of an engine that is gone, and was not finished: the next one goes on with what was kept."""
     dtype: str = ""
-    _limits: SearchConstraints | None = None
     measured: list[Point] = field(default_factory=list)
     version: int = 0
     nodes: dict[str, float] = field(default_factory=dict)
-    _scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    scores: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    """By (weight, dtype)."""
     _predicted: tuple[Plan, int, Prediction | None] | None = None
 
     def set_report(self, tree: Tree, report: ScanReport, finished: bool) -> None:
-        """New estimates."""
         self.report, self.finished, self.running = report, finished, not finished
-        self._scores = report.scores()
+        self.scores = report.scores()
         if self.dtype not in report.dtypes:
             self.dtype = report.dtypes[0]
         self.show_dtype(tree, self.dtype)
 
     def show_dtype(self, tree: Tree, dtype: str) -> None:
-        """Show the sensitivity in this dtype."""
         self.dtype = dtype
         from dtype_engine.search.sensitivity import aggregate_by_node
 
-        self.nodes = aggregate_by_node(tree, self._scores, dtype)
+        self.nodes = aggregate_by_node(tree, self.scores, dtype)
         self.version += 1
 
     @property
@@ -81,7 +80,7 @@ class ScanState:
 
     def clear(self) -> None:
         """A scan of other dtypes or inputs takes its place."""
-        self.report, self.asked, self.nodes, self._scores, self.lost = None, (), {}, {}, False
+        self.report, self.asked, self.nodes, self.scores, self.lost = None, (), {}, {}, False
         self.measured.clear()
         self.version += 1
 
@@ -102,23 +101,12 @@ class ScanState:
         self.running = self.paused = False
         self.version += 1
 
-    @property
+    @cached_property
     def limits(self) -> SearchConstraints:
         """What a search has to keep to."""
-        if self._limits is None:
-            from dtype_engine.search.constraints import SearchConstraints
+        from dtype_engine.search.constraints import SearchConstraints
 
-            self._limits = SearchConstraints()
-        return self._limits
-
-    @limits.setter
-    def limits(self, limits: SearchConstraints) -> None:
-        self._limits = limits
-
-    @property
-    def scores(self) -> Mapping[tuple[str, str], float]:
-        """Scores by (weight, dtype)."""
-        return self._scores
+        return SearchConstraints()
 
     def prediction(self, tree: Tree, plan: Plan) -> Prediction | None:
         """The drift that is predicted for a plan; None where it holds dtypes that were not scanned, or nothing was."""
@@ -128,7 +116,7 @@ class ScanState:
             from dtype_engine.search.sensitivity import predict
 
             try:
-                prediction = predict(tree, plan, self.report, self._scores)
+                prediction = predict(tree, plan, self.report, self.scores)
             except UserError:
                 prediction = None
             self._predicted = (plan, self.version, prediction)
@@ -156,7 +144,7 @@ class ScanState:
         """The Pareto front within the limits. Raises UserError."""
         from dtype_engine.search.pareto import make_front
 
-        return make_front(tree, self._scores, self.limits.constraints)
+        return make_front(tree, self.scores, self.limits.constraints)
 
     def note_measured(self, tree: Tree, plan: Plan, report: DriftReport) -> None:
         """A recipe was measured: keep it beside what was predicted."""

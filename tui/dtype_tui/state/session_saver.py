@@ -7,29 +7,18 @@ import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from dtype_engine.core.errors import UserError
-from dtype_engine.core.options import Options, RunSettings
+from dtype_engine.core.options import Options
 from dtype_tui.state.session_store import SavedSession, SessionFile, canonical_model_ref
 
 if TYPE_CHECKING:
-    from dtype_engine.recipe import RecipeHistory
-    from dtype_tui.state.measurement_log import MeasuredRecipe
-    from dtype_tui.state.scan import ScanState
+    from dtype_tui.state.experiment import Experiment
 
 _REST_S = 1.0
 """The least time between two saves of what is lost cheaply: where the cursor stands."""
 _CLOSE_WAIT_S = 3.0
-
-
-class SessionState(Protocol):
-    """What of an experiment is kept."""
-
-    history: RecipeHistory
-    settings: RunSettings
-    measured: tuple[MeasuredRecipe, ...]
-    scan: ScanState
 
 
 class SessionSaver:
@@ -49,7 +38,7 @@ class SessionSaver:
         self._trouble: str | None = None
         self.say: Callable[[str], None] = lambda trouble: None
 
-    def update(self, experiment: SessionState, cursor: str) -> None:
+    def update(self, experiment: Experiment, cursor: str) -> None:
         """This is how things stand; called often, and cheap where nothing has changed."""
         recipes, at = experiment.history.kept
         options = dataclasses.replace(self._about.options, settings=experiment.settings)

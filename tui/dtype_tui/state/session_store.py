@@ -87,35 +87,22 @@ class SavedSession:
         return self.measured if newest <= self.saved.timestamp() else ()
 
 
-@dataclass(frozen=True, slots=True)
-class RecentModel:
-    """A model that was open: its title, what to open it by (None for the demo), its files, and when (UTC)."""
-
-    name: str
-    model: str | None
-    path: Path | None
-    time: datetime
-
-
-def recent_models(most: int = 10) -> tuple[RecentModel, ...]:
-    """The models that were open last, the newest first, each once. Files that can't be read are passed over."""
-    models: dict[str | None, RecentModel] = {}
+def recent_models() -> tuple[SavedSession, ...]:
+    """The last session of each model, the newest first. Files that can't be read are passed over."""
+    models: dict[str | None, SavedSession] = {}
     for saved in _readable():
-        if not saved.own and is_python(saved.model):
-            continue
-        models.setdefault(saved.model, RecentModel(saved.title, saved.model, saved.path, saved.saved))
-        if len(models) == most:
-            break
+        if saved.own or not is_python(saved.model):
+            models.setdefault(saved.model, saved)
     return tuple(models.values())
 
 
-def newest_session(model: str | None = None, any_model: bool = True) -> SavedSession:
-    """The session saved last: of any model, or of `model` alone (as on the command line, None the demo).
+def newest_session(model: str | None = None) -> SavedSession:
+    """The session saved last: of any model, or of `model` alone, as it is on the command line.
 
     Raises UserError where there is none, or where the newest of all can't be read.
     """
-    files = _files()
-    if any_model:
+    if model is None:
+        files = _files()
         if not files:
             raise UserError(f"there is no session to take up in {sessions_folder()}: open a model first")
         return read_session(files[0])
@@ -123,13 +110,10 @@ def newest_session(model: str | None = None, any_model: bool = True) -> SavedSes
     for saved in _readable():
         if saved.model == wanted:
             return saved
-    raise UserError(
-        f"there is no session of {printable(model or 'the demo', 200)} to take up; open it without --resume"
-    )
+    raise UserError(f"there is no session of {printable(model, 200)} to take up; open it without --resume")
 
 
 def sessions_folder() -> Path:
-    """Where sessions are kept."""
     return state_folder() / "sessions"
 
 
@@ -172,9 +156,9 @@ class SessionFile:
             prune()
 
 
-def prune(most: int = MOST_KEPT) -> None:
+def prune() -> None:
     """Remove the oldest sessions, and pieces of files whose writer was killed a day or longer ago."""
-    for path in _files()[most:]:
+    for path in _files()[MOST_KEPT:]:
         path.unlink(missing_ok=True)
     yesterday = datetime.now(UTC).timestamp() - 86400
     for path in sessions_folder().glob(".*.partial-*"):
@@ -322,7 +306,7 @@ def _decoded(data: Mapping[str, Any]) -> SavedSession:
         at=file.at,
         cursor=file.cursor,
         measured=tuple(map(_measured_recipe, file.measured)),
-        scanned=_dtypes(file.scanned),
+        scanned=tuple(map(parse_target, file.scanned)),
         saved=file.saved,
     )
 
@@ -344,8 +328,3 @@ def _measurement(entry: MeasuredRecipe) -> _Measurement:
 def _measured_recipe(entry: _Measurement) -> MeasuredRecipe:
     fields = msgspec.structs.asdict(entry)
     return MeasuredRecipe(recipe=_recipe(fields.pop("rules")), **fields)
-
-
-def _dtypes(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Dtypes to scan in. Raises UserError for what is none."""
-    return tuple(parse_target(name) for name in names)

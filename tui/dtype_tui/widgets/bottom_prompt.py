@@ -38,9 +38,6 @@ class BottomPrompt(Vertical):
 
         preview: Preview | None
 
-    class Cancelled(Message):
-        """The prompt was closed, and nothing is to be done."""
-
     def __init__(self, id: str, placeholder: str = "") -> None:
         super().__init__(id=id)
         self.field = LineInput(f"{id}-input", self.entered, self.typed, placeholder)
@@ -62,7 +59,6 @@ class BottomPrompt(Vertical):
 
     @property
     def is_open(self) -> bool:
-        """Whether the prompt is shown."""
         return self.has_class("open")
 
     def show_with(self, text: str) -> None:
@@ -90,4 +86,3 @@ class BottomPrompt(Vertical):
 
     def action_cancel(self) -> None:
         self.close()
-        self.post_message(self.Cancelled())

@@ -24,7 +24,6 @@ from dtype_tui.config.themes import IN_THE_TERMINALS_COLOURS
 from dtype_tui.state.node_rules import cast_nodes
 from dtype_tui.widgets.tree_drawing import (
     BRIGHT,
-    COLUMNS,
     CURSOR,
     CURSOR_AWAY,
     DIM,
@@ -47,8 +46,6 @@ from dtype_tui.widgets.tree_rows import (
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
     from dtype_tui.state.preview import Preview
-
-__all__ = ["COLUMNS", "MOST_MATCHES", "MOST_OPENED", "ORDERS", "ModuleTree"]
 
 MOST_OPENED = 20_000
 
@@ -165,7 +162,6 @@ class ModuleTree(ScrollView, can_focus=True):
 
     @property
     def current(self) -> Row:
-        """The row under the cursor."""
         return self.rows[self.cursor]
 
     def move_to(self, index: int) -> None:
@@ -183,10 +179,7 @@ class ModuleTree(ScrollView, can_focus=True):
         """Put the cursor on a node by name, opening what is above it. False when there is no such node."""
         if name not in self.experiment.tree.modules and self.experiment.tree.canonical(name) is None:
             return False
-        above = name.rpartition(".")[0]
-        while above:
-            self._opened.add(above)
-            above = above.rpartition(".")[0]
+        self._opened.update(ancestors(name))
         self.filter_text, self.matches, self._match_set = "", [], frozenset()
         self.rebuild()
         self.move_to(next((index for index, row in enumerate(self.rows) if row.name == name), self.cursor))
@@ -284,8 +277,6 @@ class ModuleTree(ScrollView, can_focus=True):
     def action_collapse_all(self) -> None:
         inside = f"{self.current.module.name}." if self.current.module.name else ""
         self._opened = {name for name in self._opened if name != inside[:-1] and not name.startswith(inside)} | {""}
-        if not inside:
-            self._opened = {""}
         self.rebuild()
 
     def on_click(self, event: events.Click) -> None:

@@ -18,7 +18,7 @@ from dtype_engine.recipe import Rule, generalisations
 from dtype_tui.state.experiment import Experiment
 from dtype_tui.state.preview import Preview, preview
 from dtype_tui.widgets.bottom_prompt import BottomPrompt
-from dtype_tui.widgets.module_tree import MOST_MATCHES
+from dtype_tui.widgets.tree_rows import MOST_MATCHES
 
 _PREVIEW_AFTER_S = 0.04
 

@@ -10,7 +10,6 @@ from dtype_engine.core.text import printable
 from dtype_engine.reports.text_drift import extent_text, partial_text
 from dtype_engine.results.meaning import meaning
 from dtype_tui.rendering.loss_text import loss_status
-from dtype_tui.rendering.progress import progress_words
 from dtype_tui.state.activity import Activity
 from dtype_tui.state.experiment import Experiment
 
@@ -60,7 +59,7 @@ def status_line(
     if activity:
         line.append(activity)
         if share is not None:
-            line.append(f" {progress_words(working, 12 if width >= 100 else 6)}")
+            line.append(f" {working.progress_words(12 if width >= 100 else 6)}")
         waits = f" · then: {working.queue}" if working.queue else ""
         if experiment.results.partial_drift is not None:
             left = width - line.cell_len - len(f"  {waits}  {stops} ")

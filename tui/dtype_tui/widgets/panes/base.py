@@ -11,8 +11,6 @@ from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.widgets import Static
 
-from dtype_tui.rendering.plain_table import PlainTable
-
 if TYPE_CHECKING:
     from dtype_tui.state.experiment import Experiment
 
@@ -64,10 +62,3 @@ class Pane(VerticalScroll, can_focus=False):
     def columns(self) -> int:
         """Width of a line of text, in cells: the same with a scrollbar as without, which has a cell of its own."""
         return max(20, self.size.width - 1)
-
-
-def figures_grid() -> Table:
-    grid = PlainTable.grid(padding=(0, 1))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column(overflow="fold")
-    return grid

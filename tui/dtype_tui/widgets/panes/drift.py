@@ -31,7 +31,7 @@ from dtype_engine.results.thresholds import verdicts
 from dtype_tui.rendering.loss_text import loss_rows
 from dtype_tui.rendering.plain_table import PlainTable
 from dtype_tui.rendering.worst_lines import worst_lines, worst_lines_or_longer
-from dtype_tui.widgets.panes.base import Pane, figures_grid
+from dtype_tui.widgets.panes.base import Pane
 
 if TYPE_CHECKING:
     from dtype_engine.results.attribution import NonFiniteDiagnosis
@@ -100,7 +100,7 @@ class DriftPane(Pane):
 
     def _partial(self, reading: PartialDrift, under_way: bool) -> Table:
         """The figures of a measurement that is under way, or was stopped."""
-        grid = figures_grid()
+        grid = PlainTable.labelled(gap=1)
         words = extent_text(reading.extent)
         grid.add_row("so far" if under_way else "stopped at", Text(words, style="bold"))
         self._add_figures(grid, reading.output, reading.extent)
@@ -110,7 +110,7 @@ class DriftPane(Pane):
 
     def _report(self, report: DriftReport) -> Table:
         output = report.output
-        grid = figures_grid()
+        grid = PlainTable.labelled(gap=1)
         if not report.sequences.whole:
             grid.add_row("over", Text(f"{extent_text(report.sequences)}: m runs all", style="bold"))
         floor = self.experiment.floor
@@ -185,7 +185,7 @@ class DriftPane(Pane):
                 grid.add_row(*row)
             return grid
         grid.add_row("worst (w)", "SQNR in dB")
-        below = figures_grid()
+        below = PlainTable.labelled(gap=1)
         for row in after:
             below.add_row(*row)
         whole = PlainTable.grid()

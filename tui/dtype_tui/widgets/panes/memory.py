@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rich.table import Table
 from rich.text import Text
 
 from dtype_engine.core import dtypes
 from dtype_engine.core.units import change_text, human_bytes, percent
 from dtype_tui.rendering.cells import colour, short_bytes
-from dtype_tui.widgets.panes.base import Pane, figures_grid
-
-if TYPE_CHECKING:
-    pass
+from dtype_tui.rendering.plain_table import PlainTable
+from dtype_tui.widgets.panes.base import Pane
 
 
 class MemoryPane(Pane):
@@ -33,7 +29,7 @@ class MemoryPane(Pane):
         plan, reading = experiment.plan, experiment.memory
         if experiment.model.partial:
             return Text("Bytes appear when all headers are read.", style="dim")
-        grid = figures_grid()
+        grid = PlainTable.labelled(gap=1)
         change = change_text(plan.stored_bytes, plan.planned_bytes)
         grid.add_row("stored", human_bytes(plan.stored_bytes))
         grid.add_row("planned", Text.assemble((human_bytes(plan.planned_bytes), "bold"), f"  {change}"))

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 from textual.app import ComposeResult
-from textual.binding import Binding
 from textual.containers import Vertical
 from textual.widgets import Static
 
@@ -36,8 +35,6 @@ class SidePanes(Vertical):
     SidePanes.narrow > Pane.active { display: block; }
     """
 
-    BINDINGS = [Binding("tab", "next", "Next pane", show=False)]  # noqa: RUF012 - Textual's own idiom
-
     def __init__(self, experiment: Experiment) -> None:
         super().__init__(id="side")
         self.panes: list[Pane] = [
@@ -54,9 +51,6 @@ class SidePanes(Vertical):
 
     def on_mount(self) -> None:
         self._mark()
-
-    def set_narrow(self, narrow: bool) -> None:
-        self.set_class(narrow, "narrow")
 
     def next_pane(self) -> None:
         """Bring the next pane to the front, where the terminal is too narrow for all."""
@@ -77,6 +71,5 @@ class SidePanes(Vertical):
         self.query_one("#tabs", Static).update(tabs)
 
     def show(self, activity: str, node: str) -> None:
-        """Draw all panes again."""
         for pane in self.panes:
             pane.show(activity, node)
