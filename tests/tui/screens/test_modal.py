@@ -16,6 +16,7 @@ from textual.widgets import OptionList
 
 from dtype_engine.recipe import Recipe
 from dtype_engine.worker import events
+from dtype_tui.screens.engine_event import EngineEvent
 from dtype_tui.screens.save import SaveScreen
 
 WINDOW_KEYS = ("question_mark", "enter", "comma", "p", "e", "s", "H", "d", "i", "ctrl+p")
@@ -78,8 +79,8 @@ async def test_a_plan_that_comes_before_the_window_is_drawn_is_shown_in_it() -> 
     app = make_app()
     async with running(app) as pilot:
         window = SaveScreen("demo", 0, None)
-        window.show_plan(events.ExportPlanned(Recipe(), None, "it can not be exported"))
         app.push_screen(window)
+        window.post_message(EngineEvent(events.ExportPlanned(Recipe(), None, "it can not be exported")))
         await until(pilot, lambda: "it can not be exported" in screen(app))
 
 

@@ -97,7 +97,8 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
     def on_engine_event(self, message: EngineEvent) -> None:
         match message.event:
             case events.ExportPlanned() as planned:
-                self.show_plan(planned)
+                self._planned = planned
+                self.redraw()
             case events.CastDone():
                 self.redraw()
             case events.PathChecked() as checked if checked.path == self._asked:
@@ -107,11 +108,6 @@ class SaveScreen(ChoiceScreen[SaveRequest | None]):
                     self.notify(with_keys(checked.reason), severity="error", markup=False)
                 else:
                     self._write_to(checked.path, Path(checked.path), checked.taken)
-
-    def show_plan(self, planned: events.ExportPlanned) -> None:
-        self._planned = planned
-        if self.is_mounted:
-            self.redraw()
 
     @property
     def _kind(self) -> str:
