@@ -18,7 +18,6 @@ from textual.screen import Screen
 from textual.widgets import Input
 
 from dtype_engine.core.tree import Tree
-from dtype_engine.recipe import make_plan
 from dtype_engine.worker import events
 from dtype_engine.worker.engine import Engine
 from dtype_tui.base_app import BaseApp
@@ -73,9 +72,7 @@ class DtypeApp(BaseApp[None]):
     def _emit(self, event: events.Event) -> None:
         """Called by the engine's threads; nothing is posted any more once the app has ended."""
         if isinstance(event, events.HeadersRead | events.ModelReady):
-            # Both are kept with the tree: of a hundred thousand tensors they take too long for a key to wait.
-            make_plan(event.tree, self.controller.experiment.recipe)
-            assert event.tree.names
+            self.controller.experiment.prepare(event.tree)
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             self.main.post_message(EngineEvent(event))
 
@@ -101,7 +98,7 @@ class DtypeApp(BaseApp[None]):
         self._make_saver()
         pause_gc()
         # An engine may never get so far that `MainScreen` resumes it.
-        asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc)
+        asyncio.get_running_loop().call_later(LONGEST_WITHOUT_GC_S, resume_gc, True)
         self.controller.engine.start()
         self.guide.begin()
 

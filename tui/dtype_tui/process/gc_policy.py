@@ -14,8 +14,10 @@ def pause_gc() -> None:
     gc.disable()
 
 
-def resume_gc() -> None:
-    """Collect again, but never what is allocated by now."""
+def resume_gc(late: bool = False) -> None:
+    """Collect again, but never what is allocated by now. `late`: garbage has gathered meanwhile, and is collected first."""
     if not gc.isenabled():
+        if late:
+            gc.collect()
         gc.freeze()
         gc.enable()

@@ -76,6 +76,7 @@ class Experiment:
     same_plan: bool = False
     """The last change of the recipe left every tensor's dtype as it was: what was measured is still true."""
 
+    _prepared: tuple[Plan, Mapping[str, Totals]] | None = field(default=None, init=False)
     _known: dict[tuple[Recipe, RunSettings], DriftReport] = field(default_factory=dict, init=False)
     """The last measurements over all of these inputs: undo need not wait for one of them."""
 
@@ -107,6 +108,12 @@ class Experiment:
         self.floor = None
         self._known.clear()
         self.forget_figures()
+
+    def prepare(self, tree: Tree) -> None:
+        """Do what takes long of `replace_tree`, on the thread that brings the tree: no key waits for it."""
+        plan = make_plan(tree, self.recipe)
+        self._prepared = plan, tree.totals(plan.dtypes)
+        assert tree.names  # listed here, so that the first frame of a filter need not
 
     def replace_tree(self, tree: Tree) -> None:
         """A tree that is complete takes the place of what was known before."""
@@ -156,7 +163,11 @@ class Experiment:
         self.same_plan = before is not None and before.dtypes == self.plan.dtypes and self.results.report is not None
         if self.same_plan:
             return
-        self.totals = self.tree.totals(self.plan.dtypes)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None and prepared[0] is self.plan:
+            self.totals = prepared[1]
+        else:
+            self.totals = self.tree.totals(self.plan.dtypes)
         self.results = Results()
         self._recall()
 
