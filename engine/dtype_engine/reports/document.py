@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 
 from dtype_engine.core import dtypes
@@ -34,6 +34,7 @@ MOST_MODULES = 2000
 _SUMMARY_ROWS = 40
 _WORST = 12
 _LOST = "Values lost in the casts"
+_FIGURES = ("SQNR", "max |Δ|", "non-finite")
 
 
 def build_report(
@@ -277,30 +278,17 @@ def _add(totals: Totals, more: Totals) -> None:
         totals.tied[name] = totals.tied.get(name, 0) + size
 
 
-def _measured(tree: Tree, drift: DriftReport) -> dict[str, ModuleDrift]:
-    """Readings in the order of the tree; those that it does not know last."""
+def _where(tree: Tree, drift: DriftReport) -> Section:
     readings = {reading.name: reading for reading in drift.modules}
     ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
-    return ordered | readings
-
-
-def _where(tree: Tree, drift: DriftReport) -> Section:
-    readings = _measured(tree, drift)
     leaves = [
-        reading for name, reading in readings.items() if name not in tree.modules or not tree.modules[name].children
+        reading
+        for name, reading in (ordered | readings).items()  # those that the tree does not know last
+        if name not in tree.modules or not tree.modules[name].children
     ]
     worst = worst_modules(leaves)[:_WORST]
     if not worst:
         return Section("Where it drifts", ("Nowhere: no module's output differs from the reference.",))
-    rows = tuple(
-        (
-            Identifier(printable(reading.name, 200)),
-            decibels(reading.sqnr_db),
-            f"{reading.max_abs:.3e}",
-            f"{reading.nonfinite:,}",
-        )
-        for reading in worst
-    )
     points = tuple(
         (
             printable(reading.name, 200),
@@ -311,8 +299,17 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
     extent = modules_extent_text(drift)
     compared = f"Outputs of modules were compared in {extent}. --modules exact compares all."
-    table = Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)
-    return Section("Where it drifts", (*((compared,) if extent else ()), chart, table))
+    return Section("Where it drifts", (*((compared,) if extent else ()), chart, worst_table(worst)))
+
+
+def worst_table(worst: Iterable[ModuleDrift]) -> Table:
+    """The figures of some modules, a row each."""
+    rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
+    return Table(("the worst", *_FIGURES), rows, 1)
+
+
+def _figures(reading: ModuleDrift) -> tuple[str, ...]:
+    return decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}"
 
 
 def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
@@ -323,9 +320,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     for module in modules[:MOST_MODULES]:
         before, after = stored[module.name], planned[module.name]
         reading = readings.get(module.name)
-        figures = (
-            (decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
-        )
+        figures = _figures(reading) if reading else ("",) * len(_FIGURES)
         rows.append(
             (
                 Identifier(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
@@ -334,7 +329,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
             )
         )  # fmt: skip
     head: tuple[str, ...] = ("module", "class", "stored", "planned", "parameters", "bytes planned")
-    head += ("SQNR", "max |Δ|", "non-finite") if drift is not None else ()
+    head += _FIGURES if drift is not None else ()
     left_out = len(modules) - len(rows)
     more = (f"{left_out:,} more modules are left out here.",) if left_out > 0 else ()
     return Section("Every module", (Table(head, tuple(rows), 4), *more))
