@@ -12,7 +12,6 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
 from dtype_engine.evaluation.evaluate import describe, perform
-from dtype_engine.evaluation.pool import Pool
 from dtype_engine.evaluation.specs import (
     CompareTensors,
     Evaluated,
@@ -33,6 +32,8 @@ from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
+    from dtype_engine.evaluation.cluster import DaskPool
+    from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.export.contents import Contents
@@ -49,12 +50,12 @@ _PIECE, _MOST = 64 << 20, 256
 class Over:
     """Who evaluates, and what they have to open. on_notice: told once of each other version of what does the arithmetic."""
 
-    pool: Pool
+    pool: ProcessPool | DaskPool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """As `Pool.results`, of tasks in the model."""
+        """As `ProcessPool.results`, of tasks in the model."""
         said: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)
@@ -147,7 +148,9 @@ def causes(
         return Attribution(session.model, session.inputs, settings, rules).report(on_progress, cancelled, elsewhere)
 
 
-def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
+def comparing(
+    pool: ProcessPool | DaskPool, threads: int, folder: Path, source: Source, options: Options
+) -> CompareItems:
     """What `verify` compares tensors by, over a pool, some dozen MiB at a time."""
     from dtype_engine.runtime.verify.verify import fingerprint
 
