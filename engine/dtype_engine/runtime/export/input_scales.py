@@ -121,8 +121,9 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
             "these were measured quantised: the model has them packed into one, and no range of the inputs of each"
         )
     if calibrated := [item for item in written if item.input_scale is not None]:
+        layers = "1 layer has" if len(calibrated) == 1 else f"{len(calibrated)} layers have"
         notices.append(
-            f"{_layers(len(calibrated))} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
+            f"{layers} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
             "measurement has that of the largest of each call"
         )
     if unseen := [item for item in written if item.input_scale is not None and not item.input_scale.seen]:
@@ -131,10 +132,6 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
             "layers of their name"
         )
     return tuple(notices)
-
-
-def _layers(count: int) -> str:
-    return "1 layer has" if count == 1 else f"{count} layers have"
 
 
 def _has_other_rule(dtype: str) -> bool:
