@@ -11,7 +11,7 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
-from dtype_engine.evaluation.evaluate import describe, perform
+from dtype_engine.evaluation.evaluate import perform
 from dtype_engine.evaluation.specs import (
     CompareTensors,
     Evaluated,
@@ -63,12 +63,6 @@ class Over:
                 said.add(other)
                 self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
             yield index, result
-
-
-def opened_as(session: Session, source: Source, threads: int) -> Opened:
-    """What others have to open to have what this session has, each with so many threads. Raises UserError."""
-    weights, inputs = describe(session)
-    return Opened(model_text(source), portable(session.options, threads), weights, inputs)
 
 
 def scan(
@@ -136,7 +130,7 @@ def causes(
 
     recipe, settings = session.recipe, session.settings
     rules = tuple(map(str, recipe.rules))
-    assert session.inputs is not None  # `opened_as` has refused a session without
+    assert session.inputs is not None  # `Workers.over` has refused a session without
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
         tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]

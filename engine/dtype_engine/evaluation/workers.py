@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.evaluation.evaluate import describe
 from dtype_engine.evaluation.gpus import visible_gpus
 from dtype_engine.evaluation.pool import ProcessPool, fitting
-from dtype_engine.evaluation.work import Over, opened_as
+from dtype_engine.evaluation.specs import Opened, model_text, portable
+from dtype_engine.evaluation.work import Over
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
@@ -91,4 +93,5 @@ class Workers:
         on_gpu = session.model.device.type == "cuda"
         self.pool(private, visible_gpus(gpu_count()) if on_gpu else ())
         threads = self.threads(session.options.threads, private)
-        return Over(self.pool(private), opened_as(session, source, threads), self._on_notice)
+        opened = Opened(model_text(source), portable(session.options, threads), *describe(session))
+        return Over(self.pool(private), opened, self._on_notice)
