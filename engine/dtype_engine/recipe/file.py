@@ -65,10 +65,6 @@ def read_recipe_file(path: Path) -> RecipeFile:
             text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    return _understood(path, text)
-
-
-def _understood(path: Path, text: str) -> RecipeFile:
     try:
         data = load_yaml(text)
     except UserError as error:
