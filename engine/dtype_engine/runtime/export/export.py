@@ -56,7 +56,7 @@ def export(
     config = export_config(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
-    whole_bytes = contents.nbytes + layout.copied_bytes
+    whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in layout.copied)
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
@@ -81,7 +81,8 @@ def export(
             counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
             if len(by_file) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
-        losses = tuple(lost if lost is not None else _in_order(counted, contents))
+        order = {item.name: index for index, item in enumerate(contents.items)}  # whichever was written first
+        losses = tuple(lost if lost is not None else sorted(counted, key=lambda loss: order[loss.tensor]))
         settings = contents.settings if contents.settings.quantize_activations != "none" else None
         recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
@@ -101,12 +102,6 @@ def export(
         notices=notices + ((notice,) if (notice := loss_notice(losses)) else ()),
         lost=losses,
     )
-
-
-def _in_order(losses: Sequence[ValueLoss], contents: Contents) -> list[ValueLoss]:
-    """In the order of the tensors, whichever was written first."""
-    order = {item.name: index for index, item in enumerate(contents.items)}
-    return sorted(losses, key=lambda loss: order[loss.tensor])
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:
