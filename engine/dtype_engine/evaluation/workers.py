@@ -10,8 +10,7 @@ from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
 from dtype_engine.evaluation.evaluate import describe
-from dtype_engine.evaluation.gpus import visible_gpus
-from dtype_engine.evaluation.pool import ProcessPool, fitting
+from dtype_engine.evaluation.pool import ProcessPool, fitting, visible_gpus
 from dtype_engine.evaluation.specs import Opened, model_text, portable
 from dtype_engine.evaluation.work import Over
 
