@@ -44,21 +44,16 @@ def with_quantised_inputs(
         kept = source.quantized.get(item.name) if item.dtype == item.stored else None
         module = item.name.removesuffix(".weight")
         said = kept is not None and (module in before or all_experts(expert_layer(module)) in before)
-        if not item.portable or not dtypes.quantizes_activations(item.dtype) or not (
-            said or settings.quantize_activations == "weights"
-        ):  # fmt: skip
-            found.append(item)
-            continue
-        scale = None
-        if keeps_input_scale(item.dtype):
-            if kept is not None and kept.input_scale is not None:
+        quantised = item.portable and dtypes.quantizes_activations(item.dtype)
+        if quantised and (said or settings.quantize_activations == "weights"):
+            if not keeps_input_scale(item.dtype):
+                item = dataclasses.replace(item, quantised_inputs=True)
+            elif kept is not None and kept.input_scale is not None:
                 scale = InputScale(float(read_mapped(kept.input_scale)))
-            elif item.packed_into:
-                found.append(item)
-                continue
-            else:
-                scale = _scale(item, ranges, alike)
-        found.append(dataclasses.replace(item, quantised_inputs=True, input_scale=scale))
+                item = dataclasses.replace(item, quantised_inputs=True, input_scale=scale)
+            elif not item.packed_into:
+                item = dataclasses.replace(item, quantised_inputs=True, input_scale=_scale(item, ranges, alike))
+        found.append(item)
     return found
 
 
