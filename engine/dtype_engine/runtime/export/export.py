@@ -19,7 +19,7 @@ from dtype_engine.recipe.file import write_recipe
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
+from dtype_engine.runtime.export.config import changed_configs, export_dtype
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
@@ -53,7 +53,7 @@ def export(
     recover_stale(folder.expanduser().absolute())
     target = check_folder(folder, force, contents.files)
     refuse_uncalibrated(contents)
-    config = export_config(contents)
+    configs = changed_configs(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
     whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in layout.copied)
@@ -70,8 +70,8 @@ def export(
         for file, path in layout.copied:
             (stage / path).parent.mkdir(parents=True, exist_ok=True)
             copy_file(file, stage / path, progress)
-        for path, text in written_configs(contents, config).items():
-            (stage / path).write_text(text, encoding="utf-8")
+        for path, config in configs.items():
+            (stage / path).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         counted: list[ValueLoss] = []
         for part, by_file in files.items():
             folder_of_part = stage / part.folder

@@ -34,7 +34,6 @@ from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import same_values
 
-_DEFAULTS = RunSettings()
 _NONE: Mapping[str, float] = {}
 
 
@@ -56,7 +55,7 @@ def of_live(
     model: LiveModel,
     recipe: Recipe,
     planned: Mapping[str, str],
-    settings: RunSettings = _DEFAULTS,
+    settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """The export of an open model, as it is cast now and run in `settings`. From its checkpoint where it has one, so that names
