@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from dtype_engine.core import dtypes
@@ -71,7 +71,8 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         change = change_text(plan.stored_bytes, plan.planned_bytes)
         words += f" ({change})" if change else ""
     if drift is not None:
-        words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference} ({meaning(drift.output)})"
+        ratio = "exact" if drift.output.sqnr_db == math.inf else f"SQNR {decibels(drift.output.sqnr_db)}"
+        words += f"; {ratio} against {drift.reference} ({meaning(drift.output)})"
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
@@ -101,10 +102,6 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
     left_out = len(ordered) - len(rows)
     more = (f"{left_out:,} more tensors are left out here.",) if left_out else ()
     return [Section(_LOST, (HELP, Table(head, rows, 2), *more))]
-
-
-def _sqnr(value: float | None) -> str:
-    return "exact" if value == math.inf else f"SQNR {decibels(value)}"
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
@@ -201,20 +198,10 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
         rows.append(("same top token", top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        rows.append(
-            (
-                "perplexity",
-                f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}",
-                "reference → candidate",
-            )
-        )
-        rows.append(
-            (
-                "ln ratio",
-                with_error(output.log_ratio or 0.0, output.log_ratio_se),
-                "of the perplexities, ± standard error",
-            )
-        )
+        perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+        ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
+        rows.append(("perplexity", perplexities, "reference → candidate"))
+        rows.append(("ln ratio", ratio, "of the perplexities, ± standard error"))
     if output.dp_mean is not None and output.dp_rms is not None:
         rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
@@ -227,7 +214,8 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     """The model from the root down, as deep as some forty rows reach."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
-    for name, class_name, modules in _outline(tree):
+    for name, modules in _outline(tree):
+        class_name = modules[0].class_name or ""
         before, after = Totals(), Totals()
         for module in modules:
             _add(before, stored[module.name])
@@ -242,7 +230,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     return Section("Model", (Table(head, tuple(rows), 2),))
 
 
-def _outline(tree: Tree) -> Iterator[tuple[str, str, list[Module]]]:
+def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
     """The tree from the root down, numbered modules of one class in one line, as deep as the lines last."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
@@ -251,8 +239,7 @@ def _outline(tree: Tree) -> Iterator[tuple[str, str, list[Module]]]:
         lines += level
         left -= len(level)
         level = [entry for name, modules in level for entry in _children(name, modules)]
-    for name, modules in sorted(lines, key=lambda line: tree.modules[line[1][0].name].first):
-        yield name, modules[0].class_name or "", modules
+    return sorted(lines, key=lambda line: tree.modules[line[1][0].name].first)
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:

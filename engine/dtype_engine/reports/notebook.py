@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
@@ -48,10 +45,6 @@ def drift_html(report: DriftReport) -> str:
 
 def scan_html(report: ScanReport) -> str:
     """The sums of the scores by dtype, and the weights that matter most."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for weight in report.weights:
-        scores[weight.dtype].append(weight.score)
-    sums = sorted((math.fsum(scores[dtype]), dtype) for dtype in report.dtypes if dtype in scores)
     most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
     rows = tuple(
         (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
@@ -63,7 +56,7 @@ def scan_html(report: ScanReport) -> str:
             (
                 Table(
                     ("dtype", "sum of the scores"),
-                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in sums),
+                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in report.totals()),
                     1,
                 ),
             ),
