@@ -57,7 +57,7 @@ class DaskPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """As `ProcessPool.results`. Dask does the work of a lost worker again; what runs as it is cancelled runs to its end."""
+        """As `Pool.results`. The work of a lost worker is done again by Dask; what runs as it is cancelled runs to its end."""
         from distributed.scheduler import KilledWorker
 
         try:

@@ -17,6 +17,7 @@ from multiprocessing.connection import wait as wait_for
 from multiprocessing.context import BaseContext
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Event
+from typing import Protocol
 
 import psutil
 
@@ -32,6 +33,17 @@ _MOST_BREAKS = 3
 """Times in a row that workers may end without having done anything."""
 _PROCESS_BYTES = 700 << 20
 """What a process takes beside the model: Python, torch and transformers, and the outputs of small modules."""
+
+
+class Pool(Protocol):
+    """Who evaluates."""
+
+    workers: int
+
+    def results(
+        self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
+    ) -> Iterator[tuple[int, Evaluated]]:
+        """Each evaluation's index and what came of it, as they come. Raises UserError, Cancelled."""
 
 
 class ProcessPool:
@@ -58,9 +70,7 @@ class ProcessPool:
     def results(
         self, evaluations: Sequence[Evaluation], cancelled: IsCancelled = never
     ) -> Iterator[tuple[int, Evaluated]]:
-        """Each evaluation's index and what came of it, as they come. The work of a process that is killed is done again. Raises
-        UserError, Cancelled.
-        """
+        """As `Pool.results`. The work of a process that is killed is done again."""
         self._stop.clear()
         try:
             yield from results(self._started, self._broken, evaluations, cancelled, 2 * self.workers)

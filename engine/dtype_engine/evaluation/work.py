@@ -11,7 +11,8 @@ from dtype_engine.checkpoint import unchanged
 from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.options import Options, RunSettings
-from dtype_engine.evaluation.evaluate import perform
+from dtype_engine.evaluation.evaluate import describe, perform
+from dtype_engine.evaluation.pool import Pool
 from dtype_engine.evaluation.specs import (
     CompareTensors,
     Evaluated,
@@ -32,8 +33,6 @@ from dtype_engine.results.drift import DriftReport
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
-    from dtype_engine.evaluation.cluster import DaskPool
-    from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.results.attribution import AttributionReport
     from dtype_engine.results.scan import ScanReport
     from dtype_engine.runtime.export.contents import Contents
@@ -50,12 +49,12 @@ _PIECE, _MOST = 64 << 20, 256
 class Over:
     """Who evaluates, and what they have to open. on_notice: told once of each other version of what does the arithmetic."""
 
-    pool: ProcessPool | DaskPool
+    pool: Pool
     opened: Opened
     on_notice: Callable[[str], None] = lambda sentence: None
 
     def results(self, tasks: Sequence[Task], cancelled: IsCancelled) -> Iterator[tuple[int, Evaluated]]:
-        """As `ProcessPool.results`, of tasks in the model."""
+        """As `Pool.results`, of tasks in the model."""
         said: set[str] = set()
         for index, result in self.pool.results([Evaluation(self.opened, task) for task in tasks], cancelled):
             other = other_versions(result)
@@ -63,6 +62,12 @@ class Over:
                 said.add(other)
                 self.on_notice(f"{other}: figures may differ from those of one process in their last digits")
             yield index, result
+
+
+def opened_as(session: Session, source: Source, threads: int) -> Opened:
+    """What others have to open to have what this session has, each with so many threads. Raises UserError."""
+    weights, inputs = describe(session)
+    return Opened(model_text(source), portable(session.options, threads), weights, inputs)
 
 
 def scan(
@@ -130,7 +135,7 @@ def causes(
 
     recipe, settings = session.recipe, session.settings
     rules = tuple(map(str, recipe.rules))
-    assert session.inputs is not None  # `Workers.over` has refused a session without
+    assert session.inputs is not None  # `opened_as` has refused a session without
 
     def elsewhere(parts: Sequence[Part]) -> Iterator[tuple[int, PartDrift]]:
         tasks = [PartAlone(recipe, settings, part.name, part.modules) for part in parts]
@@ -142,9 +147,7 @@ def causes(
         return Attribution(session.model, session.inputs, settings, rules).report(on_progress, cancelled, elsewhere)
 
 
-def comparing(
-    pool: ProcessPool | DaskPool, threads: int, folder: Path, source: Source, options: Options
-) -> CompareItems:
+def comparing(pool: Pool, threads: int, folder: Path, source: Source, options: Options) -> CompareItems:
     """What `verify` compares tensors by, over a pool, some dozen MiB at a time."""
     from dtype_engine.runtime.verify.verify import fingerprint
 

@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
-from dtype_engine.evaluation.evaluate import describe
 from dtype_engine.evaluation.pool import ProcessPool, fitting, visible_gpus
-from dtype_engine.evaluation.specs import Opened, model_text, portable
-from dtype_engine.evaluation.work import Over
+from dtype_engine.evaluation.work import Over, opened_as
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
@@ -92,5 +90,4 @@ class Workers:
         on_gpu = session.model.device.type == "cuda"
         self.pool(private, visible_gpus(gpu_count()) if on_gpu else ())
         threads = self.threads(session.options.threads, private)
-        opened = Opened(model_text(source), portable(session.options, threads), *describe(session))
-        return Over(self.pool(private), opened, self._on_notice)
+        return Over(self.pool(private), opened_as(session, source, threads), self._on_notice)
