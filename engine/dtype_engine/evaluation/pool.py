@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures import CancelledError as FutureCancelled
 from itertools import islice
@@ -25,9 +25,9 @@ from dtype_engine.core.cancellation import IsCancelled, never
 from dtype_engine.core.errors import Cancelled, UserError
 from dtype_engine.core.memory_share import share_memory
 from dtype_engine.evaluation.evaluate import cancel_by, evaluate
-from dtype_engine.evaluation.gpus import assigned
 from dtype_engine.evaluation.specs import Evaluated, Evaluation
 
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 _POLL_S = 0.1
 _MOST_BREAKS = 3
 """Times in a row that workers may end without having done anything."""
@@ -156,6 +156,20 @@ def fitting(workers: int, private: int) -> int:
     """How many of `workers` processes have the memory: each takes `private` bytes beside the checkpoint, which they share."""
     free = psutil.virtual_memory().available
     return max(1, min(workers, math.floor(free / (private + _PROCESS_BYTES))))
+
+
+def visible_gpus(count: int, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The GPUs that this process sees, of which CUDA counts `count`, as `CUDA_VISIBLE_DEVICES` names them: by number or by UUID."""
+    named = [name.strip() for name in environment.get(VISIBLE_GPUS, "").split(",") if name.strip()]
+    return tuple(named[:count]) if named else tuple(map(str, range(count)))
+
+
+def assigned(index: int, gpus: tuple[str, ...], environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let this process, the `index`-th of its pool from 0, see one GPU alone. It must not have begun CUDA. Without GPUs all stays
+    as it is.
+    """
+    if gpus:
+        environment[VISIBLE_GPUS] = gpus[index % len(gpus)]
 
 
 def _start_worker(stop: Event, workers: int, started: Synchronized[int], gpus: tuple[str, ...]) -> None:

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 from dtype_engine.core.errors import UserError
 from dtype_engine.core.text import printable
 from dtype_engine.core.units import plural
+from dtype_engine.evaluation.pool import ProcessPool, fitting, visible_gpus
 from dtype_engine.evaluation.work import Over, opened_as
 
 if TYPE_CHECKING:
     from dtype_engine.checkpoint.source import Source
     from dtype_engine.evaluation.cluster import DaskPool
-    from dtype_engine.evaluation.pool import ProcessPool
     from dtype_engine.runtime.session.session import Session
 
 
@@ -62,15 +62,11 @@ class Workers:
 
                 self._pool = DaskPool(self._asked, on_gpu=bool(gpus))
             else:
-                from dtype_engine.evaluation.pool import ProcessPool
-
                 self._pool = ProcessPool(self._fitting(self._asked, private, gpus), gpus)
         return self._pool
 
     def _fitting(self, asked: int, private: int, gpus: tuple[str, ...]) -> int:
         """How many of the workers asked for there will be."""
-        from dtype_engine.evaluation.pool import fitting
-
         wanted = min(asked, self._most or asked)
         if gpus and len(gpus) < wanted:
             self._on_notice(f"{plural(len(gpus), 'worker')} of the {asked} asked for: one for each GPU")
@@ -82,7 +78,6 @@ class Workers:
 
     def threads(self, threads: int | None, private: int) -> int:
         """How many threads each has, where this process has `threads` (None: torch's own number) to share. Raises UserError."""
-        from dtype_engine.evaluation.pool import ProcessPool
         from dtype_engine.runtime.session.opening import threads_each
 
         pool = self.pool(private)
@@ -90,7 +85,6 @@ class Workers:
 
     def over(self, session: Session, source: Source, private: int) -> Over:
         """Who evaluates what a session has open. Raises UserError."""
-        from dtype_engine.evaluation.gpus import visible_gpus
         from dtype_engine.runtime.session.opening import gpu_count
 
         on_gpu = session.model.device.type == "cuda"

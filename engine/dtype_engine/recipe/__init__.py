@@ -1,6 +1,6 @@
 """Recipes: patterns, rules, what they take of a tree, and the plan that comes of it."""
 
-from dtype_engine.recipe.pattern import Pattern, compile_pattern, generalisations
+from dtype_engine.recipe.pattern import compile_pattern, generalisations
 from dtype_engine.recipe.plan import (
     Plan,
     RuleEffect,
@@ -15,7 +15,6 @@ from dtype_engine.recipe.plan import (
 from dtype_engine.recipe.rules import Recipe, RecipeHistory, Rule
 
 __all__ = [
-    "Pattern",
     "Plan",
     "Recipe",
     "RecipeHistory",

@@ -65,10 +65,6 @@ def read_recipe_file(path: Path) -> RecipeFile:
             text = read_regular(path, _LARGEST).decode()
     except UnicodeDecodeError:
         raise UserError(f"{path} is not a recipe: it is not text") from None
-    return _understood(path, text)
-
-
-def _understood(path: Path, text: str) -> RecipeFile:
     try:
         data = load_yaml(text)
     except UserError as error:
@@ -89,12 +85,14 @@ def _understood(path: Path, text: str) -> RecipeFile:
     settings, measured = data.get("settings"), data.get("measured")
     if measured is not None and not isinstance(measured, dict):
         raise UserError(f"{path}: 'measured' must be a mapping of names to figures")
+    figures = dict(measured or {})
+    lost = figures.pop(LOST, None)
     return RecipeFile(
         Recipe(rules),
         model,
         _settings(path, settings) if settings is not None else None,
-        _measured(path, measured) if measured else {},
-        _losses(path, measured.get(LOST)) if measured else (),
+        _as(path, "measured", figures, dict[str, str | int | float | bool | None]),
+        _losses(path, lost),
     )
 
 
@@ -151,11 +149,6 @@ def _dtype(path: Path, setting: str, value: str) -> str:
         return dtypes.parse_target(value)
     except UserError as error:
         raise UserError(f"{path}: setting {setting}: {error}") from None
-
-
-def _measured(path: Path, entry: Mapping[str, object]) -> dict[str, Figure]:
-    figures = {name: value for name, value in entry.items() if name != LOST}
-    return _as(path, "measured", figures, dict[str, str | int | float | bool | None])
 
 
 def _losses(path: Path, entries: object) -> tuple[ValueLoss, ...]:

@@ -23,7 +23,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
         inside = [member in taken for member in group]
         if all(inside) or not any(inside):
             continue
-        kind = (_layer(group[0]), *inside, *(planned[member] for member in group))
+        kind = (layer_name(group[0]), *inside, *(planned[member] for member in group))
         if kind in seen:
             continue
         seen.add(kind)
@@ -41,10 +41,11 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
 
 def _short(names: Collection[str]) -> str:
     """The layers' own names, each once."""
-    return ", ".join(dict.fromkeys(_layer(name) for name in names))
+    return ", ".join(dict.fromkeys(layer_name(name) for name in names))
 
 
-def _layer(name: str) -> str:
+def layer_name(name: str) -> str:
+    """A layer's own name, by that of its weight."""
     return name.removesuffix(".weight").rpartition(".")[2]
 
 
@@ -54,7 +55,7 @@ def scale_shared_with(name: str, planned: Mapping[str, str]) -> str:
     """
     group = [member for member in siblings(name) if member in planned]
     members = scale_groups({member: planned[member] for member in group}).get(name, ()) if len(group) > 1 else ()
-    return ", ".join(_layer(member).removesuffix("_proj") for member in members if member != name)
+    return ", ".join(layer_name(member).removesuffix("_proj") for member in members if member != name)
 
 
 def fused_with(name: str, planned: Mapping[str, str]) -> str:
@@ -65,7 +66,9 @@ def fused_with(name: str, planned: Mapping[str, str]) -> str:
     others = [member for member in group if member != name]
     words = f"with {_short(others)} in vLLM and SGLang"
     differ = [
-        f"{_layer(other)} {dtypes.short_name(planned[other])}" for other in others if planned[other] != planned[name]
+        f"{layer_name(other)} {dtypes.short_name(planned[other])}"
+        for other in others
+        if planned[other] != planned[name]
     ]
     if is_split(group, planned):
         return f"{words}, which refuse it: {', '.join(differ)}"

@@ -13,6 +13,7 @@ from typing import Literal
 from dtype_engine.core import dtypes
 from dtype_engine.core.fused import fused_groups, siblings, split_groups
 from dtype_engine.core.tree import Tree
+from dtype_engine.recipe.fused_words import layer_name
 from dtype_engine.recipe.schemes import layout
 from dtype_engine.recipe.targets.base import Context
 
@@ -117,7 +118,7 @@ def _written(context: Context, quantised: dict[str, str]) -> dict[str, str]:
 
 def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """Models of experts make their routers with `quant_config=None`: a weight with scales finds no parameter."""
-    names = tuple(name for name in quantised if name.removesuffix(".weight").rpartition(".")[2] in _ROUTERS)
+    names = tuple(name for name in quantised if layer_name(name) in _ROUTERS)
     if names:
         where = "vllm/model_executor/models/mixtral.py" if runtime == "vllm" else "python/sglang/srt/models/mixtral.py"
         yield Finding("refused", "routers are not quantised", f"{where}: ReplicatedLinear(quant_config=None)", names)
@@ -126,7 +127,7 @@ def _routers(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
 def _split(context: Context, runtime: Runtime, quantised: dict[str, str]) -> Iterator[Finding]:
     """`should_ignore_layer` raises where some members of a fused layer are ignored; of several schemes the first is taken."""
     for group in split_groups(context.plan.dtypes):
-        formats = ", ".join(f"{_layer(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
+        formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(context.plan.dtypes[name])}" for name in group)
         source = _source(runtime, "compressed_tensors/utils.py: should_ignore_layer, find_matched_target")
         yield Finding("refused", f"fused into one layer, and in several formats: {formats}", source, group)
 
@@ -140,7 +141,7 @@ def _experts(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
     for names in layers.values():
         planned = {name: context.plan.dtypes[name] for name in names}
         if len(set(planned.values())) > 1 and not quantised.keys().isdisjoint(names):
-            formats = ", ".join(f"{_layer(name)} {dtypes.short_name(dtype)}" for name, dtype in planned.items())
+            formats = ", ".join(f"{layer_name(name)} {dtypes.short_name(dtype)}" for name, dtype in planned.items())
             source = _source(runtime, "compressed_tensors/compressed_tensors_moe.py: get_moe_method")
             yield Finding("refused", f"the experts of a layer are in several formats: {formats}", source, tuple(names))
 
@@ -152,7 +153,7 @@ def _missing(context: Context, runtime: Runtime, quantised: dict[str, str]) -> I
         expected = siblings(group[0])
         absent = [name for name in expected if name not in context.tree.tensors]
         if absent:
-            words = ", ".join(map(_layer, absent))
+            words = ", ".join(map(layer_name, absent))
             yield Finding("stays wide", f"the model has no {words}, so the fused layer has no scheme", source, group)
 
 
@@ -179,7 +180,7 @@ def _blocks_of_merged(context: Context, runtime: Runtime, quantised: dict[str, s
     for group in fused_groups(name for name, dtype in written.items() if _block_rows(dtype) > 1):
         rows = _block_rows(written[group[0]])
         if not whole_when_fused(context.tree, group[0], written[group[0]]):
-            outputs = ", ".join(f"{_layer(name)} {context.tree.tensors[name].shape[0]}" for name in group)
+            outputs = ", ".join(f"{layer_name(name)} {context.tree.tensors[name].shape[0]}" for name in group)
             source = _source(
                 runtime, "utils/fp8_utils.py: validate_fp8_block_shape" if runtime == "vllm" else "fp8_utils.py"
             )
@@ -250,10 +251,6 @@ def _always_quantised(runtime: Runtime, quantised: dict[str, str]) -> Iterator[F
 def _block_rows(dtype: str) -> int:
     blocks = dtypes.BY_NAME[dtype].blocks
     return blocks.rows if blocks is not None else 1
-
-
-def _layer(name: str) -> str:
-    return name.removesuffix(".weight").rpartition(".")[2]
 
 
 def serving_lines(reading: ServingLint, shown: Callable[[Sequence[str]], str]) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 
 from dtype_engine.core import dtypes
@@ -34,6 +34,7 @@ MOST_MODULES = 2000
 _SUMMARY_ROWS = 40
 _WORST = 12
 _LOST = "Values lost in the casts"
+_FIGURES = ("SQNR", "max |Δ|", "non-finite")
 
 
 def build_report(
@@ -70,7 +71,8 @@ def _summary(plan: Plan, drift: DriftReport | None, losses: Sequence[ValueLoss] 
         change = change_text(plan.stored_bytes, plan.planned_bytes)
         words += f" ({change})" if change else ""
     if drift is not None:
-        words += f"; {_sqnr(drift.output.sqnr_db)} against {drift.reference} ({meaning(drift.output)})"
+        ratio = "exact" if drift.output.sqnr_db == math.inf else f"SQNR {decibels(drift.output.sqnr_db)}"
+        words += f"; {ratio} against {drift.reference} ({meaning(drift.output)})"
         if drift.output.kl_mean is not None:
             words += f", mean KL {with_error(drift.output.kl_mean, drift.output.kl_mean_se)} nats per position"
         if drift.output.top1_agreement is not None:
@@ -100,10 +102,6 @@ def _lost(plan: Plan, losses: Sequence[ValueLoss] | None) -> list[Section]:
     left_out = len(ordered) - len(rows)
     more = (f"{left_out:,} more tensors are left out here.",) if left_out else ()
     return [Section(_LOST, (HELP, Table(head, rows, 2), *more))]
-
-
-def _sqnr(value: float | None) -> str:
-    return "exact" if value == math.inf else f"SQNR {decibels(value)}"
 
 
 def rules_section(tree: Tree, plan: Plan) -> Section:
@@ -200,20 +198,10 @@ def drift_section(drift: DriftReport | None, no_drift: str = "") -> Section:
         top1 = percent_with_error(output.top1_agreement, output.top1_agreement_se)
         rows.append(("same top token", top1, "of positions"))
     if output.perplexity_reference is not None and output.perplexity_candidate is not None:
-        rows.append(
-            (
-                "perplexity",
-                f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}",
-                "reference → candidate",
-            )
-        )
-        rows.append(
-            (
-                "ln ratio",
-                with_error(output.log_ratio or 0.0, output.log_ratio_se),
-                "of the perplexities, ± standard error",
-            )
-        )
+        perplexities = f"{output.perplexity_reference:.4f} → {output.perplexity_candidate:.4f}"
+        ratio = with_error(output.log_ratio or 0.0, output.log_ratio_se)
+        rows.append(("perplexity", perplexities, "reference → candidate"))
+        rows.append(("ln ratio", ratio, "of the perplexities, ± standard error"))
     if output.dp_mean is not None and output.dp_rms is not None:
         rows.append(("Δp, mean", f"{100 * output.dp_mean:.4f} %", "change of the right token's probability"))
         rows.append(("Δp, RMS", f"{100 * output.dp_rms:.4f} %", ""))
@@ -226,7 +214,8 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     """The model from the root down, as deep as some forty rows reach."""
     stored, planned = tree.totals(), tree.totals(plan.dtypes)
     rows = []
-    for name, class_name, modules in _outline(tree):
+    for name, modules in _outline(tree):
+        class_name = modules[0].class_name or ""
         before, after = Totals(), Totals()
         for module in modules:
             _add(before, stored[module.name])
@@ -241,7 +230,7 @@ def tree_section(tree: Tree, plan: Plan) -> Section:
     return Section("Model", (Table(head, tuple(rows), 2),))
 
 
-def _outline(tree: Tree) -> Iterator[tuple[str, str, list[Module]]]:
+def _outline(tree: Tree) -> list[tuple[str, list[Module]]]:
     """The tree from the root down, numbered modules of one class in one line, as deep as the lines last."""
     left = _SUMMARY_ROWS
     level: list[tuple[str, list[Module]]] = [("", [tree.root])]
@@ -250,8 +239,7 @@ def _outline(tree: Tree) -> Iterator[tuple[str, str, list[Module]]]:
         lines += level
         left -= len(level)
         level = [entry for name, modules in level for entry in _children(name, modules)]
-    for name, modules in sorted(lines, key=lambda line: tree.modules[line[1][0].name].first):
-        yield name, modules[0].class_name or "", modules
+    return sorted(lines, key=lambda line: tree.modules[line[1][0].name].first)
 
 
 def _children(name: str, modules: list[Module]) -> list[tuple[str, list[Module]]]:
@@ -277,30 +265,17 @@ def _add(totals: Totals, more: Totals) -> None:
         totals.tied[name] = totals.tied.get(name, 0) + size
 
 
-def _measured(tree: Tree, drift: DriftReport) -> dict[str, ModuleDrift]:
-    """Readings in the order of the tree; those that it does not know last."""
+def _where(tree: Tree, drift: DriftReport) -> Section:
     readings = {reading.name: reading for reading in drift.modules}
     ordered = {module.name: readings[module.name] for module in tree.walk() if module.name in readings}
-    return ordered | readings
-
-
-def _where(tree: Tree, drift: DriftReport) -> Section:
-    readings = _measured(tree, drift)
     leaves = [
-        reading for name, reading in readings.items() if name not in tree.modules or not tree.modules[name].children
+        reading
+        for name, reading in (ordered | readings).items()  # those that the tree does not know last
+        if name not in tree.modules or not tree.modules[name].children
     ]
     worst = worst_modules(leaves)[:_WORST]
     if not worst:
         return Section("Where it drifts", ("Nowhere: no module's output differs from the reference.",))
-    rows = tuple(
-        (
-            Identifier(printable(reading.name, 200)),
-            decibels(reading.sqnr_db),
-            f"{reading.max_abs:.3e}",
-            f"{reading.nonfinite:,}",
-        )
-        for reading in worst
-    )
     points = tuple(
         (
             printable(reading.name, 200),
@@ -311,8 +286,17 @@ def _where(tree: Tree, drift: DriftReport) -> Section:
     chart = BarChart("SQNR of the output of every innermost module, in the order of the tree", points, "dB")
     extent = modules_extent_text(drift)
     compared = f"Outputs of modules were compared in {extent}. --modules exact compares all."
-    table = Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1)
-    return Section("Where it drifts", (*((compared,) if extent else ()), chart, table))
+    return Section("Where it drifts", (*((compared,) if extent else ()), chart, worst_table(worst)))
+
+
+def worst_table(worst: Iterable[ModuleDrift]) -> Table:
+    """The figures of some modules, a row each."""
+    rows = tuple((Identifier(printable(reading.name, 200)), *_figures(reading)) for reading in worst)
+    return Table(("the worst", *_FIGURES), rows, 1)
+
+
+def _figures(reading: ModuleDrift) -> tuple[str, ...]:
+    return decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}"
 
 
 def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
@@ -323,9 +307,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
     for module in modules[:MOST_MODULES]:
         before, after = stored[module.name], planned[module.name]
         reading = readings.get(module.name)
-        figures = (
-            (decibels(reading.sqnr_db), f"{reading.max_abs:.3e}", f"{reading.nonfinite:,}") if reading else ("", "", "")
-        )
+        figures = _figures(reading) if reading else ("",) * len(_FIGURES)
         rows.append(
             (
                 Identifier(printable(module.name, 300)), module.class_name or "", mix_text(before) if before.nbytes else "-",
@@ -334,7 +316,7 @@ def _modules(tree: Tree, plan: Plan, drift: DriftReport | None) -> Section:
             )
         )  # fmt: skip
     head: tuple[str, ...] = ("module", "class", "stored", "planned", "parameters", "bytes planned")
-    head += ("SQNR", "max |Δ|", "non-finite") if drift is not None else ()
+    head += _FIGURES if drift is not None else ()
     left_out = len(modules) - len(rows)
     more = (f"{left_out:,} more modules are left out here.",) if left_out > 0 else ()
     return Section("Every module", (Table(head, tuple(rows), 4), *more))

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
-
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import decibels, human_bytes, with_error
+from dtype_engine.core.units import human_bytes, with_error
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
-from dtype_engine.reports.document import drift_section, rules_section, tree_section
+from dtype_engine.reports.document import drift_section, rules_section, tree_section, worst_table
 from dtype_engine.reports.html import as_fragment
 from dtype_engine.results.drift import DriftReport, worst_modules
 from dtype_engine.results.meaning import meaning
@@ -37,13 +34,9 @@ def tree_html(tree: Tree) -> str:
 
 def drift_html(report: DriftReport) -> str:
     """The figures of a measurement, and the modules that drift most."""
-    rows = tuple(
-        (Identifier(printable(each.name, 200)), decibels(each.sqnr_db), f"{each.max_abs:.3e}", f"{each.nonfinite:,}")
-        for each in worst_modules(report.modules)[:_ROWS]
-    )
     sections = [drift_section(report)]
-    if rows:
-        sections.append(Section("Where it drifts", (Table(("the worst", "SQNR", "max |Δ|", "non-finite"), rows, 1),)))
+    if worst := worst_modules(report.modules)[:_ROWS]:
+        sections.append(Section("Where it drifts", (worst_table(worst),)))
     title = f"Drift: {printable(report.model, 200)}"
     rules = ", ".join(report.rules) or "none: as stored"
     return as_fragment(
@@ -53,10 +46,6 @@ def drift_html(report: DriftReport) -> str:
 
 def scan_html(report: ScanReport) -> str:
     """The sums of the scores by dtype, and the weights that matter most."""
-    scores: dict[str, list[float]] = defaultdict(list)
-    for weight in report.weights:
-        scores[weight.dtype].append(weight.score)
-    sums = sorted((math.fsum(scores[dtype]), dtype) for dtype in report.dtypes if dtype in scores)
     most = sorted(report.weights, key=lambda weight: -weight.score)[:_ROWS]
     rows = tuple(
         (Identifier(printable(each.name, 200)), each.dtype, human_bytes(each.bytes), with_error(each.score, each.error))
@@ -68,7 +57,7 @@ def scan_html(report: ScanReport) -> str:
             (
                 Table(
                     ("dtype", "sum of the scores"),
-                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in sums),
+                    tuple((dtypes.short_name(name), f"{total:.4e}") for total, name in report.totals()),
                     1,
                 ),
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -31,8 +32,7 @@ def loss_words(loss: ValueLoss) -> str:
     if loss.overflowed:
         parts.append(f"{_of(loss.overflowed, loss)} became infinite")
     if loss.vanished:
-        words = f"{loss.vanished:,} became zero" if parts else f"{_of(loss.vanished, loss)} became zero"
-        parts.append(words)
+        parts.append(f"{f'{loss.vanished:,}' if parts else _of(loss.vanished, loss)} became zero")
     if loss.saturated:
         words = f"{loss.saturated:,}" if parts else _of(loss.saturated, loss)
         parts.append(f"{words} beyond its scale became the largest one")
@@ -104,9 +104,8 @@ def remedy_lines(remedy: LossRemedy | None) -> list[str]:
     """What keeps the values, and the drift without and with it."""
     if remedy is None:
         return ["suggest    nothing: no cast loses values, but for rounding"]
-    lines = [f"suggest    {' '.join(f'--cast {_quoted(rule)}' for rule in remedy.rules)}"]
-    lines.append(f"           {remedy_words(remedy)}")
-    return lines
+    casts = " ".join(f"--cast {shlex.quote(printable(rule, 300))}" for rule in remedy.rules)
+    return [f"suggest    {casts}", f"           {remedy_words(remedy)}"]
 
 
 def remedy_words(remedy: LossRemedy) -> str:
@@ -123,9 +122,3 @@ def _drift(output: OutputDrift) -> str:
         return f"{output.nonfinite:,} not finite"
     kl = f", mean KL {output.kl_mean:.3e}" if output.kl_mean is not None else ""
     return f"SQNR {decibels(output.sqnr_db)}{kl}"
-
-
-def _quoted(rule: str) -> str:
-    import shlex
-
-    return shlex.quote(printable(rule, 300))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Sequence
 
 from dtype_engine.core import dtypes
@@ -29,12 +28,8 @@ def scan_text(report: ScanReport) -> str:
         f"seconds    {seconds_text(report.scan_seconds)}, that of {passes:.1f} forward passes",
         "",
     ]  # fmt: skip
-    sums: dict[str, list[float]] = defaultdict(list)
-    for weight in report.weights:
-        sums[weight.dtype].append(weight.score)
     lines.append("all weights in one dtype, by the sum of their scores")
-    totals = sorted((math.fsum(scores), dtype) for dtype, scores in sums.items() if dtype in report.dtypes)
-    lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in totals], indent="  ")
+    lines += table_lines([(dtypes.short_name(dtype), f"{total:.4e}") for total, dtype in report.totals()], indent="  ")
     ranked = sorted(report.weights, key=lambda weight: -weight.score)
     lines += ["", f"what matters most ({min(_ROWS, len(ranked))} of {len(ranked)})"]
     cells = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -71,6 +72,13 @@ class ScanReport:
     def scores(self) -> dict[tuple[str, str], float]:
         """Scores by (weight, dtype)."""
         return {(weight.name, weight.dtype): weight.score for weight in self.weights}
+
+    def totals(self) -> list[tuple[float, str]]:
+        """The sum of the scores of all weights in each dtype, and the dtype; the smallest first."""
+        scores: dict[str, list[float]] = {}
+        for weight in self.weights:
+            scores.setdefault(weight.dtype, []).append(weight.score)
+        return sorted((math.fsum(scores[dtype]), dtype) for dtype in self.dtypes if dtype in scores)
 
 
 @dataclass(frozen=True, slots=True)

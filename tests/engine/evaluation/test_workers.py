@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import dtype_engine as de
-from dtype_engine.evaluation.gpus import assigned, visible_gpus
-from dtype_engine.evaluation.pool import ProcessPool
+from dtype_engine.evaluation.pool import ProcessPool, assigned, visible_gpus
 from dtype_engine.evaluation.workers import Workers, parse_workers
 
 

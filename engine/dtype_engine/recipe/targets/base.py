@@ -70,7 +70,6 @@ class Conversion:
     `base` the dtype of everything that no pattern takes, where there is one.
     """
 
-    target: str
     text: str
     patterns: tuple[tuple[str, str], ...]
     base: str | None

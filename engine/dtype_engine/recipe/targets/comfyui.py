@@ -43,7 +43,6 @@ def convert(context: Context) -> Conversion:
     if any(entry["format"] == FORMATS["int8"] for entry in layers.values()):
         notes.append("int8_tensorwise needs a recent ComfyUI; its first releases with this metadata had float8 only")
     return Conversion(
-        NAME,
         json.dumps(metadata, indent=2) + "\n",
         tuple((layer, entry["format"]) for layer, entry in layers.items()),
         parts.base,

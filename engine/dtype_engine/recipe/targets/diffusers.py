@@ -47,7 +47,7 @@ def convert(context: Context) -> Conversion:
         else "diffusers computes in one dtype, whatever a weight is stored in",
     )
     return Conversion(
-        NAME, _snippet(storage if cast else base, base, patterns, bool(cast), notes),
+        _snippet(storage if cast else base, base, patterns, bool(cast), notes),
         tuple((pattern, base) for pattern in patterns), base, losses.result(), notes,
     )  # fmt: skip
 

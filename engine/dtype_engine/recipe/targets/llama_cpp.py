@@ -95,7 +95,7 @@ def convert(context: Context) -> Conversion:
         "llama-quantize --tensor-type-file FILE in.gguf out.gguf Q8_0, where in.gguf was made with --outtype f32",
         *wide_inputs_note(context, NAME),
     )
-    return Conversion(NAME, text, tuple(patterns), None, losses.result(), notes)
+    return Conversion(text, tuple(patterns), None, losses.result(), notes)
 
 
 def _add(

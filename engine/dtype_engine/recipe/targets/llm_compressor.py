@@ -56,7 +56,7 @@ def convert(context: Context) -> Conversion:
         notes.append("there is nothing to quantise in this plan")
     recipe = {"quant_stage": {"quant_modifiers": modifiers}}
     text = as_comment(notes) + yaml.safe_dump(recipe, sort_keys=False, width=1 << 20)
-    return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
+    return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), tuple(notes))
 
 
 def match(context: Context, pattern: str) -> Match:

@@ -60,7 +60,7 @@ def convert(context: Context) -> Conversion:
         "{int(key) if key.lstrip('-').isdigit() else key: value for key, value in entry.items()}; weights are packed on export",
         *wide_inputs_note(context, NAME),
     )
-    return Conversion(NAME, text, tuple(patterns), parts.base, parts.losses.result(), notes)
+    return Conversion(text, tuple(patterns), parts.base, parts.losses.result(), notes)
 
 
 def _config(dtype: str) -> dict[str, Any]:

@@ -77,7 +77,7 @@ def convert(context: Context) -> Conversion:
         },
     }
     return Conversion(
-        NAME, json.dumps(text, indent=2) + "\n", tuple(patterns), parts.base, parts.losses.result(), tuple(notes)
+        json.dumps(text, indent=2) + "\n", tuple(patterns), parts.base, parts.losses.result(), tuple(notes)
     )
 
 

@@ -41,7 +41,7 @@ def convert(context: Context) -> Conversion:
     notes = [f"casts {context.title} as planned; call it with the class and the folder to load from"]
     if len(groups) > 1:
         notes.append("weights of several dtypes: PyTorch does not promote in matrix products, so run it under autocast")
-    return Conversion(NAME, _snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
+    return Conversion(_snippet(patterns, load_in, notes), tuple(patterns), None, losses.result(), tuple(notes))
 
 
 def _snippet(patterns: list[tuple[str, str]], load_in: str, notes: list[str]) -> str:

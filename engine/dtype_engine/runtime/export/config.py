@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,41 +18,33 @@ def export_dtype(contents: Contents) -> str:
     return dtypes.widest(item.dtype for item in contents.items)
 
 
-def export_config(contents: Contents) -> dict[str, Any] | None:
-    """The source's configuration with the export's dtype and quantisation. None where the source has none.
+def changed_configs(contents: Contents) -> dict[str, dict[str, Any]]:
+    """Every `config.json` that an export changes, by its path: that of the source with the export's dtype and quantisation, and
+    those of a pipeline's components that name a dtype.
 
     Raises UserError when the source is quantised by another method already, and scaled weights would be added to it.
     """
-    if contents.config is None or contents.layout.kind != "model":
-        return None
-    config = copy.deepcopy(contents.config)
-    _set_dtype(config, export_dtype(contents))
-    before = config.get("quantization_config")
-    scaled = [item for item in contents.items if item.has_scales]
-    if before is not None and scaled and not any(item.source_bytes for item in scaled):
-        method = before.get("quant_method") if isinstance(before, dict) else before
-        raise UserError(
-            f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind beside that"
-        )
-    if scaled:
-        config.pop("quantization_config", None)
-        if (declared := quantization_config(contents)) is not None:
-            config["quantization_config"] = declared
-    return config
-
-
-def written_configs(contents: Contents, config: dict[str, Any] | None) -> dict[str, str]:
-    """The text of every `config.json` that an export changes, by its path: `config` at the top, and those of a pipeline's
-    components that name a dtype.
-    """
-    configs = {} if config is None else {"config.json": config}
+    configs: dict[str, dict[str, Any]] = {}
+    if contents.config is not None and contents.layout.kind == "model":
+        config = configs["config.json"] = copy.deepcopy(contents.config)
+        _set_dtype(config, export_dtype(contents))
+        before = config.get("quantization_config")
+        scaled = [item for item in contents.items if item.has_scales]
+        if before is not None and scaled and not any(item.source_bytes for item in scaled):
+            method = before.get("quant_method") if isinstance(before, dict) else before
+            raise UserError(
+                f"this checkpoint is quantized already ({method}): weights can't be given scales of another kind beside that"
+            )
+        if scaled:
+            config.pop("quantization_config", None)
+            if (declared := quantization_config(contents)) is not None:
+                config["quantization_config"] = declared
     for part in contents.layout.parts:
         if part.config is not None:
-            part_config = configs[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
-            _set_dtype(
-                part_config, dtypes.widest(item.dtype for item in contents.items if item.name.startswith(part.prefix))
-            )
-    return {path: json.dumps(configs[path], indent=2, ensure_ascii=False) + "\n" for path in configs}
+            of_part = (item.dtype for item in contents.items if item.name.startswith(part.prefix))
+            config = configs[f"{part.folder}/config.json"] = copy.deepcopy(part.config)
+            _set_dtype(config, dtypes.widest(of_part))
+    return configs
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:

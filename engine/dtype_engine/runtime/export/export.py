@@ -19,7 +19,7 @@ from dtype_engine.recipe.file import write_recipe
 from dtype_engine.reports.text_losses import loss_notice
 from dtype_engine.results.export import ExportReport
 from dtype_engine.results.losses import ValueLoss
-from dtype_engine.runtime.export.config import export_config, export_dtype, written_configs
+from dtype_engine.runtime.export.config import changed_configs, export_dtype
 from dtype_engine.runtime.export.contents import Contents, ExportTensor
 from dtype_engine.runtime.export.input_scales import refuse_uncalibrated
 from dtype_engine.runtime.export.layout import Part
@@ -53,10 +53,10 @@ def export(
     recover_stale(folder.expanduser().absolute())
     target = check_folder(folder, force, contents.files)
     refuse_uncalibrated(contents)
-    config = export_config(contents)
+    configs = changed_configs(contents)
     layout = contents.layout
     files = shards(contents, max_shard_size)
-    whole_bytes = contents.nbytes + layout.copied_bytes
+    whole_bytes = contents.nbytes + sum(file.stat().st_size for file, _ in layout.copied)
     progress = Progress(whole_bytes, on_bytes, cancelled, contents.identities)
     progress.wrote(0)
     sums = by_dtype(contents)
@@ -70,8 +70,8 @@ def export(
         for file, path in layout.copied:
             (stage / path).parent.mkdir(parents=True, exist_ok=True)
             copy_file(file, stage / path, progress)
-        for path, text in written_configs(contents, config).items():
-            (stage / path).write_text(text, encoding="utf-8")
+        for path, config in configs.items():
+            (stage / path).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         counted: list[ValueLoss] = []
         for part, by_file in files.items():
             folder_of_part = stage / part.folder
@@ -81,7 +81,8 @@ def export(
             counted += [dataclasses.replace(loss, tensor=part.prefix + loss.tensor) for loss in lossy or ()]
             if len(by_file) > 1:
                 (folder_of_part / f"{part.stem}.safetensors.index.json").write_text(_index(by_file), encoding="utf-8")
-        losses = tuple(lost if lost is not None else _in_order(counted, contents))
+        order = {item.name: index for index, item in enumerate(contents.items)}  # whichever was written first
+        losses = tuple(lost if lost is not None else sorted(counted, key=lambda loss: order[loss.tensor]))
         settings = contents.settings if contents.settings.quantize_activations != "none" else None
         recipe = write_recipe(contents.recipe, contents.title, settings, lost=losses)
         (stage / "recipe.yaml").write_text(recipe, encoding="utf-8")
@@ -101,12 +102,6 @@ def export(
         notices=notices + ((notice,) if (notice := loss_notice(losses)) else ()),
         lost=losses,
     )
-
-
-def _in_order(losses: Sequence[ValueLoss], contents: Contents) -> list[ValueLoss]:
-    """In the order of the tensors, whichever was written first."""
-    order = {item.name: index for index, item in enumerate(contents.items)}
-    return sorted(losses, key=lambda loss: order[loss.tensor])
 
 
 def _metadata(part: Part, items: tuple[ExportTensor, ...], tied: Mapping[str, str]) -> dict[str, str]:

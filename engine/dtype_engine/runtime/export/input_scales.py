@@ -44,21 +44,16 @@ def with_quantised_inputs(
         kept = source.quantized.get(item.name) if item.dtype == item.stored else None
         module = item.name.removesuffix(".weight")
         said = kept is not None and (module in before or all_experts(expert_layer(module)) in before)
-        if not item.portable or not dtypes.quantizes_activations(item.dtype) or not (
-            said or settings.quantize_activations == "weights"
-        ):  # fmt: skip
-            found.append(item)
-            continue
-        scale = None
-        if keeps_input_scale(item.dtype):
-            if kept is not None and kept.input_scale is not None:
+        quantised = item.portable and dtypes.quantizes_activations(item.dtype)
+        if quantised and (said or settings.quantize_activations == "weights"):
+            if not keeps_input_scale(item.dtype):
+                item = dataclasses.replace(item, quantised_inputs=True)
+            elif kept is not None and kept.input_scale is not None:
                 scale = InputScale(float(read_mapped(kept.input_scale)))
-            elif item.packed_into:
-                found.append(item)
-                continue
-            else:
-                scale = _scale(item, ranges, alike)
-        found.append(dataclasses.replace(item, quantised_inputs=True, input_scale=scale))
+                item = dataclasses.replace(item, quantised_inputs=True, input_scale=scale)
+            elif not item.packed_into:
+                item = dataclasses.replace(item, quantised_inputs=True, input_scale=_scale(item, ranges, alike))
+        found.append(item)
     return found
 
 
@@ -121,8 +116,9 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
             "these were measured quantised: the model has them packed into one, and no range of the inputs of each"
         )
     if calibrated := [item for item in written if item.input_scale is not None]:
+        layers = "1 layer has" if len(calibrated) == 1 else f"{len(calibrated)} layers have"
         notices.append(
-            f"{_layers(len(calibrated))} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
+            f"{layers} in nvfp4 a scale for all inputs, that of the largest of the calibration inputs; a "
             "measurement has that of the largest of each call"
         )
     if unseen := [item for item in written if item.input_scale is not None and not item.input_scale.seen]:
@@ -131,10 +127,6 @@ def activation_notices(items: Sequence[ExportTensor], settings: RunSettings) -> 
             "layers of their name"
         )
     return tuple(notices)
-
-
-def _layers(count: int) -> str:
-    return "1 layer has" if count == 1 else f"{count} layers have"
 
 
 def _has_other_rule(dtype: str) -> bool:

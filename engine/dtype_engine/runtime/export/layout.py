@@ -74,10 +74,6 @@ class Layout:
     class_name: str = ""
     base: str = ""
 
-    @property
-    def copied_bytes(self) -> int:
-        return sum(file.stat().st_size for file, _ in self.copied)
-
     def differences(self, folder: Path) -> Iterator[tuple[str, str]]:
         """The copied files that an export in `folder` lacks or has otherwise: their paths, and what is wrong."""
         for source, path in self.copied:
@@ -124,7 +120,9 @@ def _pipeline(checkpoint: Checkpoint) -> Layout:
             if copy.everything(name):
                 as_they_are.append(name)
             continue
-        config = component.config if _names_a_dtype(component) else None
+        # A model of transformers is loaded in the dtype that its config.json names.
+        named = {"model_type", "dtype", "torch_dtype"}.intersection(component.config or ())
+        config = component.config if named else None
         copy.beside_weights(component, with_config=config is None)
         parts.append(Part(name, component.prefix, component.stem, False, config, component.metadata))
     if as_they_are:
@@ -144,12 +142,6 @@ def _class_name(config: Mapping[str, Any], otherwise: str) -> str:
     """The class of diffusers that a configuration names, where it is one that can be imported by its name."""
     name = config.get("_class_name")
     return name if isinstance(name, str) and name.isidentifier() and name.isascii() and len(name) < 100 else otherwise
-
-
-def _names_a_dtype(component: Component) -> bool:
-    """Whether it is a model of transformers, which is loaded in the dtype that its `config.json` names."""
-    config = component.config or {}
-    return "model_type" in config or "dtype" in config or "torch_dtype" in config
 
 
 class _FolderCopy:

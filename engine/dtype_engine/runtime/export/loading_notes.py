@@ -35,12 +35,12 @@ def section(contents: Contents, name: str) -> list[str]:
         return _adapter(contents.layout.base, name)
     class_name = contents.layout.class_name
     return [
-        *_python(f"from diffusers import {class_name}", "", f'model = {class_name}.from_pretrained("{name}")'),
+        *python_lines(f"from diffusers import {class_name}", "", f'model = {class_name}.from_pretrained("{name}")'),
         "",
         "gives the model in float32, or in the `dtype` that is given (`torch_dtype` in older versions of diffusers). Every weight",
         "in the dtype of the table:",
         "",
-        *_python(
+        *python_lines(
             "import dtype_engine as de",
             "",
             f'model = de.load_pretrained("{name}", module={class_name}.from_config(...))',
@@ -50,7 +50,7 @@ def section(contents: Contents, name: str) -> list[str]:
 
 def _pipeline(class_name: str, name: str) -> list[str]:
     return [
-        *_python(f"from diffusers import {class_name}", "", f'pipeline = {class_name}.from_pretrained("{name}")'),
+        *python_lines(f"from diffusers import {class_name}", "", f'pipeline = {class_name}.from_pretrained("{name}")'),
         "",
         "It is a diffusers pipeline in the layout of its source: every component in its folder, with its configuration.",
         "diffusers brings each of its own models into one dtype as it loads them: float32, or the `dtype` that it is given",
@@ -59,7 +59,7 @@ def _pipeline(class_name: str, name: str) -> list[str]:
         "",
         "Every weight in the dtype of the table, a component at a time, first one of transformers, then one of diffusers:",
         "",
-        *_python(
+        *python_lines(
             "import dtype_engine as de",
             "",
             f'text_encoder = de.load_pretrained("{name}/text_encoder")',
@@ -73,7 +73,7 @@ def _pipeline(class_name: str, name: str) -> list[str]:
 
 def _adapter(base: str, name: str) -> list[str]:
     return [
-        *_python("from peft import PeftModel", "", f'model = PeftModel.from_pretrained(base, "{name}")'),
+        *python_lines("from peft import PeftModel", "", f'model = PeftModel.from_pretrained(base, "{name}")'),
         "",
         f"`base` is the model that the adapter was made for ({base or 'not named'}).",
         "PEFT brings the adapter into float32 as it loads it. Where the base model is in bfloat16 or float16 and",
@@ -82,5 +82,6 @@ def _adapter(base: str, name: str) -> list[str]:
     ]
 
 
-def _python(*lines: str) -> list[str]:
+def python_lines(*lines: str) -> list[str]:
+    """Lines of Python, set as such in Markdown."""
     return ["```python", *lines, "```"]

@@ -11,7 +11,7 @@ from functools import partial
 
 import torch
 
-from dtype_engine.checkpoint import Checkpoint, CheckpointTensor, QuantizedWeight
+from dtype_engine.checkpoint import Checkpoint, CheckpointTensor
 from dtype_engine.checkpoint.source import Source
 from dtype_engine.core import dtypes
 from dtype_engine.core.block_formats import divides
@@ -26,16 +26,14 @@ from dtype_engine.runtime.export.experts import experts_notices
 from dtype_engine.runtime.export.input_scales import activation_notices, with_quantised_inputs
 from dtype_engine.runtime.export.layout import layout_of
 from dtype_engine.runtime.export.notices import layout_notice, split_notice, tied_notice, uncast_notices
-from dtype_engine.runtime.export.packed import with_packed_scales
 from dtype_engine.runtime.export.refusals import refuse_scales, refuse_unstored, refuse_unwritable
-from dtype_engine.runtime.export.shared_scales import with_shared_scales
+from dtype_engine.runtime.export.shared_scales import with_packed_scales, with_shared_scales
 from dtype_engine.runtime.model.describe import describe
 from dtype_engine.runtime.model.live import LiveModel, Weight
 from dtype_engine.runtime.model.mmap_reader import read_mapped, read_tensor
 from dtype_engine.runtime.model.name_mapping import Placement, map_names
 from dtype_engine.runtime.model.stored_tree import same_values
 
-_DEFAULTS = RunSettings()
 _NONE: Mapping[str, float] = {}
 
 
@@ -57,7 +55,7 @@ def of_live(
     model: LiveModel,
     recipe: Recipe,
     planned: Mapping[str, str],
-    settings: RunSettings = _DEFAULTS,
+    settings: RunSettings,
     input_ranges: Mapping[str, float] = _NONE,
 ) -> Contents:
     """The export of an open model, as it is cast now and run in `settings`. From its checkpoint where it has one, so that names
@@ -175,7 +173,7 @@ def _item(
     parts = (tensor,) if weight is None else tuple(weight.parts.values())
     ranges = [part.bytes for part in parts]
     source_bytes = tuple(each for each in ranges if each is not None) if dtype == stored and None not in ranges else ()
-    quantized = partial(_read_quantized, weight) if weight is not None and dtype == stored else None
+    quantized = (lambda: tuple(map(read_mapped, parts))) if weight is not None and dtype == stored else None
     values = partial(read_tensor, checkpoint, name)
     byte_range = tensor.bytes if weight is None else None
     return ExportTensor(
@@ -225,10 +223,6 @@ def _checked(items: list[ExportTensor]) -> tuple[ExportTensor, ...]:
                 raise UserError(f"two tensors of the export would both be named {printable(entry.name)}")
             seen.add(entry.name)
     return tuple(items)
-
-
-def _read_quantized(stored: QuantizedWeight) -> Quantized:
-    return tuple(map(read_mapped, stored.parts.values()))
 
 
 def _live_values(weight: Weight, dtype: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ from dtype_engine.results.losses import ValueLoss
 from dtype_engine.runtime.export.config import export_dtype
 from dtype_engine.runtime.export.contents import Contents
 from dtype_engine.runtime.export.experts import experts, misread
-from dtype_engine.runtime.export.loading_notes import section, short
+from dtype_engine.runtime.export.loading_notes import python_lines, section, short
 
 
 def by_dtype(contents: Contents) -> dict[str, ExportedDtype]:
@@ -58,14 +58,18 @@ def readme(contents: Contents, name: str, sums: Mapping[str, ExportedDtype], los
 
 def _plain_section(contents: Contents, name: str) -> list[str]:
     """On loading an export that is a model, or weights alone."""
+    module = "" if contents.config is not None else ", module=YourModel()"
+    ours = "gives the model with every weight in the dtype of the table, mapped from the files."
+    if quantized := sorted({item.dtype for item in contents.items if item.has_scales}):
+        ours = (
+            f"gives the model with every weight in the dtype of the table, but for those with scales ({', '.join(quantized)}): a "
+            f"plain module has no place for scales, so they come back as values in {export_dtype(contents)}. `de.open` keeps them "
+            "as they are stored, and runs them so."
+        )
     return [
-        "```python",
-        "import dtype_engine as de",
+        *python_lines("import dtype_engine as de", "", f'model = de.load_pretrained("{printable(name)}"{module})'),
         "",
-        *_snippet(contents, name),
-        "```",
-        "",
-        *_ours(contents),
+        ours,
         "",
         *_theirs(contents),
     ]
@@ -76,23 +80,6 @@ def _lost(lost: Sequence[ValueLoss]) -> list[str]:
         return []
     lines = [f"- {line.replace('`', chr(39))}" for line in loss_sentences(lost, most=40)]
     return ["## Values lost in the casts", "", *lines, ""]
-
-
-def _snippet(contents: Contents, name: str) -> list[str]:
-    if contents.config is None:
-        return [f'model = de.load_pretrained("{printable(name)}", module=YourModel())']
-    return [f'model = de.load_pretrained("{printable(name)}")']
-
-
-def _ours(contents: Contents) -> list[str]:
-    quantized = sorted({item.dtype for item in contents.items if item.has_scales})
-    if not quantized:
-        return ["gives the model with every weight in the dtype of the table, mapped from the files."]
-    return [
-        "gives the model with every weight in the dtype of the table, but for those with scales "
-        f"({', '.join(quantized)}): a plain module has no place for scales, "
-        f"so they come back as values in {export_dtype(contents)}. `de.open` keeps them as they are stored, and runs them so.",
-    ]
 
 
 def loading_text(contents: Contents) -> str:

@@ -1,12 +1,20 @@
-"""Scales that several tensors of an export share: fused siblings (`core.fused`), and parts of what loading packs."""
+"""Scales that several tensors of an export share: fused siblings (`core.fused`), and weights of the files that loading packs into
+one (the experts of a layer), which have the scales of the packed weight.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 
+from dtype_engine.core import dtypes
+from dtype_engine.core.errors import UserError
 from dtype_engine.core.fused import scale_groups
+from dtype_engine.core.text import printable
+from dtype_engine.core.tree import Tree
 from dtype_engine.runtime.export.contents import ExportTensor, SharedScale
+from dtype_engine.runtime.model.name_mapping import Placement
+from dtype_engine.runtime.model.packed_parts import in_rows, other_scales, sharing
 
 
 def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) -> list[ExportTensor]:
@@ -20,3 +28,49 @@ def with_shared_scales(items: list[ExportTensor], canonical: Mapping[str, str]) 
             shared[members] = SharedScale(tuple(each.name for each in among), [each.values for each in among])
         of_item[cast[name].name] = shared[members]
     return [dataclasses.replace(item, shared=of_item[item.name]) if item.name in of_item else item for item in items]
+
+
+def with_packed_scales(
+    items: list[ExportTensor], placements: Mapping[str, Placement], tree: Tree
+) -> list[ExportTensor]:
+    """The items; parts of what is packed when it is loaded say so, with the scale that it has then, where several share one.
+
+    Raises UserError for a part whose codes and scales are not those that the packed weight has in its place.
+    """
+    into = {name: placement.name for name, placement in placements.items() if placement.part}
+    items = [dataclasses.replace(item, packed_into=into[item.name]) if item.name in into else item for item in items]
+    packed: dict[str, dict[str, ExportTensor]] = {}
+    for item in items:
+        if item.packed_into and item.dtype in dtypes.STORAGE_DTYPES and item.dtype != item.stored:
+            packed.setdefault(item.packed_into, {})[item.name] = item
+        elif not item.packed_into:
+            _refuse_turned(item, placements.get(item.name), tree)
+    shared: dict[str, SharedScale] = {}
+    for live, parts in packed.items():
+        info = tree.canonical(live)
+        assert info is not None, live
+        first, item = next(iter(parts.items()))
+        shapes = {name: part.shape for name, part in parts.items()}
+        rows = in_rows({name: placements[name] for name in parts}, shapes, info.shape)
+        why = other_scales(rows, shapes, info.shape, item.dtype)
+        if why is not None or rows is None:
+            raise UserError(
+                f"{printable(live)} is packed of several tensors of the checkpoint, first {printable(first)}, and can't be "
+                f"exported in {item.dtype}, as these would have other scales: {why}; export it in one of "
+                f"{', '.join(dtypes.COMPUTE_DTYPES)}, or in a format with smaller blocks"
+            )
+        for among in sharing(rows, info.shape, item.dtype):
+            of_all = SharedScale(tuple(among), [parts[name].values for name in among])
+            shared |= dict.fromkeys(among, of_all)
+    return [dataclasses.replace(item, shared=shared[item.name]) if item.name in shared else item for item in items]
+
+
+def _refuse_turned(item: ExportTensor, placement: Placement | None, tree: Tree) -> None:
+    """Raise UserError for a weight that gets scales and has another shape in the model: its rows are others there."""
+    info = tree.canonical(placement.name) if placement is not None else None
+    if info is None or item.dtype not in dtypes.STORAGE_DTYPES or item.dtype == item.stored or info.shape == item.shape:
+        return
+    raise UserError(
+        f"{printable(item.name)} is {list(item.shape)} in the checkpoint and {list(info.shape)} in the model, so it can't be "
+        f"exported in {item.dtype}, as it would have other scales; export it in one of {', '.join(dtypes.COMPUTE_DTYPES)}"
+    )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from dtype_engine.checkpoint.prequantized import SCALED_KEY
 from dtype_engine.core.errors import UserError, one_line
 from dtype_engine.core.text import printable
 
@@ -44,7 +45,9 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                 if file.relative_to(folder).as_posix() in copied:
                     continue
                 handle: Any = safe_open(file, framework="pt")
-                exported.metadata |= {_prefixed(prefix, key): value for key, value in (handle.metadata() or {}).items()}
+                for key, value in (handle.metadata() or {}).items():
+                    name = key.removeprefix(SCALED_KEY)  # what such a key ends in gets the component before it
+                    exported.metadata[key if name == key else SCALED_KEY + prefix + name] = value
                 for name in list(handle.keys()):
                     exported.read[prefix + name] = partial(handle.get_tensor, name)
                     if indexed and indexed.get(prefix + name) != file.name:
@@ -61,12 +64,6 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
     if not exported.read:
         raise UserError(f"{folder} has no safetensors files, so there is nothing to verify")
     return exported
-
-
-def _prefixed(prefix: str, key: str) -> str:
-    """A metadata key that ends in a tensor's name, with the component before that name."""
-    before, dot, name = key.partition("scaled.")
-    return f"{before}{dot}{prefix}{name}" if dot and before == "dtype_engine." else key
 
 
 def _index(folder: Path) -> dict[str, str]:

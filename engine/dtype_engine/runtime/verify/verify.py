@@ -7,7 +7,6 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -59,8 +58,7 @@ class OpenExport:
         for index in indexes:
             if cancelled():
                 raise Cancelled
-            item = self.contents.items[index]
-            found.append(_difference(item, self.source, self.exported, partial(self._shared, item)))
+            found.append(self._difference(self.contents.items[index]))
         return found
 
     def _shared(self, item: ExportTensor) -> float | None:
@@ -71,6 +69,50 @@ class OpenExport:
         if names not in self.largest:
             self.largest[names] = max(finite_largest(self.source.read(name)) for name in names)
         return self.largest[names]
+
+    def _difference(self, item: ExportTensor) -> str | None:
+        """What is wrong with one tensor, None for nothing."""
+        for index, entry in enumerate(item.entries):
+            if entry.name not in self.exported.read:
+                return "has no scales" if index else "is missing"
+            stored = self.exported.read[entry.name]()
+            wanted = torch_dtype(entry.dtype), _torch_shape(entry)
+            if (stored.dtype, tuple(stored.shape)) != wanted:
+                return (
+                    f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
+                )
+        if item.has_scales and (recorded := self.exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
+            return f"should be {item.dtype}, and the file says {recorded or 'nothing of scales'}"
+        missing = next((name for name in _names_read(item) if name not in self.source.names), None)
+        if missing is not None:
+            return f"is not in the source as {missing}"
+        entries = item.entries
+        if item.input_scale is not None:
+            if problem := self._scale_problem(entries[-1], item):
+                return problem
+            entries = entries[:-1]
+        for entry, expected in zip(entries, self._expected(item), strict=True):
+            if problem := _values_differ(entry, expected, self.exported.read[entry.name](), item.stored != item.dtype):
+                return problem
+        return None
+
+    def _scale_problem(self, entry: TensorEntry, item: ExportTensor) -> str | None:
+        """What is wrong with the scale of a layer's inputs: where the weight is as it was, it is the source's, if that has one."""
+        scale = self.exported.read[entry.name]()
+        if item.dtype == item.stored and entry.name in self.source.names:
+            return _values_differ(entry, self.source.read(entry.name), scale, False)
+        return None if bool((scale > 0).all()) and bool(torch.isfinite(scale).all()) else f"{entry.name} is no scale"
+
+    def _expected(self, item: ExportTensor) -> tuple[torch.Tensor, ...]:
+        """The tensors that an item should be in the file, worked out here."""
+        values = tuple(map(self.source.read, _names_read(item)))
+        if item.has_scales and item.dtype == item.stored:
+            return values
+        if not item.has_scales:
+            return (values[0].to(torch_dtype(item.dtype)),)
+        if item.dtype in dtypes.BLOCK_FORMATS:
+            return blocks_anew(values[0], item.dtype, self._shared(item))
+        return scaled_anew(values[0], item.dtype, self._shared(item))
 
 
 def open_export(folder: Path, source: Source, options: Options) -> OpenExport:
@@ -220,61 +262,12 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
     return differences
 
 
-def _difference(
-    item: ExportTensor, source: SourceValues, exported: ExportedValues, shared: Callable[[], float | None]
-) -> str | None:
-    """What is wrong with one tensor, None for nothing. shared: gives the largest |value| of all that share its scale."""
-    for index, entry in enumerate(item.entries):
-        if entry.name not in exported.read:
-            return "has no scales" if index else "is missing"
-        stored = exported.read[entry.name]()
-        wanted = torch_dtype(entry.dtype), _torch_shape(entry)
-        if (stored.dtype, tuple(stored.shape)) != wanted:
-            return f"is {dtype_name(stored.dtype)} {list(stored.shape)} and should be {entry.dtype} {list(wanted[1])}"
-    if item.has_scales and (recorded := exported.metadata.get(SCALED_KEY + item.name)) != item.dtype:
-        return f"should be {item.dtype}, and the file says {recorded or 'nothing of scales'}"
-    missing = next((name for name in _names_read(item) if name not in source.names), None)
-    if missing is not None:
-        return f"is not in the source as {missing}"
-    entries = item.entries
-    if item.input_scale is not None:
-        if problem := _scale_problem(entries[-1], item, source, exported):
-            return problem
-        entries = entries[:-1]
-    for entry, expected in zip(entries, _expected(item, source, shared), strict=True):
-        if problem := _values_differ(entry, expected, exported.read[entry.name](), item.stored != item.dtype):
-            return problem
-    return None
-
-
-def _scale_problem(
-    entry: TensorEntry, item: ExportTensor, source: SourceValues, exported: ExportedValues
-) -> str | None:
-    """What is wrong with the scale of a layer's inputs: where the weight is as it was, it is the source's, if that has one."""
-    scale = exported.read[entry.name]()
-    if item.dtype == item.stored and entry.name in source.names:
-        return _values_differ(entry, source.read(entry.name), scale, False)
-    return None if bool((scale > 0).all()) and bool(torch.isfinite(scale).all()) else f"{entry.name} is no scale"
-
-
 def _names_read(item: ExportTensor) -> tuple[str, ...]:
     """The source's names for what an item is made of: one that has scales already has them beside it."""
     if item.has_scales and item.dtype == item.stored:
         entries = item.entries if item.input_scale is None else item.entries[:-1]
         return tuple(entry.name for entry in entries)
     return (item.name,)
-
-
-def _expected(item: ExportTensor, source: SourceValues, shared: Callable[[], float | None]) -> tuple[torch.Tensor, ...]:
-    """The tensors that an item should be in the file, worked out here."""
-    values = tuple(map(source.read, _names_read(item)))
-    if item.has_scales and item.dtype == item.stored:
-        return values
-    if not item.has_scales:
-        return (values[0].to(torch_dtype(item.dtype)),)
-    if item.dtype in dtypes.BLOCK_FORMATS:
-        return blocks_anew(values[0], item.dtype, shared())
-    return scaled_anew(values[0], item.dtype, shared())
 
 
 def scaled_anew(values: torch.Tensor, dtype: str, shared: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
