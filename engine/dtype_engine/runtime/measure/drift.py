@@ -168,7 +168,6 @@ class DriftMeter:
                 output = _comparable_output(ran, reference)
                 totals.add(step.number, batches[step.number], reference, ran, output)
                 if isinstance(observer, ModuleComparer):
-                    observer.finish(output, totals.sums_of(step.number))
                     totals.set_modules(step.number, observer.sums)
                     if listener.on_modules is not None:
                         listener.on_modules(totals.modules)
@@ -213,12 +212,9 @@ class DriftMeter:
         if not step.compares_modules or reference.modules is None:
             return CallCounter(progress)
         if (on_modules := listener.on_modules) is None:
-            return ModuleComparer(reference.modules, reference.output, progress)
+            return ModuleComparer(reference.modules, progress)
         return ModuleComparer(
-            reference.modules,
-            reference.output,
-            progress,
-            lambda sums: on_modules(totals.modules_with(step.number, sums)),
+            reference.modules, progress, lambda sums: on_modules(totals.modules_with(step.number, sums))
         )
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:

@@ -12,7 +12,6 @@ from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, Partial
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
-from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.one_pass import PassResult
@@ -83,10 +82,6 @@ class RunningTotals:
         self._reference_seconds += reference.seconds
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
-
-    def sums_of(self, number: int) -> ElementSums:
-        """Of the main output of a sequence that was taken in."""
-        return self._comparison.sequences[number].sums
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
         """The sums of all modules in a sequence that was taken in."""
