@@ -34,8 +34,6 @@ from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
-WHOLE_SHARE = 50
-"""A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
 
@@ -224,7 +222,6 @@ class DriftMeter:
             watched=self._plan.watched(step),
             cache_bytes=max(0, self.budget - self.kept_bytes) if self.reuse else 0,
             cached=self._plan.cached,
-            whole_calls=max(self._calls.values(), default=0) // WHOLE_SHARE,
             earlier=earlier if compared or not step.compares_modules else None,
         )
         ran = runner.candidate(runner.candidate_call(self.inputs.batches[step.number]), options, observer)

@@ -28,8 +28,6 @@ class PassOptions:
     """How many bytes of outputs may be kept for a later pass; 0: there is no cache."""
     cached: frozenset[str] | None = None
     """The modules whose outputs are kept; None for all that are watched."""
-    whole_calls: int = 0
-    """Outputs from within a module of up to so many calls are not kept: see `OutputCache`."""
     earlier: OutputCache | None = None
     """Outputs of an earlier pass over the same input: those that can't have changed are reused. It is emptied if none are."""
     prefix: int | None = None

@@ -335,7 +335,7 @@ def _new_cache(forms: dict[str, str], kind: str, options: PassOptions) -> Output
     """Where outputs are kept for a later pass, if any are to be."""
     if not options.cache_bytes:
         return None
-    return OutputCache(forms, kind, options.cache_bytes, options.whole_calls, options.cached)
+    return OutputCache(forms, kind, options.cache_bytes, options.cached)
 
 
 def _where(inside: list[str]) -> str:
