@@ -8,7 +8,6 @@ import torch
 
 from dtype_engine.core.throttle import Throttle
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
-from dtype_engine.runtime.measure.progress import CallProgress
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
 _REPORT_EVERY = 10
@@ -25,12 +24,10 @@ class ModuleComparer(ModuleObserver):
     def __init__(
         self,
         reference: Mapping[tuple[str, int], torch.Tensor],
-        progress: CallProgress,
         on_sums: Callable[[Mapping[str, ModuleSums]], None] | None = None,
     ) -> None:
         self.sums: dict[str, ModuleSums] = {}
         self._reference = reference
-        self._progress = progress
         self._on_sums = on_sums
         self._unreported: set[str] = set()
         self._throttle = Throttle(first=False, every=_REPORT_EVERY)
@@ -46,7 +43,6 @@ class ModuleComparer(ModuleObserver):
         if observed is not None:
             self.sums.setdefault(module, ModuleSums()).add(observed)
             self._unreported.add(module)
-        self._progress.call_finished()
         if self._on_sums is not None and self._throttle.due():
             self._on_sums({name: self.sums[name] for name in self._unreported})
             self._unreported.clear()
@@ -55,4 +51,3 @@ class ModuleComparer(ModuleObserver):
         """Forget what was compared."""
         self.sums.clear()
         self._unreported.clear()
-        self._progress.restart()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.runtime.measure.progress import CallProgress
 from dtype_engine.runtime.model.torch_private import version_of
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
 
@@ -44,13 +43,12 @@ class ModuleRecorder(ModuleObserver):
     as a parent and the last module it called, share one.
     """
 
-    def __init__(self, budget: int, progress: CallProgress) -> None:
+    def __init__(self, budget: int) -> None:
         self.outputs: dict[tuple[str, int], torch.Tensor] = {}
         """By (module, call)."""
         self.left_out: set[str] = set()
         """The modules with an output that did not fit."""
         self._budget = self._left = budget
-        self._progress = progress
         self._last: _SeenOutput | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
@@ -65,14 +63,12 @@ class ModuleRecorder(ModuleObserver):
             self.left_out.add(module)
         else:
             self.outputs[module, call] = copied
-        self._progress.call_finished()
 
     def restart(self) -> None:
         """Forget all that was kept."""
         self.outputs.clear()
         self.left_out.clear()
         self._left, self._last = self._budget, None
-        self._progress.restart()
 
     def copy_of(self, output: torch.Tensor) -> torch.Tensor:
         """A copy of the main output: the one that is kept of the last module's, where it is the very same. Logits mostly are, and

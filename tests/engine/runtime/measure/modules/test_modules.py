@@ -24,7 +24,6 @@ from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
 from dtype_engine.runtime.measure.modules.module_sums import compare_outputs
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.measure.plan import running_order
-from dtype_engine.runtime.measure.progress import CallProgress
 
 ALL = MeasurementListener(all_modules=lambda: True)
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -243,9 +242,9 @@ def test_observers_are_gone_with_their_pass() -> None:
     output = torch.randn(50, 8)
     gc.disable()
     try:
-        recorder = ModuleRecorder(1 << 20, CallProgress())
+        recorder = ModuleRecorder(1 << 20)
         recorder("module", 0, output)
-        comparer = ModuleComparer(recorder.outputs, CallProgress())
+        comparer = ModuleComparer(recorder.outputs)
         comparer("module", 0, output)
         observers = weakref.ref(recorder), weakref.ref(comparer)
         del recorder, comparer
