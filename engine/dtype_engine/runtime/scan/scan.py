@@ -124,7 +124,6 @@ class Scan:
             self.budget // 2,
             self.settings.quantize_activations == "weights",
         )
-        self._copies: dict[int, frozenset[int]] = {}
         self._pace: float | None = None
         if self.save is not None:
             self.keep_in(self.save)
@@ -207,7 +206,6 @@ class Scan:
                 self.backward_passes,
                 self.budget,
                 self._local,
-                self._copies,
                 on_measured,
                 cancelled,
             )
