@@ -132,19 +132,11 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
-                *self._of_activations(totals.left_wide),
                 *self.behavior.notices(),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
         )
-
-    def _of_activations(self, left_wide: set[str]) -> tuple[str, ...]:
-        """What the setting `quantize_activations` left out."""
-        if not left_wide:
-            return ()
-        names = ", ".join(sorted(left_wide))
-        return (f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone",)
 
     def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:
         """Run the inputs one sequence at a time, and yield the totals after each, which are those of all at last.
