@@ -279,10 +279,8 @@ class ForwardRunner:
         """One pass under this mode. reused: the calls of `options.earlier` whose outputs are reused (see `reusable_calls`)."""
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
-        # A model that changes what it holds was noticed by a pass that learns, or is by one in which every module is watched.
-        trusted = not options.learns and options.watched is not None and behavior.observed and not behavior.stateful
         try:
-            with as_every_pass(model, behavior, modules, trusted):
+            with as_every_pass(model, behavior, modules):
                 if options.learns and mode is not None:
                     run.effects = SideEffects(modules, model.device)
                 self._calls.under_way = run
