@@ -227,11 +227,7 @@ class DriftMeter:
         left = self.budget - sum(record.nbytes for record in self._records.values())
         recorder = ModuleRecorder(max(left, self.working)) if step.compares_modules else None
         progress.begin_pass("reference", step.number, step.compares_modules, recorder)
-        options = PassOptions(
-            watched=self._plan.watched(step),
-            learns=True,
-            another_follows=any(not self._has_record(number, self._plan.compares(number)) for number in step.left),
-        )
+        options = PassOptions(watched=self._plan.watched(step), learns=True)
         call = runner.reference_call(self.inputs.batches[step.number])
         ran = runner.reference(call, options, progress)
         name, output = main_output(ran.output)

@@ -22,8 +22,6 @@ class PassOptions:
     learns: bool = False
     """Whether the first uses of weights and side effects are noted in the model's `ModelBehavior`. A pass that runs plainly is
     run once more for that, since torch takes other paths under a mode."""
-    another_follows: bool = False
-    """Whether another reference pass follows: the memory for widened weights is then kept for it."""
     cache_bytes: int = 0
     """How many bytes of outputs may be kept for a later pass; 0: there is no cache."""
     cached: frozenset[str] | None = None

@@ -63,8 +63,6 @@ class ForwardRunner:
         self.cancelled = cancelled
         self.watch = watch
         self.behavior = ModelBehavior() if behavior is None else behavior
-        self.widened = WidenedWeights(reference_dtype)
-        """Memory that reference passes which follow each other share."""
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, model.device.type if settings.autocast else None)
@@ -120,13 +118,11 @@ class ForwardRunner:
                 self.behavior.plain_reference_fails = True
                 observer.restart()
         # Another mode around this one may keep what it sees: then every widened weight needs memory of its own.
-        widened = self.widened if options.around is None else None
+        widened = WidenedWeights(reference_dtype) if options.around is None else None
         mode = ReferenceMode(self.model.by_id, self.model.device, widened)
         result = self._run(call, mode, "reference", options, observer)
         if options.learns:
             self._keep_uses(result)
-        if not options.another_follows:
-            self.widened.clear()
         return result
 
     def candidate(
