@@ -239,7 +239,7 @@ class ForwardRunner:
 
     def _rounding(self) -> ActivationRounding | None:
         """What rounds activations in one pass, where the settings ask for it."""
-        return ActivationRounding(set()) if self.settings.quantize_activations == "weights" else None
+        return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _input_dtype(self) -> torch.dtype | None:
         """What floating inputs of the candidate are cast to; None to leave them as given."""
