@@ -27,7 +27,6 @@ from dtype_engine.results.drift import unit_for
 from dtype_engine.runtime.inputs import Batch, Inputs
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums, compare_outputs
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
-from dtype_engine.runtime.measure.progress import CallProgress
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics, sqnr_db
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
@@ -160,7 +159,7 @@ class Attribution:
     def _run_reference(self, runner: ForwardRunner) -> None:
         budget, positions = _BUDGET, 0
         for batch in self.inputs.batches:
-            recorder = ModuleRecorder(budget // 2, CallProgress())
+            recorder = ModuleRecorder(budget // 2)
             options = PassOptions(learns=True, cache_bytes=budget // 2)
             call = runner.reference_call(batch)
             ran, uses = runner.partial(call, self._drifting, lambda name: False, options, recorder)

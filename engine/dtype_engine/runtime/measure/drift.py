@@ -23,7 +23,7 @@ from dtype_engine.runtime.measure.listener import MeasurementListener
 from dtype_engine.runtime.measure.modules.comparer import ModuleComparer
 from dtype_engine.runtime.measure.modules.recorder import ModuleRecorder
 from dtype_engine.runtime.measure.plan import MeasurementPlan, Step
-from dtype_engine.runtime.measure.progress import CallCounter, MeasurementProgress
+from dtype_engine.runtime.measure.progress import MeasurementProgress
 from dtype_engine.runtime.measure.running_totals import ReferenceRecord, RunningTotals
 from dtype_engine.runtime.model.live import LiveModel
 from dtype_engine.runtime.modes.reference import reference_name
@@ -34,8 +34,6 @@ from dtype_engine.runtime.passes.output_cache import OutputCache
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
-WHOLE_SHARE = 50
-"""A module with at most this share (1/50) of a pass's calls is run whole or not at all."""
 MOST_KEPT = 2 << 30
 """Bytes that are kept between measurements by default, at most: the outputs of some hundred tokens in a model of 1 B parameters."""
 
@@ -134,19 +132,11 @@ class DriftMeter:
             notices=(
                 *candidate.notices,
                 *totals.notices(output),
-                *self._of_activations(totals.left_wide),
                 *self.behavior.notices(),
             ),
             lost=lost,
             activations=self.settings.quantize_activations,
         )
-
-    def _of_activations(self, left_wide: set[str]) -> tuple[str, ...]:
-        """What the setting `quantize_activations` left out."""
-        if not left_wide:
-            return ()
-        names = ", ".join(sorted(left_wide))
-        return (f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone",)
 
     def readings(self, listener: MeasurementListener) -> Generator[RunningTotals, None, None]:
         """Run the inputs one sequence at a time, and yield the totals after each, which are those of all at last.
@@ -162,14 +152,13 @@ class DriftMeter:
                 reference = self._reference(reference_runner, step, progress)
                 if totals is None:
                     totals = RunningTotals(reference.output_name, reference.output, len(batches), self._routed)
-                observer = self._comparer(step, reference, totals, progress, listener)
-                progress.begin_pass("candidate", step.number, step.compares_modules)
-                ran = self._candidate(candidate_runner, step, observer)
+                comparer = self._comparer(step, reference, totals, listener)
+                progress.begin_pass("candidate", step.number, step.compares_modules, comparer)
+                ran = self._candidate(candidate_runner, step, progress)
                 output = _comparable_output(ran, reference)
                 totals.add(step.number, batches[step.number], reference, ran, output)
-                if isinstance(observer, ModuleComparer):
-                    observer.finish(output, totals.sums_of(step.number))
-                    totals.set_modules(step.number, observer.sums)
+                if comparer is not None:
+                    totals.set_modules(step.number, comparer.sums)
                     if listener.on_modules is not None:
                         listener.on_modules(totals.modules)
                 yield totals
@@ -202,24 +191,14 @@ class DriftMeter:
         progress.expect([*steps], with_reference, rest)
 
     def _comparer(
-        self,
-        step: Step,
-        reference: ReferenceRecord,
-        totals: RunningTotals,
-        progress: MeasurementProgress,
-        listener: MeasurementListener,
-    ) -> ModuleObserver:
-        """What observes the candidate's pass."""
+        self, step: Step, reference: ReferenceRecord, totals: RunningTotals, listener: MeasurementListener
+    ) -> ModuleComparer | None:
+        """What compares modules in the candidate's pass; None where they are not compared."""
         if not step.compares_modules or reference.modules is None:
-            return CallCounter(progress)
+            return None
         if (on_modules := listener.on_modules) is None:
-            return ModuleComparer(reference.modules, reference.output, progress)
-        return ModuleComparer(
-            reference.modules,
-            reference.output,
-            progress,
-            lambda sums: on_modules(totals.modules_with(step.number, sums)),
-        )
+            return ModuleComparer(reference.modules)
+        return ModuleComparer(reference.modules, lambda sums: on_modules(totals.modules_with(step.number, sums)))
 
     def _candidate(self, runner: ForwardRunner, step: Step, observer: ModuleObserver) -> PassResult[Any]:
         """Run the candidate on one sequence, what is unchanged since the last measurement left out, and keep its outputs."""
@@ -228,7 +207,6 @@ class DriftMeter:
             watched=self._plan.watched(step),
             cache_bytes=max(0, self.budget - self.kept_bytes) if self.reuse else 0,
             cached=self._plan.cached,
-            whole_calls=max(self._calls.values(), default=0) // WHOLE_SHARE,
             earlier=earlier if compared or not step.compares_modules else None,
         )
         ran = runner.candidate(runner.candidate_call(self.inputs.batches[step.number]), options, observer)
@@ -247,15 +225,11 @@ class DriftMeter:
             return self._records[step.number]
         main_alone = self._records.pop(step.number, None)
         left = self.budget - sum(record.nbytes for record in self._records.values())
-        progress.begin_pass("reference", step.number, step.compares_modules)
-        recorder = ModuleRecorder(max(left, self.working), progress) if step.compares_modules else None
-        options = PassOptions(
-            watched=self._plan.watched(step),
-            learns=True,
-            another_follows=any(not self._has_record(number, self._plan.compares(number)) for number in step.left),
-        )
+        recorder = ModuleRecorder(max(left, self.working)) if step.compares_modules else None
+        progress.begin_pass("reference", step.number, step.compares_modules, recorder)
+        options = PassOptions(watched=self._plan.watched(step), learns=True)
         call = runner.reference_call(self.inputs.batches[step.number])
-        ran = runner.reference(call, options, CallCounter(progress) if recorder is None else recorder)
+        ran = runner.reference(call, options, progress)
         name, output = main_output(ran.output)
         if recorder is None:
             record = ReferenceRecord(name, output.detach().clone(), ran.seconds, None)

@@ -12,7 +12,6 @@ from dtype_engine.results.drift import Extent, ModuleDrift, OutputDrift, Partial
 from dtype_engine.runtime.inputs import Batch
 from dtype_engine.runtime.measure.modules.module_sums import ModuleSums
 from dtype_engine.runtime.measure.sampling_error import batch_means_error, relative_error
-from dtype_engine.runtime.numerics.compare.element_sums import ElementSums
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.numerics.compare.sequence_figures import SequenceFigures
 from dtype_engine.runtime.passes.one_pass import PassResult
@@ -51,8 +50,6 @@ class RunningTotals:
         """Of the main output: 3 for a distribution at every token, 2 for one an example."""
         self.numbers: list[int] = []
         """Of the sequences, in the order in which they were run."""
-        self.left_wide: set[str] = set()
-        """Operations with a quantised weight whose input was not rounded, where activations are quantised."""
         self._total = total
         self._routed = routed
         self._comparison = OutputMetrics(is_distribution(output_name, output))
@@ -60,6 +57,7 @@ class RunningTotals:
         self._kl_within = 0.0
         self._modules: dict[int, dict[str, ModuleSums]] = {}
         self._left_out: set[str] = set()
+        self._left_wide: set[str] = set()
         self._reference_seconds = 0.0
         self._candidate_seconds = 0.0
         self._reused = False
@@ -70,7 +68,7 @@ class RunningTotals:
         """Take in the sequence of this number: the candidate's pass over it and its main output. `set_modules` has the rest. Of a
         sequence that is there the main output stays as it is.
         """
-        self.left_wide |= ran.left_wide
+        self._left_wide |= ran.left_wide
         self._left_out |= reference.left_out
         if number in self.numbers:
             return
@@ -83,10 +81,6 @@ class RunningTotals:
         self._reference_seconds += reference.seconds
         self._candidate_seconds += ran.seconds
         self._reused = self._reused or ran.reused
-
-    def sums_of(self, number: int) -> ElementSums:
-        """Of the main output of a sequence that was taken in."""
-        return self._comparison.sequences[number].sums
 
     def set_modules(self, number: int, modules: dict[str, ModuleSums]) -> None:
         """The sums of all modules in a sequence that was taken in."""
@@ -168,4 +162,7 @@ class RunningTotals:
             notices.append(
                 f"{len(self._left_out)} modules are not compared: the reference's outputs do not fit the memory that is free"
             )
+        if self._left_wide:
+            names = ", ".join(sorted(self._left_wide))
+            notices.append(f"inputs of {names} are not quantised: runtimes quantise those of matrix products alone")
         return tuple(notices)

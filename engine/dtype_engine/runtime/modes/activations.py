@@ -60,13 +60,11 @@ class Rounds:
 
 
 class ActivationRounding:
-    """Knows which tensors of a pass are quantised weights or made of one, and rounds what these are multiplied with.
+    """Knows which tensors of a pass are quantised weights or made of one, and rounds what these are multiplied with."""
 
-    left_wide: gets the names of operations whose weight was quantised and whose input was not rounded.
-    """
-
-    def __init__(self, left_wide: set[str]) -> None:
-        self.left_wide = left_wide
+    def __init__(self) -> None:
+        self.left_wide: set[str] = set()
+        """Operations whose weight was quantised and whose input was not rounded."""
         self._made: MutableMapping[torch.Tensor, str] = WeakIdKeyDictionary()
 
     def formats(self, tensors: list[torch.Tensor], stored: Mapping[int, str]) -> dict[int, str]:

@@ -15,8 +15,8 @@ _ALIGNMENT = 64
 
 
 class WidenedWeights:
-    """Large weights in the dtype of the reference, for passes that follow each other: each is widened into the same memory, one
-    operation after another. On a CPU, for operations that hold no argument.
+    """Large weights in the dtype of the reference, for one pass: each is widened into the same memory, one operation after another.
+    On a CPU, for operations that hold no argument.
 
     Memory that is new for each costs as much as a third of the product (24 times [150, 896] x [896, 4864]: 296 ms, 220 ms with
     shared memory; 2 cores, AMD EPYC).
@@ -28,16 +28,12 @@ class WidenedWeights:
         self._dtype_of = dtype_of
         self._memory = torch.empty(0, dtype=torch.uint8)
 
-    def clear(self) -> None:
-        """Free all memory: no pass follows, or none soon."""
-        self._memory = torch.empty(0, dtype=torch.uint8)
-
     def values(self, weights: Collection[Weight], value_of: Callable[[Weight], torch.Tensor]) -> list[torch.Tensor]:
         """As `value_of` gives them, which is asked for all small ones. Large ones last until the next call."""
         shared = [weight for weight in weights if self._is_worth_sharing(weight)]
         sizes = [-(-self._nbytes(weight) // _ALIGNMENT) * _ALIGNMENT for weight in shared]
         if sum(sizes) > len(self._memory):
-            self.clear()  # before the next is taken
+            self._memory = torch.empty(0, dtype=torch.uint8)  # freed before the next is taken
             self._memory = torch.empty(sum(sizes), dtype=torch.uint8)
         places = dict(zip(map(id, shared), accumulate(sizes, initial=0), strict=False))
         values = []

@@ -22,14 +22,10 @@ class PassOptions:
     learns: bool = False
     """Whether the first uses of weights and side effects are noted in the model's `ModelBehavior`. A pass that runs plainly is
     run once more for that, since torch takes other paths under a mode."""
-    another_follows: bool = False
-    """Whether another reference pass follows: the memory for widened weights is then kept for it."""
     cache_bytes: int = 0
     """How many bytes of outputs may be kept for a later pass; 0: there is no cache."""
     cached: frozenset[str] | None = None
     """The modules whose outputs are kept; None for all that are watched."""
-    whole_calls: int = 0
-    """Outputs from within a module of up to so many calls are not kept: see `OutputCache`."""
     earlier: OutputCache | None = None
     """Outputs of an earlier pass over the same input: those that can't have changed are reused. It is emptied if none are."""
     prefix: int | None = None

@@ -11,7 +11,6 @@ pass, and such a call is not reused.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
 from collections.abc import Callable, Container, Mapping, Set
 from copy import copy
 from dataclasses import dataclass, field
@@ -85,22 +84,19 @@ class OutputCache:
     names: the modules of all calls of the pass, one after another, and `order` a hash of them. first_use: how many calls had
     finished when each weight was first used; None for a plain pass, which notes nothing.
 
-    Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty. What was
-    called within a module of up to `whole` calls is released as soon as that module returns: running so few again takes no
-    time, and their outputs (projections, experts) are most of the bytes.
+    Keeps at most `budget` bytes of outputs alive (`nbytes`, every storage once); a pass that has more leaves it empty.
     """
 
     dtypes: Mapping[str, str]
     kind: str
     budget: int
-    whole: int = 0
     only: frozenset[str] | None = None
     order: int = 0
     first_use: Mapping[str, int] | None = None
     names: list[str] = field(default_factory=list)
     calls: list[ModuleCall] = field(default_factory=list)
     nbytes: int = 0
-    _uses: Counter[int] = field(default_factory=Counter)
+    _storages: set[int] = field(default_factory=set)
 
     def add(self, call: ModuleCall) -> None:
         """Append a finished call."""
@@ -108,19 +104,13 @@ class OutputCache:
             return
         for tensor, _ in call.versions:
             storage = tensor.untyped_storage()
-            self._uses[storage.data_ptr()] += 1
-            if self._uses[storage.data_ptr()] == 1:
+            if storage.data_ptr() not in self._storages:
+                self._storages.add(storage.data_ptr())
                 self.nbytes += storage.nbytes()
-        if call.output is not _OPAQUE and call.ended_after - call.began_after < self.whole:
-            for inner in reversed(self.calls):
-                if inner.ended_after < call.began_after:
-                    break
-                self._release(inner)
         self.calls.append(call)
         if self.nbytes > self.budget:
-            self.budget, self.nbytes = -1, 0
-            self.calls.clear()
-            self._uses.clear()
+            self.budget = -1
+            self.release()
 
     def count(self, module: str, call: int, span: tuple[int, int], observed: Any) -> None:
         """Append a call without its output: one that it is in is reused, or it runs again. span: as for `record_call`."""
@@ -130,7 +120,7 @@ class OutputCache:
     def release(self) -> None:
         """Keep no outputs any more: where nothing of them is reused, the next pass has their memory while it is in a cache."""
         self.calls.clear()
-        self._uses.clear()
+        self._storages.clear()
         self.nbytes = 0
 
     def within(self, index: int) -> list[ModuleCall]:
@@ -138,14 +128,6 @@ class OutputCache:
         began_after = self.calls[index].began_after
         first = bisect_left(self.calls, began_after, 0, index, key=lambda call: call.ended_after)
         return self.calls[first : index + 1]
-
-    def _release(self, call: ModuleCall) -> None:
-        for tensor, _ in call.versions:
-            storage = tensor.untyped_storage()
-            self._uses[storage.data_ptr()] -= 1
-            if not self._uses[storage.data_ptr()]:
-                self.nbytes -= storage.nbytes()
-        call.output, call.versions = _OPAQUE, ()
 
     def uses(self, of_references: Mapping[int, Mapping[str, int]]) -> Mapping[str, int]:
         """`first_use`, for a plain pass that of a reference whose calls had the same order: other inputs may take another way, and

@@ -63,8 +63,6 @@ class ForwardRunner:
         self.cancelled = cancelled
         self.watch = watch
         self.behavior = ModelBehavior() if behavior is None else behavior
-        self.widened = WidenedWeights(reference_dtype)
-        """Memory that reference passes which follow each other share."""
         self._compute = torch_dtype(settings.compute)
         self._autocast = torch_dtype(settings.autocast) if settings.autocast else None
         self._calls = ModuleCalls(model.module, cancelled, model.device.type if settings.autocast else None)
@@ -120,13 +118,11 @@ class ForwardRunner:
                 self.behavior.plain_reference_fails = True
                 observer.restart()
         # Another mode around this one may keep what it sees: then every widened weight needs memory of its own.
-        widened = self.widened if options.around is None else None
+        widened = WidenedWeights(reference_dtype) if options.around is None else None
         mode = ReferenceMode(self.model.by_id, self.model.device, widened)
         result = self._run(call, mode, "reference", options, observer)
         if options.learns:
             self._keep_uses(result)
-        if not options.another_follows:
-            self.widened.clear()
         return result
 
     def candidate(
@@ -243,7 +239,7 @@ class ForwardRunner:
 
     def _rounding(self) -> ActivationRounding | None:
         """What rounds activations in one pass, where the settings ask for it."""
-        return ActivationRounding(set()) if self.settings.quantize_activations == "weights" else None
+        return ActivationRounding() if self.settings.quantize_activations == "weights" else None
 
     def _input_dtype(self) -> torch.dtype | None:
         """What floating inputs of the candidate are cast to; None to leave them as given."""
@@ -279,10 +275,8 @@ class ForwardRunner:
         """One pass under this mode. reused: the calls of `options.earlier` whose outputs are reused (see `reusable_calls`)."""
         model, behavior, modules = self.model, self.behavior, self._calls.modules
         run = ForwardPass(mode, observer, cache, reused or {}, options.earlier, model.by_id, options.watched)
-        # A model that changes what it holds was noticed by a pass that learns, or is by one in which every module is watched.
-        trusted = not options.learns and options.watched is not None and behavior.observed and not behavior.stateful
         try:
-            with as_every_pass(model, behavior, modules, trusted):
+            with as_every_pass(model, behavior, modules):
                 if options.learns and mode is not None:
                     run.effects = SideEffects(modules, model.device)
                 self._calls.under_way = run
@@ -335,7 +329,7 @@ def _new_cache(forms: dict[str, str], kind: str, options: PassOptions) -> Output
     """Where outputs are kept for a later pass, if any are to be."""
     if not options.cache_bytes:
         return None
-    return OutputCache(forms, kind, options.cache_bytes, options.whole_calls, options.cached)
+    return OutputCache(forms, kind, options.cache_bytes, options.cached)
 
 
 def _where(inside: list[str]) -> str:

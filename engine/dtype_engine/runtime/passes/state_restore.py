@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
-from itertools import chain
 from numbers import Number
 from operator import is_
 from typing import Any, cast
@@ -61,14 +60,9 @@ def keeping_codes(model: LiveModel) -> Iterator[None]:
 
 
 @contextmanager
-def as_every_pass(
-    model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module], trusted: bool
-) -> Iterator[None]:
-    """For a pass: it begins as every other does, and leaves the model as it found it. trusted: the model is known to keep what it
-    holds. Raises NoForward as `keeping_codes` does.
-    """
-    left = nullcontext() if trusted else left_as_found(behavior, modules)
-    with same_random_numbers(model.device), left, keeping_codes(model), uncompiled():
+def as_every_pass(model: LiveModel, behavior: ModelBehavior, modules: Collection[nn.Module]) -> Iterator[None]:
+    """For a pass: it begins as every other does, and leaves the model as it found it. Raises NoForward as `keeping_codes` does."""
+    with same_random_numbers(model.device), left_as_found(behavior, modules), keeping_codes(model), uncompiled():
         yield
 
 
@@ -100,27 +94,17 @@ def left_as_found(behavior: ModelBehavior, modules: Collection[nn.Module]) -> It
 
     What is gone, and what is new as a parameter or a buffer, stays so: packed weights are unpacked once.
     """
-    held = [(module, _kept_by(module)) for module in modules]
-    found = [[*map(dict, kept)] for _, kept in held]
+    found = [(module, [*map(dict, _kept_by(module))]) for module in modules]
     contents = [(container, copy(container)) for module in modules for container in _containers_of(module)]
     try:
         yield
     finally:
-        all_kept = [each for _, kept in held for each in kept]
-        if not _are_same(all_kept, [*chain.from_iterable(found)]):
-            for (module, kept), before in zip(held, found, strict=True):
-                if not _are_same(kept, before):
-                    behavior.stateful |= _put_back(module, before)
+        for module, before in found:
+            behavior.stateful |= _put_back(module, before)
         for container, had in contents:
             if not _has_same(container, had):
                 _refill(container, had)
                 behavior.stateful = True
-
-
-def _are_same(kept: Sequence[Mapping[str, Any]], found: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether these hold the very same objects in the same order. They are thousands: no loop of Python goes over them."""
-    values, before = (chain.from_iterable([holder.values() for holder in each]) for each in (kept, found))
-    return [*map(len, kept)] == [*map(len, found)] and all(map(is_, values, before))
 
 
 def _kept_by(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -52,7 +52,7 @@ class LocalErrors:
         self.compute = compute
         self.device = device
         self.budget = budget
-        self.rounding = ActivationRounding(set()) if rounds else None
+        self.rounding = ActivationRounding() if rounds else None
         self._cast: OrderedDict[tuple[str, str], torch.Tensor] = OrderedDict()
         self._held = 0
 

@@ -41,8 +41,7 @@ class SequenceScan:
     """What a sequence is scanned with.
 
     wanted: dtypes by weight. costly: those of them that cost anything. num_probes: backward passes. budget: bytes for gradients.
-    `on_measured(done, total)` counts operations. copies: the indexes of operations whose tensors are written to later, by
-    sequence; added to.
+    `on_measured(done, total)` counts operations.
     """
 
     model: LiveModel
@@ -51,7 +50,6 @@ class SequenceScan:
     num_probes: int
     budget: int
     local: LocalErrors
-    copies: dict[int, frozenset[int]]
     on_measured: Callable[[int, int], None]
     cancelled: IsCancelled
     unit: str = ""
@@ -68,7 +66,7 @@ class SequenceScan:
 
     def run(self, batch: Batch, index: int, sequences: int) -> SequenceScores:
         """Scan the sequence `index` of `sequences`. Raises NoForward, KernelError, Cancelled."""
-        output, mode = self._forward(batch, index)
+        output, mode = self._forward(batch)
         self._operations = mode.operations
         name, main = main_output(output)
         if not main.requires_grad:
@@ -133,9 +131,9 @@ class SequenceScan:
             text = " ".join(str(error).split())[:300]
             raise NoForward(f"the scan's forward pass failed: {type(error).__name__}: {text}") from error
 
-    def _forward(self, batch: Batch, index: int) -> tuple[Any, WeightOpRecorder]:
+    def _forward(self, batch: Batch) -> tuple[Any, WeightOpRecorder]:
         """Run the reference with a graph; once more when an operation's tensors were written to after it."""
-        copies = self.copies.get(index, frozenset())
+        copies = frozenset[int]()
         while True:
             mode = WeightOpRecorder(
                 self.model.by_id, self.model.device, frozenset(self.wanted), self._on_gradient, copies
@@ -146,7 +144,7 @@ class SequenceScan:
             overwritten = mode.overwritten
             if not overwritten:
                 return output, mode
-            copies = self.copies[index] = copies | overwritten
+            copies |= overwritten
 
     def _backward(self, main: torch.Tensor, probes: OutputProbes, calls: list[TopKCall], seed: int) -> None:
         """The margins first: their gradients are measured together with those of the first probes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ import dtype_engine as de
 from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.modes.reference import ReferenceMode, reference_dtype
 from dtype_engine.runtime.modes.widening_buffer import WidenedWeights
-from dtype_engine.runtime.passes.one_pass import PassOptions
 from dtype_engine.runtime.passes.outputs import main_output
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
@@ -64,11 +64,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: list[int]) -> None:
     batch = session.need_inputs().batches[0]
     with ForwardRunner(session.model, session.settings, never) as runner:
-        options = PassOptions(another_follows=True)
-        found = [
-            main_output(runner.reference(runner.reference_call(batch), options).output)[1].clone() for _ in range(2)
-        ]
-        assert len(set(taken[4:])) == 1, "all in the memory of conv, the largest"
+        found = [main_output(runner.reference(runner.reference_call(batch)).output)[1].clone() for _ in range(2)]
+    assert taken[1] == taken[2], "two layers, in the memory of the larger one"
     module = session.model.module
     with torch.no_grad():
         wanted = nn.Module.float(module)(*batch.args)
@@ -77,22 +74,28 @@ def test_memory_that_weights_share_changes_no_bit(session: de.Session, taken: li
     assert len(taken) == 8, "first twice, second and conv"
 
 
-def test_a_measurement_leaves_nothing_widened(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And once no reference pass is to come nothing is held while the candidate runs."""
+def test_nothing_is_widened_while_the_candidate_runs(session: de.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[weakref.ref[WidenedWeights]]()
     held: list[bool] = []
-    candidate = ForwardRunner.candidate
+    start, candidate = WidenedWeights.__init__, ForwardRunner.candidate
+
+    def noting_made(self: WidenedWeights, *given: Any) -> None:
+        start(self, *given)
+        made.append(weakref.ref(self))
 
     def noting(self: ForwardRunner, *given: Any) -> Any:
-        held.append(len(self.widened._memory) > 0)
+        held.append(any(each() is not None for each in made))
         return candidate(self, *given)
 
+    monkeypatch.setattr(WidenedWeights, "__init__", noting_made)
     monkeypatch.setattr(ForwardRunner, "candidate", noting)
     ids = [torch.arange(length).reshape(1, -1) for length in (12, 14, 16)]
     several = de.open(session.model.module, inputs=[{"ids": each} for each in ids])
     several.cast("first", "float16")
     several.drift()
     several.drift()
-    assert held == [True, True, False, False, False, False]
+    assert held == [False] * 6
+    assert len(made) == 3
 
 
 def test_with_gradients_every_weight_keeps_its_own_memory(session: de.Session) -> None:

@@ -18,7 +18,6 @@ from dtype_engine.core.cancellation import never
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.numerics.compare.metrics import OutputMetrics
 from dtype_engine.runtime.passes.one_pass import PassOptions
-from dtype_engine.runtime.passes.output_cache import OutputCache, record_call
 from dtype_engine.runtime.passes.runner import ForwardRunner
 
 
@@ -59,11 +58,7 @@ def steps(session: Any) -> list[Recipe]:
 
 
 @pytest.mark.parametrize("name", architectures.ZOO)
-def test_measuring_with_stand_ins_is_measuring_in_full(
-    name: str, compared: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # So small models have modules, too, that are run whole or not at all.
-    monkeypatch.setattr("dtype_engine.runtime.measure.drift.WHOLE_SHARE", 8)
+def test_measuring_with_stand_ins_is_measuring_in_full(name: str, compared: list[torch.Tensor]) -> None:
     module, inputs = architectures.make(name)
     session = de.open(module, inputs=inputs)
     quick, full = meter(session, reuse=True), meter(session, reuse=False)
@@ -393,22 +388,6 @@ def test_nothing_is_left_on_the_modules() -> None:
         assert "forward" not in child.__dict__
         assert not child._forward_hooks
         assert not child._forward_pre_hooks
-
-
-def test_what_a_small_module_called_is_let_go_when_it_returns() -> None:
-    cache = OutputCache({}, "plain", budget=1 << 20, whole=3)
-    shared = torch.zeros(100)
-    cache.add(record_call("block.up", 0, (0, 0), torch.zeros(400), None))
-    cache.add(record_call("block.down", 0, (1, 1), shared, None))
-    assert cache.nbytes == 2000
-    cache.add(record_call("block", 0, (0, 2), shared, None))
-    assert cache.nbytes == 400  # what the module returned is still there
-    assert [call.usable for call in cache.calls] == [False, False, True]
-    cache.add(record_call("head", 0, (3, 3), torch.zeros(10), None))
-    cache.add(record_call("", 0, (0, 4), torch.zeros(10), None))
-    cache.names += ["block.up", "block.down", "block", "head", ""]
-    assert cache.nbytes == 480  # more than three calls: what it called stays
-    assert cache.reusable_calls(4) == {("block", 0): 2, ("head", 0): 3}
 
 
 class Listened(nn.Module):
