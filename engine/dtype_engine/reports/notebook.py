@@ -5,7 +5,7 @@ from __future__ import annotations
 from dtype_engine.core import dtypes
 from dtype_engine.core.text import printable
 from dtype_engine.core.tree import Tree
-from dtype_engine.core.units import human_bytes, with_error
+from dtype_engine.core.units import decibels, human_bytes, with_error
 from dtype_engine.recipe import Plan, Recipe, make_plan
 from dtype_engine.reports.blocks import Identifier, Report, Section, Table
 from dtype_engine.reports.document import drift_section, rules_section, tree_section, worst_table
