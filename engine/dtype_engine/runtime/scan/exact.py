@@ -13,14 +13,15 @@ from dtype_engine.core.options import RunSettings
 from dtype_engine.core.shard import WHOLE, Shard
 from dtype_engine.recipe import tensor_bytes
 from dtype_engine.results.drift import unit_for
-from dtype_engine.results.scan import ScanReport
+from dtype_engine.results.scan import ScanReport, WeightScore
 from dtype_engine.runtime.inputs import Inputs
 from dtype_engine.runtime.measure.drift import DriftMeter
 from dtype_engine.runtime.model.live import LiveModel, sharing
+from dtype_engine.runtime.modes.reference import reference_name
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.routing import Key
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, report_of, scanned_dtypes
+from dtype_engine.runtime.scan.scan import OnEstimate, OnStep, scanned_dtypes
 from dtype_engine.search.sensitivity import is_lossless, scalar_drift
 
 _REPORT_EVERY = 64
@@ -164,7 +165,26 @@ class ExactScan:
         costly = set(self._costly)
         known = {key: self.done[key] if key in costly else (0.0, 0.0)
                  for key in self.wanted if key in self.done or key not in costly}  # fmt: skip
-        return report_of(self, known, 0, len(self.inputs.batches))
+        return ScanReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            inputs=self.inputs.description,
+            unit=self.unit,
+            exact=True,
+            draws=0,
+            sequences=len(self.inputs.batches),
+            all_sequences=len(self.inputs.batches),
+            dtypes=self.dtypes,
+            forward_seconds=self.forward_seconds,
+            scan_seconds=self.scan_seconds,
+            weights=tuple(
+                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *score)
+                for (name, dtype), score in known.items()
+            ),
+            notices=self.model.notices,
+            activations=self.settings.quantize_activations,
+        )
 
     def write(self, path: Path) -> None:
         """Save what was done. Raises UserError."""

@@ -26,7 +26,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dtype_engine.checkpoint import FileIdentity
 from dtype_engine.core.cancellation import IsCancelled, never
@@ -45,12 +44,9 @@ from dtype_engine.runtime.passes.runner import ForwardRunner
 from dtype_engine.runtime.scan import saved as scan_file
 from dtype_engine.runtime.scan.local_errors import LocalErrors
 from dtype_engine.runtime.scan.saved import Fingerprint
-from dtype_engine.runtime.scan.scores import Scores, SequenceScores, combine_scores
+from dtype_engine.runtime.scan.scores import SequenceScores, combine_scores
 from dtype_engine.runtime.scan.sequence import SequenceScan
 from dtype_engine.search.sensitivity import is_lossless
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.scan.exact import ExactScan
 
 DEFAULT_DTYPES = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8")
 FEWEST_DRAWS, SAMPLES = 4, 24
@@ -240,7 +236,27 @@ class Scan:
             raise UserError("the scan has no estimate yet: no sequence has gone by")
         in_order = [self.done[index] for index in sorted(self.done)]  # sums of floats depend on it
         scores = combine_scores(in_order, self.wanted, self.backward_passes, self._free)
-        return report_of(self, scores, self.backward_passes, len(self.done))
+        return ScanReport(
+            model=self.model.title,
+            device=str(self.model.device),
+            reference=reference_name(self.model),
+            inputs=self.inputs.description,
+            unit=self.unit,
+            exact=False,
+            draws=self.backward_passes,
+            sequences=len(self.done),
+            all_sequences=self.parts,
+            dtypes=self.dtypes,
+            forward_seconds=self.forward_seconds,
+            scan_seconds=self.scan_seconds,
+            weights=tuple(
+                WeightScore(name, dtype, tensor_bytes(self.model.weights[name].info, dtype), *scores[name, dtype])
+                for name, targets in self.wanted.items()
+                for dtype in targets
+            ),
+            notices=self.model.notices,
+            activations=self.settings.quantize_activations,
+        )
 
     def write(self, path: Path) -> None:
         """Save what was done. Raises UserError."""
@@ -252,28 +268,3 @@ class Scan:
             ),
             self._seen,
         )  # fmt: skip
-
-
-def report_of(scan: Scan | ExactScan, scores: Scores, draws: int, sequences: int) -> ScanReport:
-    """The report of a scan with these scores, from so many backward passes in each of so many sequences; an exact one has none."""
-    model = scan.model
-    return ScanReport(
-        model=model.title,
-        device=str(model.device),
-        reference=reference_name(model),
-        inputs=scan.inputs.description,
-        unit=scan.unit,
-        exact=not draws,
-        draws=draws,
-        sequences=sequences,
-        all_sequences=len(scan.inputs.batches),
-        dtypes=scan.dtypes,
-        forward_seconds=scan.forward_seconds,
-        scan_seconds=scan.scan_seconds,
-        weights=tuple(
-            WeightScore(name, dtype, tensor_bytes(model.weights[name].info, dtype), *score)
-            for (name, dtype), score in scores.items()
-        ),
-        notices=model.notices,
-        activations=scan.settings.quantize_activations,
-    )
