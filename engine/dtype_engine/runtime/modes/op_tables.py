@@ -9,16 +9,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from dtype_engine.core.errors import KernelError
 from dtype_engine.runtime.numerics.quantize import dtype_name
-
-if TYPE_CHECKING:
-    from dtype_engine.runtime.modes.weight_mode import WeightMode
 
 Arguments = tuple[Any, ...]
 
@@ -79,8 +76,15 @@ _MISSING_KERNEL = re.compile(
 )
 
 
-def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], mode: WeightMode) -> Any:
-    """Call torch under a mode. A missing kernel becomes a KernelError that names what is missing, in which module."""
+class CallSite(Protocol):
+    """Where a call comes from, for its error: the dotted name of the module that is running, and the device."""
+
+    module: str
+    device: torch.device
+
+
+def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dict[str, Any], site: CallSite) -> Any:
+    """Call torch. A missing kernel becomes a KernelError that names what is missing."""
     try:
         return func(*args, **kwargs)
     except (RuntimeError, NotImplementedError) as error:
@@ -88,7 +92,7 @@ def call_torch(func: Callable[..., Any], name: str, args: Arguments, kwargs: dic
             return _grouped_mm(*args, **kwargs)
         if _MISSING_KERNEL.search(str(error)) is None:
             raise
-        raise _kernel_error(func, name, args, kwargs, mode, error) from error
+        raise _kernel_error(func, name, args, kwargs, site, error) from error
 
 
 def _kernel_error(
@@ -96,7 +100,7 @@ def _kernel_error(
     name: str,
     args: Arguments,
     kwargs: dict[str, Any],
-    mode: WeightMode,
+    site: CallSite,
     error: Exception,
 ) -> KernelError:
     """Name what is missing, and try which dtype would have worked."""
@@ -114,7 +118,7 @@ def _kernel_error(
         nearest = dtype_name(candidate)
         break
     reason = str(error).split("\n")[0]
-    return KernelError(mode.module, name, dtype_name(refused), str(mode.device), nearest, reason)
+    return KernelError(site.module, name, dtype_name(refused), str(site.device), nearest, reason)
 
 
 def _grouped_mm(rows: torch.Tensor, weights: torch.Tensor, offs: torch.Tensor, **kwargs: Any) -> torch.Tensor:
