@@ -92,8 +92,9 @@ class ProcessPool:
 
 
 def _context() -> BaseContext:
-    """How processes are started. Never by a fork of this one: torch's threads would not survive it. On Linux a server that has
-    imported torch, and has no threads yet, is forked instead: the import takes seconds, and its pages are shared.
+    """How processes are started. Never by a fork of this one: torch's threads would not survive it. On Linux a server is forked
+    that has imported torch and computed nothing: the import takes seconds, and its pages are shared. The one thread there is
+    numpy's OpenBLAS's, which ends it before a fork and starts another after it.
     """
     if sys.platform != "linux":
         return multiprocessing.get_context("spawn")
