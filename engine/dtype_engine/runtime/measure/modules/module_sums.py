@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from dtype_engine.results.drift import ModuleDrift
-from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, chunk_sums, sum_chunks, widen
+from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_chunks, sums_of_any, widen
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
 _CHUNK_ELEMENTS = 1 << 15
@@ -52,13 +52,11 @@ def compare_outputs(reference: torch.Tensor, candidate: torch.Tensor) -> ModuleS
     def sums_of(chunk: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
         r, delta = buffers
         widen(reference[chunk], r)
-        widen(candidate[chunk], delta)
-        delta.sub_(r)
+        widen(candidate[chunk], delta).sub_(r)
         sums = [torch.dot(delta, delta), torch.dot(r, r), delta.abs_().amax()]
         noise, energy, max_abs = torch.stack(sums).tolist()
         if not math.isfinite(noise):
-            c = candidate[chunk].double()
-            return chunk_sums(r, c, c - r)
+            return sums_of_any(r, widen(candidate[chunk], delta))
         return ElementSums(len(r), max_abs=max_abs, noise=noise, energy=energy)
 
     step = _CHUNK_ELEMENTS if candidate.device.type == "cpu" else _GPU_CHUNK_ELEMENTS

@@ -72,7 +72,7 @@ def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSum
         r, c, delta = buffers
         widen(reference[chunk], r)
         widen(candidate[chunk], c)
-        return chunk_sums(r, c, torch.sub(c, r, out=delta))
+        return sums_of_small(r, torch.sub(c, r, out=delta)) or sums_of_any(r, c)
 
     step = _CHUNK_ELEMENTS if on_cpu else _GPU_CHUNK_ELEMENTS
     return sum_chunks(sums_of, candidate, step, 3)
@@ -104,26 +104,29 @@ def sum_chunks(
     return total
 
 
-def widen(values: torch.Tensor, into: torch.Tensor) -> None:
-    """Write values over a float64 buffer. float16 goes by way of float32: torch has vector code for these two steps alone."""
-    into.copy_(values.float() if values.dtype == torch.float16 else values)
+def widen(values: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Write values over a float64 buffer, and return it. float16 goes through float32: torch vectorises these two steps only."""
+    return into.copy_(values.float() if values.dtype == torch.float16 else values)
 
 
-def chunk_sums(r: torch.Tensor, c: torch.Tensor, delta: torch.Tensor) -> ElementSums:
-    """The sums of one chunk, float64 and contiguous; `delta` is overwritten."""
-    r, c, delta = r.view(-1), c.view(-1), delta.view(-1)
-    sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(c, c), torch.dot(r, c)]
+def sums_of_small(r: torch.Tensor, delta: torch.Tensor) -> ElementSums | None:
+    """The sums of one chunk, float64 and contiguous, of the reference and a small Δ, which is overwritten.
+
+    None where Δ is not finite, or so large that sums over c would lose digits: `sums_of_any` is for these.
+    """
+    r, delta = r.view(-1), delta.view(-1)
+    sums = [torch.dot(delta, delta), torch.dot(r, r), torch.dot(r, delta)]
     absolute = delta.abs_()
-    noise, energy, energy_candidate, product, sum_abs, max_abs = torch.stack(
-        [*sums, absolute.sum(), absolute.amax()]
-    ).tolist()
-    if not math.isfinite(noise):
-        return _sums_of_finite(r, c)
-    return ElementSums(len(r), 0, 0, sum_abs, max_abs, noise, energy, energy_candidate, product)
+    noise, energy, moved, sum_abs, max_abs = torch.stack([*sums, absolute.sum(), absolute.amax()]).tolist()
+    if not (math.isfinite(noise) and noise <= energy / 4):
+        return None
+    # With c = r + Δ: Σc² = Σr² + 2 Σ rΔ + ΣΔ², and Σ rc = Σr² + Σ rΔ.
+    return ElementSums(len(r), 0, 0, sum_abs, max_abs, noise, energy, energy + 2 * moved + noise, energy + moved)
 
 
-def _sums_of_finite(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
-    """The sums of a chunk in which some values may not be finite."""
+def sums_of_any(r: torch.Tensor, c: torch.Tensor) -> ElementSums:
+    """The sums of one chunk, float64, whatever its values are."""
+    r, c = r.view(-1), c.view(-1)
     finite = torch.isfinite(r) & torch.isfinite(c)
     same = (r == c) | (torch.isnan(r) & torch.isnan(c))
     r_finite, c_finite = torch.where(finite, r, 0.0), torch.where(finite, c, 0.0)

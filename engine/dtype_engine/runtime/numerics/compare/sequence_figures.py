@@ -17,9 +17,10 @@ import torch
 
 from dtype_engine.runtime.numerics.compare.element_sums import (
     ElementSums,
-    chunk_sums,
     element_sums,
     sum_chunks,
+    sums_of_any,
+    sums_of_small,
     widen,
 )
 
@@ -71,22 +72,21 @@ def sequence_figures(
     kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
 
     def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
-        r, c, delta, exponentials = buffers
+        r, other, delta = buffers  # three only, so that they stay in a cache
         widen(reference[rows], r)
-        widen(candidate[rows], c)
-        torch.sub(c, r, out=delta)
-        of_c = _softmax(c, exponentials)
-        of_r = _softmax(r, exponentials)  # stays there
-        kl[rows] = _kl_divergence(of_r, of_c, exponentials, delta)
+        widen(candidate[rows], other)
+        torch.sub(other, r, out=delta)
+        index = None if labels is None else labels[rows, None].to(device).clamp(min=0)
+        of_c = _softmax(other, index, other)
+        of_r = _softmax(r, index, other)
+        kl[rows] = _kl_divergence(of_r, of_c, other, delta)
         same_top[rows] = of_r.top == of_c.top
-        if labels is not None:
-            index = labels[rows, None].to(device).clamp(min=0)
-            log_p[rows] = of_r.log_probability(r.gather(1, index)[:, 0])
-            log_q[rows] = of_c.log_probability(c.gather(1, index)[:, 0])
-        return chunk_sums(r, c, delta)
+        if of_r.log_probability is not None and of_c.log_probability is not None:
+            log_p[rows], log_q[rows] = of_r.log_probability, of_c.log_probability
+        return sums_of_small(r, delta) or sums_of_any(r, widen(candidate[rows], other))
 
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-    sums = sum_chunks(sums_of, candidate, max(1, most // width), 4)
+    sums = sum_chunks(sums_of, candidate, max(1, most // width), 3)
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
     return SequenceFigures(count, sums, PositionFigures(kl, same_top, log_p[scored], log_q[scored]))
 
@@ -101,20 +101,20 @@ class _Softmax:
     """The largest x, [rows]."""
     top: torch.Tensor
     """The first class that has it, [rows]."""
-
-    def log_probability(self, x: torch.Tensor) -> torch.Tensor:
-        """ln p of one class in each row, from its logits [rows]."""
-        return x - self.largest - self.total.log()
+    log_probability: torch.Tensor | None
+    """ln p of one class in each row, [rows]."""
 
 
-def _softmax(x: torch.Tensor, exponentials: torch.Tensor) -> _Softmax:
-    """Write e^(x - largest) over a buffer."""
+def _softmax(x: torch.Tensor, index: torch.Tensor | None, exponentials: torch.Tensor) -> _Softmax:
+    """Write e^(x - largest) into a buffer, which may be `x`. index: the class of each row whose ln p is wanted, [rows, 1]."""
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
     largest = x.gather(1, top[:, None])
+    scored = None if index is None else (x.gather(1, index) - largest)[:, 0]
     # e^x is 2^(x log2 e): torch's exp of float64 takes twice as long as its exp2 where MKL has no code for the processor.
-    torch.sub(x, largest, out=exponentials).mul_(_LOG2_E).exp2_()
-    return _Softmax(exponentials.sum(-1), largest[:, 0], top)
+    torch.add(largest * -_LOG2_E, x, alpha=_LOG2_E, out=exponentials).exp2_()
+    total = exponentials.sum(-1)
+    return _Softmax(total, largest[:, 0], top, None if scored is None else scored - total.log())
 
 
 def _kl_divergence(of_r: _Softmax, of_c: _Softmax, exponentials: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:

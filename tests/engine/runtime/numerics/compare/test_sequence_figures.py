@@ -43,7 +43,7 @@ def check(reference: torch.Tensor, candidate: torch.Tensor, labels: torch.Tensor
     )
     kl = (np.exp(log_p) * (log_p - log_q)).sum(-1)
     of_labels = np.arange(len(r)), labels.numpy()
-    size = max(1.0, float(np.abs(r).max()))
+    size = max(1.0, float(np.abs(r).max()), float(np.abs(c).max()))
     assert found.kl.numpy() == pytest.approx(kl.astype(float), rel=1e-12, abs=2e-15 * size)
     assert found.same_top.tolist() == (r.argmax(-1) == c.argmax(-1)).tolist()
     assert found.log_p.numpy() == pytest.approx(log_p[of_labels].astype(float), rel=1e-13, abs=2e-15 * size)
