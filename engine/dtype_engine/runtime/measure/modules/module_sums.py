@@ -12,7 +12,7 @@ from dtype_engine.results.drift import ModuleDrift
 from dtype_engine.runtime.numerics.compare.element_sums import ElementSums, sum_chunks, sums_of_any, widen
 from dtype_engine.runtime.numerics.compare.metrics import sqnr_db
 
-_CHUNK_ELEMENTS = 1 << 15
+_CHUNK_ELEMENTS = 1 << 17
 """Elements of which two float64 copies stay in the cache of one core."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """On a GPU: 67 MB of such copies."""

@@ -7,33 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from dtype_engine.runtime.model.torch_private import version_of
+from dtype_engine.runtime.measure.modules.seen_output import SeenOutput
 from dtype_engine.runtime.passes.forward_pass import ModuleObserver
-
-
-class _SeenOutput:
-    """An output, by which another module's is known again: a parent's is often that of the module that it called last, or a view
-    of all of it. It is held here, so that no other tensor can take its memory.
-    """
-
-    __slots__ = ("copied", "output", "version")
-
-    def __init__(self, output: torch.Tensor, copied: torch.Tensor | None) -> None:
-        self.output = output
-        self.copied = copied
-        self.version = version_of(output)
-
-    def is_same(self, output: torch.Tensor) -> bool:
-        """Whether this holds the same values at the same places, and nothing has written to it since."""
-        if self.version != version_of(self.output):
-            return False
-        return self.output is output or (
-            self.output.data_ptr() == output.data_ptr()
-            and self.output.shape == output.shape
-            and self.output.stride() == output.stride()
-            and self.output.dtype == output.dtype
-            and self.version == version_of(output)
-        )
 
 
 class ModuleRecorder(ModuleObserver):
@@ -49,7 +24,7 @@ class ModuleRecorder(ModuleObserver):
         self.left_out: set[str] = set()
         """The modules with an output that did not fit."""
         self._budget = self._left = budget
-        self._last: _SeenOutput | None = None
+        self._last: SeenOutput[torch.Tensor | None] | None = None
 
     def __call__(self, module: str, call: int, output: torch.Tensor) -> None:
         if self._last is None or not self._last.is_same(output):
@@ -57,8 +32,8 @@ class ModuleRecorder(ModuleObserver):
             if output.nbytes <= self._left:
                 copied = output.detach().clone()
                 self._left -= copied.nbytes
-            self._last = _SeenOutput(output, copied)
-        copied = self._last.copied
+            self._last = SeenOutput(output, copied)
+        copied = self._last.result
         if copied is None:
             self.left_out.add(module)
         else:
@@ -74,6 +49,6 @@ class ModuleRecorder(ModuleObserver):
         """A copy of the main output: the one that is kept of the last module's, where it is the very same. Logits mostly are, and
         are the largest output of a model with a large vocabulary.
         """
-        if self._last is not None and self._last.copied is not None and self._last.is_same(output):
-            return self._last.copied
+        if self._last is not None and self._last.result is not None and self._last.is_same(output):
+            return self._last.result
         return output.detach().clone()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-from dtype_engine.runtime.formats.row_blocks import parallel_map
+from dtype_engine.runtime.formats.row_blocks import parallel_map, single_intraop_thread
 
-_CHUNK_ELEMENTS = 1 << 15
+_CHUNK_ELEMENTS = 1 << 16
 """Elements of which float64 copies stay in the cache of one core; with half as many, the calls cost more."""
 _GPU_CHUNK_ELEMENTS = 1 << 22
 """On a GPU: 100 MB of such copies."""
@@ -58,8 +58,6 @@ class ElementSums:
 def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSums:
     """The sums over all elements of two outputs of one shape, of any floating dtypes, computed on the candidate's device.
 
-    On the CPU all of torch's threads work on chunks that stay in their caches; the sums are the same for any number of threads.
-
     Raises:
         ValueError: The shapes differ.
     """
@@ -79,12 +77,19 @@ def element_sums(reference: torch.Tensor, candidate: torch.Tensor) -> ElementSum
 
 
 def sum_chunks(
-    sums_of: Callable[[slice, Sequence[torch.Tensor]], ElementSums], output: torch.Tensor, step: int, buffers: int
+    sums_of: Callable[[slice, Sequence[torch.Tensor]], ElementSums],
+    output: torch.Tensor,
+    step: int,
+    buffers: int,
+    parallel: bool = False,
 ) -> ElementSums:
     """Add up, in order, what `sums_of` returns for each slice of `step` rows of an output, or elements of a flat one.
 
     It also gets some float64 buffers of the slice's shape on the output's device, which are used again for the next slice: memory
-    that is fresh from the system takes longer than the sums. On the CPU several threads call it, each with its own buffers.
+    that is fresh from the system takes longer than the sums.
+
+    parallel: on the CPU several threads call it, each with its own buffers. That pays for chunks of a millisecond and more: the
+    threads pass Python's lock to each other at every operation of torch, which takes longer than an operation on a small chunk.
     """
     count = len(output)
     step = min(step, count)
@@ -97,7 +102,11 @@ def sum_chunks(
             first, last = number * step, min((number + 1) * step, count)
             chunks[number] = sums_of(slice(first, last), [buffer[: last - first] for buffer in memory])
 
-    parallel_map(work, len(chunks), output.device)
+    if parallel:
+        parallel_map(work, len(chunks), output.device)
+    else:
+        with single_intraop_thread():
+            work(range(len(chunks)))
     total = ElementSums()
     for sums in chunks:
         total.add(sums)

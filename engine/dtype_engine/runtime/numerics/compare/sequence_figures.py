@@ -28,7 +28,9 @@ _LOG2_E = 1 / math.log(2)
 _CHUNK_ELEMENTS = 1 << 17
 """Logits of a chunk: four MB of float64 buffers stay in a cache that cores share; in smaller chunks the calls cost more."""
 _GPU_CHUNK_ELEMENTS = 1 << 21
-"""On a GPU: 100 MB of such copies."""
+"""On a GPU: 50 MB of such copies."""
+_RESULTS = 9
+"""Numbers that are kept of each position until all have been compared."""
 
 
 @dataclass(slots=True)
@@ -66,62 +68,49 @@ def sequence_figures(
     if not distribution:
         return SequenceFigures(count, element_sums(reference, candidate), None)
     reference, candidate, device = reference.detach(), candidate.detach(), candidate.device
-    # One tensor for each result of all positions: small ones kept from every chunk would lie between the chunks' freed
+    # One tensor for the results of all positions: small ones kept from every chunk would lie between the chunks' freed
     # temporaries and keep the allocator from using those again, gigabytes of them for a large vocabulary.
-    same_top = torch.zeros(count, dtype=torch.bool)
-    kl, log_p, log_q = (torch.zeros(count, dtype=torch.float64) for _ in range(3))
+    results = torch.zeros(_RESULTS, count, dtype=torch.float64)
+    index = torch.zeros(count, 1, dtype=torch.int64) if labels is None else labels[:, None].clamp(min=0)
 
     def sums_of(rows: slice, buffers: Sequence[torch.Tensor]) -> ElementSums:
         r, other, delta = buffers  # three only, so that they stay in a cache
         widen(reference[rows], r)
         widen(candidate[rows], other)
         torch.sub(other, r, out=delta)
-        index = None if labels is None else labels[rows, None].to(device).clamp(min=0)
-        of_c = _softmax(other, index, other)
-        of_r = _softmax(r, index, other)
-        kl[rows] = _kl_divergence(of_r, of_c, other, delta)
-        same_top[rows] = of_r.top == of_c.top
-        if of_r.log_probability is not None and of_c.log_probability is not None:
-            log_p[rows], log_q[rows] = of_r.log_probability, of_c.log_probability
-        return sums_of_small(r, delta) or sums_of_any(r, widen(candidate[rows], other))
+        scored = index[rows].to(device)
+        of_c = _softmax(other, scored, other)
+        of_r = _softmax(r, scored, other)
+        moved = other.mul_(delta).sum(-1)
+        sums = sums_of_small(r, delta)
+        if sums is None:
+            # A class that the reference rules out adds nothing to Σ p Δ, but 0 times an infinite Δ is NaN.
+            _softmax(r, scored, other)
+            moved = other.mul_(widen(candidate[rows], delta).sub_(r)).nansum(-1)
+            sums = sums_of_any(r, widen(candidate[rows], other))
+        results[:, rows] = torch.stack([*of_r, *of_c, moved]).cpu()
+        return sums
 
     most = _CHUNK_ELEMENTS if device.type == "cpu" else _GPU_CHUNK_ELEMENTS
-    sums = sum_chunks(sums_of, candidate, max(1, most // width), 3)
+    sums = sum_chunks(sums_of, candidate, max(1, most // width), 3, parallel=True)
+    total_r, largest_r, top_r, scored_r, total_c, largest_c, top_c, scored_c, moved = results
+    # NaN in Σ p Δ alone was left out above: every other one is in ln Σ e^c - ln Σ e^r, too.
+    kl = (largest_c - largest_r) + (total_c / total_r).log() - moved / total_r
     scored = labels.cpu() >= 0 if labels is not None else torch.zeros(count, dtype=torch.bool)
-    return SequenceFigures(count, sums, PositionFigures(kl, same_top, log_p[scored], log_q[scored]))
+    log_p, log_q = scored_r - total_r.log(), scored_c - total_c.log()
+    # Rounding may leave a divergence of zero below it.
+    return SequenceFigures(count, sums, PositionFigures(kl.clamp(min=0), top_r == top_c, log_p[scored], log_q[scored]))
 
 
-@dataclass(slots=True)
-class _Softmax:
-    """What makes probabilities of logits x [rows, classes]: p = e^(x - largest) / total."""
+def _softmax(x: torch.Tensor, scored: torch.Tensor, exponentials: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Write e^(x - largest) into a buffer, which may be `x`. scored: a class of each row, [rows, 1].
 
-    total: torch.Tensor
-    """Σ e^(x - largest), [rows]."""
-    largest: torch.Tensor
-    """The largest x, [rows]."""
-    top: torch.Tensor
-    """The first class that has it, [rows]."""
-    log_probability: torch.Tensor | None
-    """ln p of one class in each row, [rows]."""
-
-
-def _softmax(x: torch.Tensor, index: torch.Tensor | None, exponentials: torch.Tensor) -> _Softmax:
-    """Write e^(x - largest) into a buffer, which may be `x`. index: the class of each row whose ln p is wanted, [rows, 1]."""
+    Returns, each [rows]: Σ e^(x - largest); the largest x; the first class that has it; x - largest of the scored class.
+    """
     # On the CPU numpy's argmax takes a sixth of the time of torch's.
     top = torch.from_numpy(x.numpy().argmax(-1)) if x.device.type == "cpu" else x.argmax(-1)
     largest = x.gather(1, top[:, None])
-    scored = None if index is None else (x.gather(1, index) - largest)[:, 0]
+    distance = x.gather(1, scored) - largest
     # e^x is 2^(x log2 e): torch's exp of float64 takes twice as long as its exp2 where MKL has no code for the processor.
     torch.add(largest * -_LOG2_E, x, alpha=_LOG2_E, out=exponentials).exp2_()
-    total = exponentials.sum(-1)
-    return _Softmax(total, largest[:, 0], top, None if scored is None else scored - total.log())
-
-
-def _kl_divergence(of_r: _Softmax, of_c: _Softmax, exponentials: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    """KL of each row. exponentials: those of r, which are overwritten."""
-    log_ratio = (of_c.largest - of_r.largest) + (of_c.total / of_r.total).log()  # ln Σ e^c - ln Σ e^r
-    moved = exponentials.mul_(delta).sum(-1)
-    if not bool(torch.isfinite(moved).all()):
-        # A class that the reference rules out adds nothing: 0 times an infinite Δ is NaN. All other NaN are in log_ratio, too.
-        moved = exponentials.nansum(-1)
-    return (log_ratio - moved / of_r.total).clamp(min=0)  # rounding may leave a divergence of zero below it
+    return exponentials.sum(-1), largest[:, 0], top.double(), distance[:, 0]

@@ -1,0 +1,34 @@
+"""Recognises an output that two modules return: a parent often returns its last child's, or a view of all of it."""
+
+from __future__ import annotations
+
+from typing import Generic, TypeVar
+
+import torch
+
+from dtype_engine.runtime.model.torch_private import version_of
+
+T = TypeVar("T")
+
+
+class SeenOutput(Generic[T]):
+    """A module's output and what was made of it. The output is held, so that no other tensor can take its memory."""
+
+    __slots__ = ("output", "result", "version")
+
+    def __init__(self, output: torch.Tensor, result: T) -> None:
+        self.output = output
+        self.result = result
+        self.version = version_of(output)
+
+    def is_same(self, output: torch.Tensor) -> bool:
+        """Whether `output` has the same values in the same memory, and nothing has written to them since."""
+        if self.version != version_of(self.output):
+            return False
+        return self.output is output or (
+            self.output.data_ptr() == output.data_ptr()
+            and self.output.shape == output.shape
+            and self.output.stride() == output.stride()
+            and self.output.dtype == output.dtype
+            and self.version == version_of(output)
+        )
