@@ -66,7 +66,7 @@ def planned(name: str, tree: Tree = MOE) -> dict[str, str]:
 def test_all_bf16_needs_no_classes() -> None:
     headers = from_tensors(TensorInfo(tensor.name, tensor.shape, tensor.dtype) for tensor in MOE.tensors.values())
     assert set(planned("all-bf16", headers).values()) == {"bfloat16"}
-    with pytest.raises(UserError, match=r"goes by module classes.*config\.json"):
+    with pytest.raises(UserError, match=r"matches module classes.*config\.json"):
         preset("fp16-but-norms").recipe(headers)
 
 
@@ -256,7 +256,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
         ("settings: {speed: 1}", "unknown setting 'speed'"),
         ("settings: {compute: fp8}", "setting compute: choose one of"),
         ("settings: {compute: foo}", "setting compute: unknown dtype"),
-        ("settings: {autocast: float32}", "torch.autocast knows"),
+        ("settings: {autocast: float32}", "torch.autocast supports"),
         ("settings: {quantize_activations: all}", "settings: quantize_activations: invalid enum value 'all'"),
         ("settings: {float_inputs: maybe}", "settings: float_inputs: invalid enum value 'maybe'"),
         ("measured: 3", "'measured' must be a mapping"),
