@@ -19,28 +19,28 @@ def write_text_atomic(path: Path, text: str, replace: bool = False, mode: int | 
     Raises UserError if the file can't be written; an existing file is then unchanged.
     """
     path = check_target(path, replace)
-    beside: str | None = None
+    temporary: str | None = None
     try:
-        number, beside = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
+        number, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.partial-", dir=path.parent)
         with open(number, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fchmod(number, mode if mode is not None else 0o666 & ~umask())
             os.fsync(number)
         if replace:
-            os.replace(beside, path)
+            os.replace(temporary, path)
         else:
-            _rename_new(beside, path)
-        beside = None
+            _rename_new(temporary, path)
+        temporary = None
         fsync_dir(path.parent)
     except FileExistsError:
         raise UserError(f"{path} exists; name another file{hint('replace')}") from None
     except OSError as error:
         raise UserError(f"can't write {path}: {error.strerror}") from None
     finally:
-        if beside is not None:
+        if temporary is not None:
             with contextlib.suppress(OSError):
-                os.unlink(beside)
+                os.unlink(temporary)
     return path
 
 
@@ -70,16 +70,16 @@ def is_taken(typed: str) -> bool:
         raise UserError(f"can't write {printable(typed, 200)}: {getattr(error, 'strerror', None) or error}") from None
 
 
-def _rename_new(beside: str, path: Path) -> None:
+def _rename_new(temporary: str, path: Path) -> None:
     """Rename to a name that must not exist. A hard link, unlike a rename, fails if another process has just made that file."""
     try:
-        os.link(beside, path)
+        os.link(temporary, path)
     except FileExistsError:
         raise
     except OSError:  # a file system without links
-        os.rename(beside, path)
+        os.rename(temporary, path)
     else:
-        os.unlink(beside)
+        os.unlink(temporary)
 
 
 def fsync_dir(folder: Path) -> None:

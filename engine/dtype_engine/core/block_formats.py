@@ -22,9 +22,7 @@ class Blocks:
     """The block size, scales and packing of a format."""
 
     rows: int
-    """Rows of a block."""
     columns: int
-    """Columns of a block."""
     scale: str
     """torch's name for the dtype of a scale in a file; `uint8` means E8M0, an exponent of two plus 127."""
     rule: ScaleRule = "amax"

@@ -60,7 +60,7 @@ def parse_inputs_line(options: Options, line: str) -> Options:
         found = {kind: tuple(path for path in paths if _kind(path) == kind) for kind in ("texts", "images", "audio")}
         tensors = [path for path in paths if _kind(path) == "tensors"]
         if tensors and len(paths) > 1:
-            raise UserError("a tensor file stands alone: it has all the arguments of a forward pass")
+            raise UserError("a tensor file has all the arguments of a forward pass: don't name other files with it")
         if tensors:
             changed = dataclasses.replace(parse_inputs_line(options, ""), tensors=tensors[0])
         else:

@@ -43,7 +43,7 @@ class _PlainLoader(yaml.SafeLoader):
         except (ValueError, TypeError, KeyError, IndexError, AttributeError, OverflowError):
             kind = node.tag.rpartition(":")[2]
             value = printable(str(node.value), 40) if isinstance(node, yaml.ScalarNode) else "this"
-            raise yaml.MarkedYAMLError(problem=f"{value} is no valid {kind}", problem_mark=node.start_mark) from None
+            raise yaml.MarkedYAMLError(problem=f"{value} is not a valid {kind}", problem_mark=node.start_mark) from None
 
 
 def load_yaml(text: str) -> Any:
@@ -54,6 +54,6 @@ def load_yaml(text: str) -> Any:
         mark = getattr(error, "problem_mark", None)
         where = f" in line {mark.line + 1}" if mark else ""
         problem = getattr(error, "problem", None) or getattr(error, "reason", None)
-        raise UserError(f"no valid YAML{where}" + (f": {printable(str(problem), 120)}" if problem else "")) from None
+        raise UserError(f"not valid YAML{where}" + (f": {printable(str(problem), 120)}" if problem else "")) from None
     except RecursionError:
-        raise UserError("no valid YAML: it is nested too deep") from None
+        raise UserError("not valid YAML: it is nested too deep") from None

@@ -47,7 +47,7 @@ class Shard:
                 f"--shard slurm: {_SLURM}ID, _MIN, _STEP and _COUNT are not all set; start it by sbatch --array, or write 3/16"
             ) from None
         if not 1 <= number <= count:
-            raise UserError(f"--shard slurm: {_SLURM}ID {task} is none of the {count} tasks from {first} on")
+            raise UserError(f"--shard slurm: {_SLURM}ID {task} is not one of the {count} tasks that begin with {first}")
         return cls(number, count)
 
     def of(self, parts: Sequence[T]) -> Sequence[T]:

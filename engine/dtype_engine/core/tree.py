@@ -63,7 +63,7 @@ class TensorInfo:
 
     @property
     def persistent(self) -> bool:
-        """Whether a checkpoint holds it (parameters and persistent buffers)."""
+        """Whether a checkpoint holds this tensor: it is a parameter or a persistent buffer."""
         return self.kind != "non-persistent buffer"
 
     @property
@@ -124,8 +124,8 @@ class Totals:
     unknown: int = 0
     """How many packed weights represent an unknown number of values."""
     tied: dict[str, int] = field(default_factory=dict)
-    """Bytes per dtype of weights that are here only as an alias. They are in no sum above, so that the sums of the children of a
-    module add up to those of the module.
+    """Bytes per dtype of tied weights that are below the module only as an alias. No other total includes them, so that totals of
+    children add up to the total of their parent.
     """
 
     def add(self, dtype: str, elements: int, nbytes: int) -> None:

@@ -83,7 +83,7 @@ def read_recipe_file(path: Path) -> RecipeFile:
         raise UserError(f"{path}: unknown entry {_shown(min(unknown))}; a recipe has {', '.join(sorted(_KEYS))}")
     model = data.get("model")
     if model is not None and not isinstance(model, str):
-        raise UserError(f"{path}: 'model' must be a text")
+        raise UserError(f"{path}: 'model' must be a string")
     with time_limit(MATCHING_S):
         rules = tuple(_rule(path, number, entry) for number, entry in enumerate(data["rules"], 1))
     settings, measured = data.get("settings"), data.get("measured")
@@ -102,9 +102,9 @@ def read_recipe_file(path: Path) -> RecipeFile:
 
 def _rule(path: Path, number: int, entry: object) -> Rule:
     if not isinstance(entry, dict) or set(entry) != {"pattern", "dtype"}:
-        raise UserError(f"{path}: rule {number} needs just 'pattern' and 'dtype'")
+        raise UserError(f"{path}: rule {number} must have exactly 'pattern' and 'dtype'")
     if not all(isinstance(value, str | int) for value in entry.values()):
-        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be texts")
+        raise UserError(f"{path}: rule {number}: 'pattern' and 'dtype' must be strings")
     try:
         return Rule.make(str(entry["pattern"]), str(entry["dtype"]))
     except UserError as error:

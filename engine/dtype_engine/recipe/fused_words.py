@@ -11,7 +11,7 @@ from dtype_engine.core.fused import is_split, scale_groups, siblings
 def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups: Iterable[tuple[str, ...]]) -> str:
     """What a cast of the weights `taken` to `dtype` does to the other members of their fused groups; "" if it does nothing.
 
-    `k_proj, v_proj: new scale` if they share a scale, `k_proj, v_proj not: vLLM refuses` if formats then differ. groups: the
+    `k_proj, v_proj: new scale` if they share a scale, `k_proj, v_proj differ: vLLM refuses` if formats then differ. groups: the
     model's fused groups. It is computed after every key press, so equal groups are examined only once.
     """
     storage = frozenset(dtypes.STORAGE_DTYPES)
@@ -35,7 +35,7 @@ def fused_words(dtype: str, taken: Set[str], planned: Mapping[str, str], groups:
         shared_before, shared_after = scale_groups(before), scale_groups(after)
         rescaled += [name for name in others if shared_before.get(name) != shared_after.get(name)]
     parts = [f"{_short(rescaled)}: new scale"] if rescaled else []
-    parts += [f"{_short(split)} not: vLLM refuses"] if split else []
+    parts += [f"{_short(split)} differ: vLLM refuses"] if split else []
     return ", ".join(parts)
 
 
@@ -72,7 +72,7 @@ def fused_with(name: str, planned: Mapping[str, str]) -> str:
         if planned[other] != planned[name]
     ]
     if is_split(group, planned):
-        return f"{words}, which refuse it: {', '.join(differ)}"
+        return f"{words}, which refuse different formats: {', '.join(differ)}"
     if name in scale_groups({member: planned[member] for member in group}):
-        return f"{words}: one scale of the tensor, for the largest of them"
+        return f"{words}: they share one tensor scale"
     return words

@@ -81,7 +81,7 @@ def lint(context: Context, target: Target) -> Lint:
 def _overruled(
     context: Context, target: Target, there_by_rule: list[frozenset[str]]
 ) -> tuple[tuple[str, str, str], ...]:
-    """`Lint.overruled`; empty for a target whose patterns have no order of precedence."""
+    """The value of `Lint.overruled`; empty for a target whose patterns have no order of precedence."""
     if target.precedence is None:
         return ()
     rules = context.plan.recipe.rules

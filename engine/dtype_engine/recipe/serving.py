@@ -37,7 +37,7 @@ class Finding:
     source: str
     """The file and function of the runtime that has the rule."""
     tensors: tuple[str, ...]
-    """Canonical names."""
+    """Canonical names of the tensors that the finding is about."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,7 +251,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
 @pytest.mark.parametrize(
     ("entry", "says"),
     [
-        ("model: [1]", "'model' must be a text"),
+        ("model: [1]", "'model' must be a string"),
         ("settings: 3", "settings: expected object, got int"),
         ("settings: {speed: 1}", "unknown setting 'speed'"),
         ("settings: {compute: fp8}", "setting compute: choose one of"),

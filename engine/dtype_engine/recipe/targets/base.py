@@ -55,11 +55,10 @@ class Unsupported:
     part: Part
     """"scale" if the target has the planned dtype but computes other scales."""
     planned: str
-    """The planned dtype."""
     instead: str
-    """The dtype that the tensors get in the target."""
+    """The dtype that the tensors get in the target instead of the planned one."""
     tensors: tuple[str, ...]
-    """Canonical names."""
+    """Canonical names of the tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +80,7 @@ class Match:
     """What a pattern matches in a target."""
 
     tensors: frozenset[str]
-    """Canonical names."""
+    """Canonical names of the tensors that it matches."""
     problem: str | None = None
     """Why the pattern matches nothing, if that is known."""
 
@@ -259,7 +258,7 @@ def weights_of(context: Context, kinds: Collection[str]) -> dict[str, str]:
 
 
 def weights_in(kinds: Collection[str]) -> Callable[[Context], frozenset[str]]:
-    """`Target.matchable` for a quantiser of these module classes."""
+    """A function for `Target.matchable`: the tensors that a quantiser of these module classes can affect."""
     return lambda context: frozenset(weights_of(context, kinds).values())
 
 

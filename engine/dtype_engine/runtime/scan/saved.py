@@ -88,7 +88,7 @@ class SavedScan:
     measured: dict[Key, tuple[float, float | None]] | None = None
     """(score, standard error) of an exact scan; None for an estimated one."""
     shard: Shard = WHOLE
-    """The share that was run last."""
+    """The shard of the scan that ran last."""
 
     @property
     def count(self) -> int:
@@ -105,7 +105,7 @@ class _TopKSample(msgspec.Struct):
     margins: list[float]
     cost: float
     sums: list[tuple[str, str, float | None, float | None]]
-    """(weight, dtype, squares, independent)"""
+    """Rows of (weight, dtype, squares, independent)."""
 
 
 class _Sequence(msgspec.Struct):
@@ -115,10 +115,9 @@ class _Sequence(msgspec.Struct):
     """Its `normalizer`."""
     complete: bool
     sums: list[tuple[str, str, float | None, float | None, float | None, float | None]]
-    """(weight, dtype, sums, independent, errors, measured)"""
+    """Rows of (weight, dtype, sums, independent, errors, measured)."""
     selections: list[_TopKSample]
     index: int
-    """The index of the sequence."""
 
 
 class _File(msgspec.Struct):

@@ -49,7 +49,7 @@ class SequenceScan:
     num_probes: int
     """Backward passes from the main output."""
     budget: int
-    """Bytes for gradients."""
+    """Bytes of memory for gradients."""
     local: LocalErrors
     on_measured: Callable[[int, int], None]
     """Called as `on_measured(done, total)` with numbers of operations."""
@@ -217,7 +217,7 @@ class _Gradients:
     """The gradients of one output of an operation."""
 
     stacked: torch.Tensor
-    """[N, E]"""
+    """The gradients, [N, E]."""
     columns: torch.Tensor
     """The number of the backward pass of each gradient, [N]."""
     squares: torch.Tensor

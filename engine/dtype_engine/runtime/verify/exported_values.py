@@ -53,10 +53,10 @@ def read_export(folder: Path, copied: frozenset[str] = frozenset()) -> ExportedV
                     exported.read[prefix + name] = partial(handle.get_tensor, name)
                     if indexed and indexed.get(prefix + name) != file.name:
                         indexed_file = indexed.get(prefix + name)
-                        where = f"in {printable(indexed_file)}" if indexed_file is not None else "nowhere"
-                        exported.misplaced[prefix + name] = f"is in {file.name}, and the index has it {where}"
+                        where = f"names {printable(indexed_file)}" if indexed_file is not None else "does not list it"
+                        exported.misplaced[prefix + name] = f"is in {file.name}, but the index {where}"
             exported.misplaced |= {
-                name: f"is not in {printable(str(file))}, where the index has it"
+                name: f"is not in {printable(str(file))}, which the index names"
                 for name, file in indexed.items()
                 if name not in exported.read
             }
