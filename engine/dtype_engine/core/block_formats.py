@@ -24,7 +24,7 @@ class Blocks:
     rows: int
     columns: int
     scale: str
-    """torch's name for the dtype of a scale in a file; `uint8` means E8M0, an exponent of two plus 127."""
+    """torch's name for the dtype of a scale in a file. `uint8` means E8M0: the scale is 2 to the power of (byte - 127)."""
     rule: ScaleRule = "amax"
     """How a scale is computed from the largest |value| of its block: see the format's module in `runtime/formats/`."""
     tensor_scale: bool = False

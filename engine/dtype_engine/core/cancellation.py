@@ -18,7 +18,7 @@ never = Fixed("never", False)
 
 
 class CancelToken:
-    """Pass it as `cancelled` to control the work from any thread. Paused work blocks in its next call and loses nothing."""
+    """Pass it as `cancelled` to control work from any thread. Paused work waits in its next call of it, and loses nothing."""
 
     def __init__(self) -> None:
         self._cancelled = threading.Event()

@@ -55,10 +55,9 @@ def test_what_a_cast_does_to_the_others_is_said() -> None:
     assert words_of("float16", ATTENTION[:1], plan()) == "", "runtimes cast those that have no scales"
     assert words_of("stored", ATTENTION[:1], plan()) == ""
     planned = plan(self_attn="nvfp4", gate_proj="int8")
+    assert fused_with(ATTENTION[0], planned) == "with k_proj, v_proj in vLLM and SGLang: they share one tensor scale"
     assert (
-        fused_with(ATTENTION[0], planned)
-        == "with k_proj, v_proj in vLLM and SGLang: they share one tensor scale"
+        fused_with(MLP[0], planned) == "with up_proj in vLLM and SGLang, which refuse different formats: up_proj bf16"
     )
-    assert fused_with(MLP[0], planned) == "with up_proj in vLLM and SGLang, which refuse different formats: up_proj bf16"
     assert fused_with(EXPERT[0], planned) == "with w3 in vLLM and SGLang"
     assert fused_with(EXPERT[1], planned) == ""

@@ -75,14 +75,14 @@ TEXTS = {
     "long number": (f"version: {'9' * 5000}\n{RULES}", "not a valid int"),
     "long number in hex": (f"version: 0x{'f' * 100_000}\n{RULES}", "not a valid int"),
     "deep list": (f"version: {'[' * 3000}{']' * 3000}\n{RULES}", "nested too deep"),
-    "deep block": ("".join(f"{' ' * depth}- \n" for depth in range(300)), "no valid YAML"),
-    "python object": (f"version: !!python/object/apply:os.system [id]\n{RULES}", "no valid YAML"),
+    "deep block": ("".join(f"{' ' * depth}- \n" for depth in range(300)), "not valid YAML"),
+    "python object": (f"version: !!python/object/apply:os.system [id]\n{RULES}", "not valid YAML"),
     "list for a pattern": ("version: 1\nrules: [{pattern: [a], dtype: bf16}]\n", "must be strings"),
-    "bytes": ("\ufffe\x00", "no valid YAML"),
+    "bytes": ("\ufffe\x00", "not valid YAML"),
     "long range": (f'version: 1\nrules: [{{pattern: "{{0..{"9" * 5000}}}", dtype: bf16}}]\n', "too many digits"),
     "brackets": (f'version: 1\nrules: [{{pattern: "re:{"(" * 5000}", dtype: bf16}}]\n', "too long"),
     "repeats": ('version: 1\nrules: [{pattern: "re:a{99999999999}", dtype: bf16}]\n', "repeats more than"),
-    "unknown key": (f"version: 1\n? {'[' * 30}{']' * 30}\n: 1\n{RULES}", "no valid"),
+    "unknown key": (f"version: 1\n? {'[' * 30}{']' * 30}\n: 1\n{RULES}", "not valid"),
     "too long": (f"version: 1 #{'x' * 1_000_001}\n{RULES}", "too many"),
 }
 

@@ -273,7 +273,7 @@ def test_a_file_with_all_entries_of_an_earlier_program_reads_the_same_and_is_wri
         ),
         (
             "measured: {lost: [{tensor: a, dtype: stored, overflowed: 0, vanished: 0, elements: 1}]}",
-            "measured.lost: stored is no dtype",
+            "measured.lost: stored is not a dtype",
         ),
         ("notes: 3", "unknown entry 'notes'"),
     ],

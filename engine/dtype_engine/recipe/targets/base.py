@@ -141,7 +141,7 @@ class Split:
     low: Mapping[str, str]
     """The storage dtype of each weight to quantise, by canonical name."""
     base: str
-    """The dtype of all other tensors."""
+    """The dtype of all tensors that are not in `low`."""
     losses: UnsupportedList
     """The tensors that get another dtype than the planned one."""
 

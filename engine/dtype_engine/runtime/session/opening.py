@@ -26,7 +26,7 @@ def import_loaders() -> None:
 
 
 def threads_each(threads: int | None, processes: int) -> int:
-    """How many threads each of `processes` may use if they share `threads` threads; None for torch's default number."""
+    """How many threads each of `processes` may use if they share `threads` threads (None: torch's default number of threads)."""
     return max(1, (threads or torch.get_num_threads()) // processes)
 
 

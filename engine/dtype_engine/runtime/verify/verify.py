@@ -266,7 +266,9 @@ def _lost(contents: Contents, source: SourceValues) -> list[TensorDifference]:
         if written_as is None:
             differences.append(TensorDifference(name, "is in the source and not in the export"))
         elif written_as in source.names and not _same_bits(source.read(name), source.read(written_as)):
-            differences.append(TensorDifference(name, f"was left out as identical to {written_as}, but differs from it"))
+            differences.append(
+                TensorDifference(name, f"was left out as identical to {written_as}, but differs from it")
+            )
     return differences
 
 
